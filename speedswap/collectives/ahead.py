@@ -169,7 +169,7 @@ class Ahead:
                 errand.is_done = True
 
     def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line]:
-        """Exchange lines with the ranks that are at the same time; return None if one has moved past it."""
+        """Exchange lines with the ranks that are at the same time; return no lines if one has moved past it."""
         line = Line(errand.kind, errand.about, 0, 0, FAILED if failed else OK, 0, 0, errand.time, 0)
         while True:
             lines = self.lane.exchange_lines(line, counts)

@@ -1,4 +1,4 @@
-"""The way of a batch's rows between the rank that asked for them and their owners."""
+"""The route of a batch's rows between the requesting rank and the rows' owners."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, dig
 from speedswap.tables import Block
 from speedswap.tables.shards.owners import Owners
 
-# A note of a lookup, below 0: the number of rows; a digest of their columns; their bytes; and whether some line has no
-# room for the ids.
+# A lookup's note, below 0, packs: the number of rows, a digest of their columns, their bytes, and whether some line has
+# no room for the ids.
 _BITS = 32
 _FEW = (1 << _BITS) - 1
 _DIGEST_AT = 14
 _DIGESTS = 1 << (_BITS - _DIGEST_AT)
-_MOST_BYTES = 4096  # of a row beside a line
+_MOST_BYTES = 4096  # of a row sent along with a line
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Rows that this rank asks for, owner after owner: in this order they travel, and lie here.
+    """Rows that this rank requests, grouped by owner: the order in which they are sent and kept.
 
     Attributes:
         rows: ids, int64, shape (n,), on the CPU.
-        sent: how many go to each rank.
+        sent: the number of ids sent to each rank.
     """
 
     rows: Tensor
@@ -46,7 +46,7 @@ class Wanted:
             rows: ids, shape (n,), on any device.
 
         Returns:
-            The rows, and each given one's place among them, int64, shape (n,), on the CPU.
+            The rows, and each given row's index among them, int64, shape (n,), on the CPU.
         """
         ordered, places, sent = owners.ordered(rows.detach().cpu().long())
         return cls(ordered, sent), places
@@ -61,7 +61,7 @@ class Wanted:
             what: the table, for messages.
 
         Returns:
-            The rows, each once, and each id's place among them, of the ids' shape, on their device.
+            The distinct rows, and each id's index among them, of the ids' shape, on their device.
 
         Raises:
             IdError, TypeError: as :func:`speedswap.kernels.find_rows` does.
@@ -73,13 +73,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Route:
-    """The rows that this rank has asked for, and those that are asked for here.
+    """The rows that this rank requests, and those requested from it.
 
     Attributes:
-        wanted: by this rank.
+        wanted: the rows that this rank requests.
         received: how many rows each rank asks for here.
-        union: the places of these rows here, each once, ascending, int64, shape (m,).
-        positions: of each row received among them, int64, shape (sum(received),).
+        union: the distinct places of the requested rows here, ascending, int64, shape (m,).
+        positions: each requested row's index in ``union``, int64, shape (sum(received),).
     """
 
     wanted: Wanted
@@ -89,30 +89,30 @@ class Route:
 
     @classmethod
     def asked(cls, owners: Owners, rank: int, wanted: Wanted, received: list[int], ids: Tensor) -> Route:
-        """Return the way of rows that have been asked for.
+        """Return the route of requested rows.
 
         Args:
             owners, rank, wanted: as for :meth:`of`.
             received: how many rows each rank asks for here.
-            ids: the rows asked for here, those of the first rank first.
+            ids: the rows requested here, in rank order.
         """
         union, positions = kernels.unique(owners.places(ids, rank))
         return cls(wanted, received, union, positions)
 
     def parcel(self, values: Tensor) -> Parcel:
-        """Return rows of the union as those who ask for them get them.
+        """Return rows of the union in the order in which the requesting ranks receive them.
 
         Args:
-            values: of the union, shape (m, …), on any device.
+            values: values of the union, shape (m, …), on any device.
         """
         asked = values.detach().index_select(0, self.positions.to(values.device))
         return Parcel(asked, self.received, self.wanted.sent)
 
     def add_up(self, came: Tensor) -> Tensor:
-        """Return the sums over the ranks, in their order, of what has come for the rows that were asked for here.
+        """Return the sums over the ranks, in rank order, of the values received for the rows requested here.
 
         Args:
-            came: shape (sum(received), dim), on any device.
+            came: the received values, shape (sum(received), dim), on any device.
 
         Returns:
             Shape (m, dim).
@@ -121,12 +121,12 @@ class Route:
 
 
 class LentRows(NamedTuple):
-    """The way of a lookup's rows, with those that this rank has lent to others in it.
+    """The route of a lookup's rows, with the rows that this rank lent to others for it.
 
     Attributes:
-        route: of the rows that it has got itself.
-        block: columns of the rows that were asked for here, whose numbers are places in the own table.
-        version: of the own table, when they were gathered.
+        route: the route.
+        block: columns of the rows requested here, numbered by place in this rank's table.
+        version: the version of this rank's table when they were gathered.
     """
 
     route: Route
@@ -135,7 +135,7 @@ class LentRows(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The ids that this rank has asked for, each once, on the CPU."""
+        """The distinct ids that this rank requested, on the CPU."""
         return self.route.wanted.rows
 
 
@@ -145,16 +145,16 @@ def ask(
     row_bytes: Sequence[int] = (),
     columns: Sequence[str] = ("weight",),
 ) -> list[Route]:
-    """Ask the owners of rows of one table, or of several, for them at once; every rank calls this.
+    """Request rows of one or several tables from their owners in one exchange; every rank must call this.
 
     Args:
         task: the ranks' common one.
-        tables: the owners of a table's rows, and those that this rank wants; of at least one table.
-        row_bytes: of each table's rows that :func:`bring` is called for next, once, in host memory.
-        columns: that are to travel, one after the other.
+        tables: for each table, at least one, the division of its rows and the rows that this rank wants.
+        row_bytes: bytes per row of each table, if :func:`bring` is called next, once, with rows in host memory.
+        columns: the columns to send, one after the other.
 
     Raises:
-        ValueError: another rank has other columns.
+        ValueError: another rank requests different columns.
     """
     lane, sheet, most_bytes = task.lane, task.lane.sheet, max(row_bytes, default=0)
     most_bytes *= most_bytes <= _MOST_BYTES
@@ -165,7 +165,7 @@ def ask(
     came: Tensor | None = None
     with task.promised():
         lines = task.round(sent, note=note, ids=ids)
-        if any(note >= 0 for note in lines.notes):  # others had rows that came ahead of their step
+        if any(note >= 0 for note in lines.notes):  # other ranks had prefetched rows
             lines = task.round(sent, note=note, ids=ids)
         counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
         if len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
@@ -173,7 +173,7 @@ def ask(
             if most_bytes and len({each & _FEW for each in theirs}) == 1:
                 received, _ = tables_of_ids(came, counts, len(tables))
                 sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
-        elif sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all have memory for them
+        elif sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all ranks have memory for them
             came = task.prepared(ids, sent, counts, lane.spare[: sum(counts)])()
     if len({(each & _FEW) >> _DIGEST_AT for each in theirs}) > 1:
         task.finish()  # the others know
@@ -188,15 +188,15 @@ def ask(
 
 
 def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list[Tensor]:
-    """Send the rows that are asked for here, and return those that were asked for from here.
+    """Send the rows requested from this rank, and return the rows that it requested.
 
     Args:
         task: the ranks' common one.
-        routes: of each table.
-        values: of each route's union, shape (m, …), on any device.
+        routes: a route per table.
+        values: values of each route's union, shape (m, …), on any device.
 
     Returns:
-        For each table, shape (n, …), in the order of the rows wanted.
+        For each table, shape (n, …), in the order of ``wanted``.
     """
     parcels = [route.parcel(some) for route, some in zip(routes, values, strict=True)]
     sheet = task.lane.sheet
@@ -210,7 +210,7 @@ def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list
 
 
 def ids_of_tables(tables: Sequence[Wanted]) -> tuple[list[int], Tensor]:
-    """Return how many numbers to send to each rank, and those: of several tables' rows, after their numbers."""
+    """Return the count of numbers to send to each rank, and the numbers: rows per table, then the tables' rows."""
     if len(tables) == 1:
         return tables[0].sent, tables[0].rows
     heads = torch.tensor([wanted.sent for wanted in tables]).unbind(1)
@@ -220,12 +220,12 @@ def ids_of_tables(tables: Sequence[Wanted]) -> tuple[list[int], Tensor]:
 
 
 def tables_of_ids(came: Tensor, counts: list[int], number: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Return what :func:`ids_of_tables` has sent: of each table, how many rows each rank asks for; and these rows.
+    """Decode what :func:`ids_of_tables` sent: for each table, the number of rows that each rank requests, and the rows.
 
     Args:
-        came: from all ranks, the first one's first.
-        counts: how many numbers came from each rank.
-        number: of tables.
+        came: the received numbers, in rank order.
+        counts: the count of numbers from each rank.
+        number: the number of tables.
     """
     if number == 1:
         return [counts], [came]
@@ -236,7 +236,7 @@ def tables_of_ids(came: Tensor, counts: list[int], number: int) -> tuple[list[li
 
 
 def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agreed:
-    """Return the rows of all tables beside the lines: of one table as they are, of several as bytes."""
+    """Return the rows to send along with lines: of a single table unchanged, of several as bytes."""
     if len(row_bytes) == 1:
         return Agreed(row_bytes[0], *chain(*counts))
     bytes_of = [[sum(map(mul, row_bytes, of_rank)) for of_rank in zip(*each, strict=True)] for each in counts]
@@ -244,6 +244,6 @@ def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agree
 
 
 def starts_of(counts: Sequence[int]) -> Tensor:
-    """Return where the rows of each rank begin, if those of the first come first."""
+    """Return where each rank's rows begin, in rank order."""
     ends = torch.tensor(counts).cumsum(0)
     return ends - torch.tensor(counts)

@@ -1,4 +1,4 @@
-"""The rows with the largest inner products in a table that ranks own: each scores its own rows for all."""
+"""Top-k inner products over a table owned by ranks: each scores its own rows for all queries."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from speedswap.tables.record import count
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
 
-_BYTES = 32 << 20  # of queries, and of results, at a time
+_BYTES = 32 << 20  # queries, and results, at a time
 _FOR_ALL = -1
 
 
 class _RowsInOrder(WrappedStore):
-    """Rows of a table that this rank owns, in the order of their ids.
+    """Rows of a table that this rank owns, in id order.
 
     Args:
-        store: of all ranks' rows.
-        first_row: of the table, among those of the store.
-        num_rows: of the table.
+        store: the store of all ranks' rows.
+        first_row: the table's first row within the store.
+        num_rows: the table's number of rows.
     """
 
     def __init__(self, store: ShardedStore, first_row: int, num_rows: int) -> None:
@@ -44,15 +44,15 @@ class _RowsInOrder(WrappedStore):
         return self._own.gather(self._owners.places(ids, self._rank), columns=[column], device=device)[column]
 
     def flush_at_end(self) -> None:
-        return None  # the table of these rows does
+        return None  # the table of these rows closes it
 
     def rows_of(self, numbers: Tensor) -> Tensor:
-        """Return the table's rows, given their numbers here; -1 stays."""
+        """Translate numbers here to the table's rows; -1 stays."""
         ids = self._owners.ids_numbered(numbers.clamp(min=0).view(-1) + self._begin, self._rank) - self._first_row
         return ids.view(numbers.shape).masked_fill(numbers < 0, -1)
 
     def numbers_of(self, rows: Tensor) -> Tensor:
-        """Return the numbers here of rows of the table, which this rank owns."""
+        """Translate rows of the table, which this rank owns, to their numbers here."""
         return self._owners.numbers_in_order(rows + self._first_row, self._rank) - self._begin
 
 
@@ -61,10 +61,10 @@ class _RowsInOrder(WrappedStore):
 def top_rows_of_ranks(
     table: Table, queries: Tensor, k: int, *, chunk: int | None, exclude: Exclude, padding_idx: int | None
 ) -> Scored:
-    """Return the best rows for this rank's queries; every rank calls this, with any number of them.
+    """Return the best rows for this rank's queries; every rank must call this, with any number of queries.
 
-    A group of every rank's queries goes to all ranks, each of which finds the best of its own rows for them; the asker
-    merges what comes back. Arguments and errors are those of :meth:`TableModule.score`.
+    Groups of every rank's queries go to all ranks, each of which finds the best of its own rows for them; the
+    requesting rank merges the results. Arguments and errors are those of :meth:`TableModule.score`.
     """
     store, first_row = _joint_store(table.store)
     with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
@@ -80,9 +80,9 @@ def top_rows_of_ranks(
         own = _RowsInOrder(store, first_row, table.num_embeddings)
         size = len(task.lane.ranks)
         asked = task.round([len(many)] * size, note=k)
-        most = max(asked.notes)  # that any rank wants
+        most = max(asked.notes)  # the most that any rank wants
         bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
-        at_once = max(1, _BYTES // (bytes_each * size))  # queries of a rank
+        at_once = max(1, _BYTES // (bytes_each * size))  # queries per rank
         theirs = _share_exclusions(task, store, own, first_row, left_out)
         parts = []
         for first in range(0, max(asked.counts), at_once):
@@ -96,7 +96,7 @@ def top_rows_of_ranks(
 
 
 def _joint_store(store: RowStore) -> tuple[ShardedStore, int]:
-    """Return the store of all ranks' rows that some rows lie in, and the first of these there."""
+    """Return the joint store that contains a store's rows, and the first of these rows there."""
     first_row = 0
     while isinstance(store, WrappedStore):
         first_row += store.first_row if isinstance(store, PartStore) else 0
@@ -114,16 +114,16 @@ def _one_group(
     left_out: Sequence[Exclusions],
     chunk: int | None,
 ) -> Scored:
-    """Return the best rows for some queries of this rank; find those for the others' among the own rows.
+    """Return the best rows for some queries of this rank, and score this rank's rows for the others' queries.
 
     Args:
         task: the ranks' common one.
-        own: the rows of this rank.
-        mine: the queries.
-        sizes: how many queries each rank has.
-        k: rows of each.
-        left_out: of each rank's queries, on the device where scores are computed.
-        chunk: rows at a time.
+        own: this rank's rows.
+        mine: this rank's queries.
+        sizes: the number of queries of each rank.
+        k: the number of rows per query.
+        left_out: the excluded rows for each rank's queries, on the device where scores are computed.
+        chunk: rows scored at a time.
     """
     size = len(sizes)
     came = task.send(mine.repeat(size, 1), [len(mine)] * size, sizes)
@@ -141,7 +141,7 @@ def _one_group(
 
 
 def _merged(values: Tensor, ids: Tensor) -> Scored:
-    """Return the best of what each rank has found, shape (ranks, q, k): of equal ones the lower id."""
+    """Merge each rank's best rows, shape (ranks, q, k); ties go to the lower id."""
     size, count, k = values.shape
     values, ids = (each.transpose(0, 1).reshape(count, size * k) for each in (values, ids))
     order = ids.argsort(dim=1, stable=True)
@@ -156,7 +156,7 @@ def _merged(values: Tensor, ids: Tensor) -> Scored:
 def _share_exclusions(
     task: Task, store: ShardedStore, own: _RowsInOrder, first_row: int, left_out: Exclusions
 ) -> list[Exclusions]:
-    """Send each owner what is left out of its rows; return that of each rank's queries, in the numbers of own rows."""
+    """Send each owner its excluded rows; return those for each rank's queries, as numbers of this rank's rows."""
     size = len(task.lane.ranks)
     queries = torch.cat([torch.full_like(left_out.ids, _FOR_ALL), left_out.queries])
     rows = torch.cat([left_out.ids, left_out.theirs])
@@ -177,7 +177,7 @@ def _share_exclusions(
 def _share_masks(
     task: Task, store: ShardedStore, own: _RowsInOrder, first_row: int, mask: Tensor | None
 ) -> list[Tensor | None]:
-    """Send each owner the mask of its rows; return those of each rank's queries."""
+    """Send each owner the mask of its rows; return the masks for each rank's queries."""
     has_mask = [bool(note) for note in task.round(note=int(mask is not None)).notes]
     if not any(has_mask):
         return [None] * len(has_mask)
@@ -193,7 +193,7 @@ def _share_masks(
 
 
 def _within(left_out: Exclusions, first: int, count: int, device: torch.device) -> Exclusions:
-    """Return what is left out for ``count`` queries from ``first`` on."""
+    """Return the excluded rows of ``count`` queries from ``first`` on."""
     some = (left_out.queries >= first) & (left_out.queries < first + count)
     mask = None if left_out.mask is None else left_out.mask.to(device)
     queries, theirs = left_out.queries[some] - first, left_out.theirs[some]

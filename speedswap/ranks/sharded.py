@@ -1,4 +1,4 @@
-"""A table's rows, each owned by one of the ranks of a job."""
+"""A table whose rows are each owned by one rank of a job."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 
 class ShardedStore(RowStore, Files, JointRows):
-    """Rows owned by the ranks of a process group, as one table on every one of them.
+    """Rows partitioned over the ranks of a process group, presented as one table on each of them.
 
-    Calls that read or write rows are made by all ranks at once, in one order, each with rows of its own: ids go to
-    their owners, and rows come back. What a rank has of the rows is a table of its own, :attr:`own`, which the owner's
-    optimizer steps in without asking anybody.
+    All ranks must make calls that read or write rows together, in the same order, each with its own rows: ids go to
+    their owners, and rows come back. The rows that a rank owns are a separate table, :attr:`own`, in which the owner's
+    optimizer steps without communication.
 
     Args:
-        own: the rows of this rank, at the places that ``owners`` gives them.
-        owners: which rank owns a row.
+        own: this rank's rows, at the places that ``owners`` defines.
+        owners: the division of rows among ranks.
         group: the ranks.
         name: for messages.
-        weight: the column of the whole table's weights.
-        reduction: of the ranks' gradients, in a training step.
+        weight: the whole table's weight column.
+        reduction: how a training step reduces the ranks' gradients.
 
     Attributes:
         own: the table of this rank's rows.
-        lent: rows that are lent ahead of their step, and note which of them change; guarded by the lock of ``own``.
-        number: of this table among those of the group, the same on every rank.
+        lent: rows lent ahead of their step, which record later changes; guarded by the lock of ``own``.
+        number: the table's number within the group, the same on every rank.
     """
 
     group: RankGroup
@@ -67,7 +67,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self.owners, self.group, self.name, self.reduction = owners, group, name, reduction
         self.num_embeddings = owners.num_embeddings
         self.storage, self.engine, self.seed = own.storage, own.engine, own.seed
-        self.notes = own.notes  # the maps' part that this rank owns is kept with its rows
+        self.notes = own.notes  # this rank's part of the maps is kept with its rows
         self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
         self.number = group.add(self)
@@ -95,14 +95,14 @@ class ShardedStore(RowStore, Files, JointRows):
         return self.own.pinned
 
     def note_change(self, rows: Tensor | range | None) -> None:
-        """Leave it to the owner's table, which notes a change where it is made."""
+        """Do nothing: the owner's table records changes where they are made."""
 
     def check(self, *, writing: bool = False) -> bool:
         return self.own.store.check(writing=writing)
 
     @property
     def joint(self) -> ShardedStore:  # type: ignore[override]
-        """The store itself."""
+        """This store."""
         return self
 
     def make_step(self, table: Table, *arguments: Any) -> ShardedStep:
@@ -111,7 +111,7 @@ class ShardedStore(RowStore, Files, JointRows):
     # ------------------------------------------------------------------ what the ranks do together
 
     def task(self, kind: Kind) -> AbstractContextManager[Task]:
-        """Surround a call that every rank makes: what fails here within it is told to the others."""
+        """Surround a call that every rank makes: a failure in it is reported to the others."""
         if self.torn is not None:
             raise TableFormatError(self.torn)
         return self.group.main.task(kind, self.number)
@@ -124,17 +124,17 @@ class ShardedStore(RowStore, Files, JointRows):
         training: bool,
         ahead: RowsAhead | None = None,
     ) -> tuple[Tensor, Tensor, LentRows]:
-        """Bring the weights of a lookup's rows from their owners. Every rank calls this.
+        """Fetch the weights of a lookup's rows from their owners; every rank must call this.
 
         Args:
-            ids_of: returns the ids; called where no rows have come ahead.
-            device: where they are needed.
-            training: whether the rows are to be trained, so that their owners gather all columns.
-            ahead: what a lookahead has brought for the lookup. It is taken if every rank can take it.
+            ids_of: returns the ids; called if no rows were prefetched.
+            device: the device that needs them.
+            training: True if the rows will be trained, so that their owners gather all columns.
+            ahead: the lookup's prefetched rows, which are used if every rank can use its own.
 
         Returns:
-            The weights of the distinct rows, shape (n, embedding_dim), on the device; each id's place among them, of
-            the ids' shape; and what this rank has lent.
+            The weights of the distinct rows, shape (n, embedding_dim), on the device; each id's index among them, of
+            the ids' shape; and the rows that this rank lent.
         """
         with self.task(Kind.LOOK_UP if training else Kind.GATHER) as task:
             if ahead is not None and ahead.is_there():
@@ -158,13 +158,13 @@ class ShardedStore(RowStore, Files, JointRows):
         device: torch.device | None = None,
         columns: Collection[str] = ("weight",),
     ) -> Route:
-        """Ask the owners of rows for them; every rank calls this.
+        """Request rows from their owners; every rank must call this.
 
         Args:
             task: the ranks' common one.
-            wanted: by this rank.
-            device: where weights are brought to, next, if they are.
-            columns: that are to travel, in the order of the table's.
+            wanted: the rows that this rank requests.
+            device: the device that weights are fetched to next, if at all.
+            columns: the columns to send, in the table's order.
         """
         is_host = device is not None and device.type == "cpu"
         row_bytes = [math.prod(self._weight.row_shape) * self._weight.dtype.itemsize] if is_host else []
@@ -172,20 +172,20 @@ class ShardedStore(RowStore, Files, JointRows):
         return ask(task, [(self.owners, wanted)], row_bytes, names)[0]
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
-        """Begin to bring a later batch's rows from their owners, with those of other tables; every rank calls this."""
+        """Start fetching a later batch's rows from their owners, with other tables' rows; every rank must call this."""
         if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu":
             return super().prefetch(lookup, transfers)
         errand = transfers.common(self.group, partial(LookupsAhead, self.group))
         return errand.add(RowsAhead(self, lookup.ids, errand))
 
     def reset_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Give rows their initial values again, in every column. Every rank calls this.
+        """Reset rows to their initial values in every column; every rank must call this.
 
         Args:
             rows: ids, int64, shape (n,), which no other rank gives.
 
         Returns:
-            The places of those that this rank owns, in :attr:`own`, ascending; and the rows of all ranks.
+            The places in :attr:`own` of those that this rank owns, ascending; and the rows of all ranks.
         """
         with self.task(Kind.RESET) as task:
             every = torch.cat(task.share_numbers(rows))
@@ -196,7 +196,7 @@ class ShardedStore(RowStore, Files, JointRows):
         return places, every
 
     def _count_write(self, places: Tensor) -> None:
-        """Count a write of all ranks, of which this rank had no rows: its number is that of stochastic rounding."""
+        """Count a joint write in which this rank had no rows, since the number seeds stochastic rounding."""
         if not len(places):
             self.notes.writes += 1
 
@@ -217,7 +217,7 @@ class ShardedStore(RowStore, Files, JointRows):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        """Bring rows from their owners; every rank calls this, with rows of its own."""
+        """Fetch rows from their owners; every rank must call this, with its own rows."""
         device = device or rows.device
         if self.group.own_pace.is_active and columns is not None and list(columns) == ["weight"]:
             return Block(rows, {"weight": self.group.own_pace.look_up(self.number, rows).to(device)})
@@ -236,7 +236,7 @@ class ShardedStore(RowStore, Files, JointRows):
         return Block(rows, came)
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        """Send rows to their owners; every rank calls this, with rows that no other one writes."""
+        """Send rows to their owners; every rank must call this, with rows that no other rank writes."""
         self._scatter(block.rows, values, keeps_last=False)
 
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
@@ -250,14 +250,14 @@ class ShardedStore(RowStore, Files, JointRows):
                 raise DuplicateIdError(
                     f"a row of table {self.name!r} was written by several ranks at once; let one of them write it"
                 )
-            last = kernels.last_occurrences(route.positions)  # of each row of the union, in its order
+            last = kernels.last_occurrences(route.positions)  # one for each row of the union, in order
             came = {name: some.index_select(0, last.to(some.device)) for name, some in came.items()}
             self.own.give_back(Block(route.union, {}), came)
             self._count_write(route.union)
         return twice
 
     def _send(self, task: Task, rows: Tensor, values: Mapping[str, Tensor]) -> tuple[Route, dict[str, Tensor]]:
-        """Send values of rows to their owners; return the way, and what has come here for the rows of this rank."""
+        """Send values of rows to their owners; return the route, and the values received for this rank's rows."""
         wanted, places = Wanted.of(self.owners, rows)
         route = self.ask(task, wanted, columns=values)
         came: dict[str, Tensor] = {}
@@ -269,7 +269,7 @@ class ShardedStore(RowStore, Files, JointRows):
     # ------------------------------------------------------------------ whole columns
 
     def write(self, column: str, start: int, values: Tensor) -> None:
-        """Overwrite rows; every rank calls this with the same values, and writes its own."""
+        """Overwrite rows; every rank must call this with the same values, and writes its own rows."""
         for first in range(0, len(values), CHUNK_ROWS):
             some = values[first : first + CHUNK_ROWS]
             ids = torch.arange(start + first, start + first + len(some))
@@ -278,10 +278,10 @@ class ShardedStore(RowStore, Files, JointRows):
                 self._put(column, self.owners.places(ids[mine], self.group.rank), some[mine.to(some.device)])
 
     def _put(self, column: str, places: Tensor, values: Tensor) -> None:
-        """Overwrite own rows of a column: rounded to nearest, and not counted among the scatters."""
+        """Overwrite this rank's rows of a column, rounded to nearest, without counting a scatter."""
         held = self.own.columns[column]
         if held.compact and held.rounding == "stochastic":
-            values = values.to(held.stored_dtype).to(held.dtype)  # which no rounding changes
+            values = values.to(held.stored_dtype).to(held.dtype)  # rounding does not change them
         order, writes = places.argsort(), self.notes.writes
         if len(places):
             self.own.give_back(Block(places[order], {}), {column: values[order.to(values.device)]})
@@ -298,7 +298,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self.own.reset_columns(self._owned_alike(columns))
 
     def _owned_alike(self, columns: Sequence[Column]) -> list[Column]:
-        """Return this rank's part of columns, which are the same on all ranks; none has changed one until all come."""
+        """Return this rank's part of columns that are the same on all ranks; all must arrive before any changes one."""
         described = {
             f"column {each.name!r}": (each.row_shape, each.dtype, each.init.to_json(), each.zero_row, each.stored)
             for each in columns
@@ -315,7 +315,7 @@ class ShardedStore(RowStore, Files, JointRows):
         return owned_column(column, self.owners, self.group.rank)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Bring a range of rows, a piece at a time; every rank calls this, and may ask for a range of its own."""
+        """Fetch a range of rows, a piece at a time; every rank must call this, with any range."""
         found = self.columns[column]
         with self.task(Kind.READ) as task:
             pieces = max(task.round(note=-(-max(stop - start, 0) // CHUNK_ROWS)).notes)
@@ -326,7 +326,7 @@ class ShardedStore(RowStore, Files, JointRows):
         return into
 
     def write_rows(self, column: str, rows: Tensor, values: Tensor) -> None:
-        """Overwrite rows of a column as :meth:`write` does; every rank calls this, with other rows than the others."""
+        """Overwrite rows of a column as :meth:`write` does; every rank must call this, each with different rows."""
         with self.task(Kind.SCATTER) as task:
             route, came = self._send(task, rows, {column: values})
             self._put(column, route.union[route.positions], came[column])
@@ -340,7 +340,7 @@ class ShardedStore(RowStore, Files, JointRows):
     def saving(self) -> Iterator[bool]:
         with self.task(Kind.SAVE) as task:
             yield self.group.rank == 0
-            task.round()  # it is there
+            task.round()  # already present
 
     # ------------------------------------------------------------------ steps and lifetime
 
@@ -357,7 +357,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self.own.close()
 
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether this rank's own files are part of a table there."""
+        """Return whether this rank's files are part of the table at a path."""
         own = self.own.store.files
         return own is not None and own.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
 
@@ -371,7 +371,7 @@ class ShardedStore(RowStore, Files, JointRows):
             place.with_name(MANIFEST).unlink(missing_ok=True)
         self.own.remove()
         if place is not None:
-            with suppress(OSError):  # another rank's rows are there
+            with suppress(OSError):  # another rank's rows are still there
                 place.parent.rmdir()
 
     def save(self, path: Path, *, overwrite: bool) -> None:
@@ -382,13 +382,13 @@ class ShardedStore(RowStore, Files, JointRows):
 
 
 class _OwnRows(WrappedStore):
-    """A rank's rows, rounded in a scatter as one process would round them: by their ids, not by their places.
+    """A rank's rows; a scatter rounds them by id, not by place, as a single process would.
 
     Args:
-        inner: the rows.
-        owners: of the table.
-        rank: this one.
-        lent: rows that were lent ahead of their step.
+        inner: the store of the rows.
+        owners: the division of the table's rows.
+        rank: this rank.
+        lent: rows lent ahead of their step.
     """
 
     def __init__(self, inner: RowStore, owners: Owners, rank: int, lent: Iterable[RowsAhead]) -> None:

@@ -1,13 +1,13 @@
-"""A training step of rows that other ranks own: gradients go to the owners, which step.
+"""A training step over rows owned by ranks: gradients go to the owners, which step.
 
-A lookup brings weights from their owners. Backward passes leave the gradient of the rows that this rank has asked for.
-When ``weight.grad`` is looked at, by ``zero_grad``, clipping or the optimizer's step, the ranks send each other these
-gradients, and each adds up those of the rows that it owns. From there on the step is that of one process over the
-rank's own rows: the weight is these, and ``weight.grad`` their gradient. All ranks look there at the same places of
-their program, those whose loss has not used the rows as well; in a backward pass these would not be asked.
+A lookup fetches weights from their owners. Backward passes leave the gradient of the rows that this rank requested.
+When ``weight.grad`` is read, by ``zero_grad``, clipping or the optimizer's step, the ranks exchange these gradients,
+and each sums those of the rows that it owns. From then on the step is that of one process over the rank's own rows: the
+weight stands for these, and ``weight.grad`` is their gradient. All ranks read it at the same points of their program,
+including ranks whose loss has not used the rows, which a backward pass would not involve.
 
-While a :class:`speedswap.BatchSplitter` goes through a batch, the ranks run their passes at a pace of their own, and
-gradients stay here until all of them have come through.
+While a :class:`speedswap.BatchSplitter` works through a batch, the ranks run their passes at their own pace, and
+gradients stay local until all of them have finished.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from speedswap.swapping.keyed import KeyedRows
 
 _tensor: Any = Tensor  # its attributes are descriptors here
-_MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
+_MOST_LOOKUPS = 62  # whose gradients may be missing; one bit of a note each
 
 
 @dataclass(eq=False)
@@ -53,10 +53,10 @@ class TrainedLookup:
     """A training lookup.
 
     Attributes:
-        rows: the ids that were asked for, unique.
-        way: of the rows, and what this rank has lent to others, where ranks have met for them.
-        renewals: how often rows had started anew before.
-        leaf: the weights that were brought, which their graph keeps alive.
+        rows: the requested ids, unique.
+        way: the route of the rows, and the rows that this rank lent to others, if the ranks met for them.
+        renewals: the number of row resets before the lookup.
+        leaf: the fetched weights, which their graph keeps alive.
     """
 
     rows: Tensor
@@ -66,21 +66,21 @@ class TrainedLookup:
 
     @property
     def is_over(self) -> bool:
-        """True if its graph is gone: no gradient comes from it any more."""
+        """True if its graph has been freed, so that no gradient can come from it."""
         return self.leaf() is None
 
 
 @dataclass
 class TableGradients:
-    """A table's gradients on their way to the owners of the rows.
+    """A table's gradients being sent to the rows' owners.
 
     Attributes:
-        step: of the table.
-        standings: of the ranks.
-        lookups: that no gradient comes from any more.
-        wanted: the rows that this rank sends them for.
-        grad: in their order.
-        way: of these rows; None until the owners are asked.
+        step: the table's training step.
+        standings: the ranks' states.
+        lookups: lookups from which no more gradients can come.
+        wanted: the rows for which this rank sends gradients.
+        grad: their gradient, in this order.
+        way: the route of these rows; None until it is requested from the owners.
     """
 
     step: ShardedStep
@@ -96,14 +96,14 @@ class TableGradients:
 
 
 class ShardedStep(RowStep):
-    """Rows and gradient of the current training step of an embedding whose rows are owned by ranks.
+    """Rows and gradient of an embedding's current training step, with rows owned by ranks.
 
     Args:
         store: the rows of all ranks.
-        table: the embedding's, over them.
-        weight: stands for its rows.
+        table: the embedding's table over them.
+        weight: the parameter that stands for its rows.
         padding: ids that get no gradient.
-        state_dtype, rounding: of the optimizer's state, as for :class:`OptimizerState`.
+        state_dtype, rounding: for the optimizer's state, as for :class:`OptimizerState`.
     """
 
     is_sharded = True
@@ -121,12 +121,12 @@ class ShardedStep(RowStep):
         super().__init__(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding)
         self.store = store
         self.name, self.group = store.name, store.group
-        self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent yet, and may still come
-        self._asked: tuple[Tensor, Tensor] | None = None  # ids and their gradient, to be sent to the owners
-        self._answered: set[TrainedLookup] = set()  # lookups whose gradient is in it
+        self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent and may still come
+        self._asked: tuple[Tensor, Tensor] | None = None  # ids and gradient to be sent to the owners
+        self._answered: set[TrainedLookup] = set()  # lookups whose gradient it includes
         self._renewals = 0
-        self._anew: list[tuple[int, Tensor]] = []  # rows that have started anew since the last step, each time
-        self._optimizer_steps = 0  # of any optimizer, at the first of these lookups
+        self._anew: list[tuple[int, Tensor]] = []  # rows of each reset since the last step
+        self._optimizer_steps = 0  # steps of any optimizer, at the first of these lookups
         self._has_rows = False  # any rank's gradient
         self._gradients = JointGradients.of(self.group)
         self.number = self._gradients.add(self)
@@ -134,7 +134,7 @@ class ShardedStep(RowStep):
     # ------------------------------------------------------------------ lookups
 
     def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Bring a lookup's rows from the ranks that own them; see :meth:`RowStep.look_up`."""
+        """Fetch a lookup's rows from the ranks that own them; see :meth:`RowStep.look_up`."""
         at_own_pace = self.group.own_pace.is_active
         if not trains:
             if at_own_pace:
@@ -142,7 +142,7 @@ class ShardedStep(RowStep):
             ahead = self._rows_ahead(request)
             return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead)[:2]
         if self.is_unsettled and self._optimizer_steps != BatchRows.steps_anywhere:
-            self.settle()  # gradients that an optimizer has stepped without: none may ever take them
+            self.settle()  # gradients that an optimizer's step missed, and none may take later
             self._optimizer_steps = BatchRows.steps_anywhere
         with nullcontext() if at_own_pace else self.store.task(Kind.LOOK_UP) as task:
             try:
@@ -167,7 +167,7 @@ class ShardedStep(RowStep):
         return leaf, local
 
     def _rows_ahead(self, request: Request) -> RowsAhead | None:
-        """Return what a lookahead has brought for a lookup from the ranks that own the rows."""
+        """Return a lookup's rows as prefetched by a lookahead from the ranks that own them."""
         for each in self.announced or ():
             transfer = each.transfer
             is_there = isinstance(transfer, RowsAhead) and not transfer.is_taken
@@ -185,11 +185,11 @@ class ShardedStep(RowStep):
     # ------------------------------------------------------------------ forward and backward
 
     def _lend(self, lent: TrainedLookup, *, is_ahead: bool) -> None:
-        """Note a lookup, whose gradient may come.
+        """Record a lookup whose gradient may come.
 
         Args:
             lent: the lookup.
-            is_ahead: a lookahead has brought its rows.
+            is_ahead: True if a lookahead prefetched its rows.
         """
         self._gradients.forget_told(self.number)
         if not is_ahead:
@@ -199,10 +199,10 @@ class ShardedStep(RowStep):
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]
         if self._asked is not None or not all(each.is_over for each in self._lent[:-1]):
             for each in self._lent:
-                each.way = None  # their union has another one
+                each.way = None  # their union has another route
 
     def receive_asked(self, lent: TrainedLookup, leaf: Tensor) -> None:
-        """Take the gradient that a backward pass has left in a lookup's leaf."""
+        """Take the gradient that a backward pass left in a lookup's leaf."""
         with nullcontext() if self.group.own_pace.is_active else self._gradients.task():
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
@@ -220,10 +220,10 @@ class ShardedStep(RowStep):
                 self._answered.add(lent)
 
     def start_anew(self, rows: Tensor) -> None:
-        """Let rows start anew in the table, and lose the gradient of lookups before. Every rank calls this.
+        """Reset rows in the table, and drop their gradient from earlier lookups; every rank must call this.
 
         Args:
-            rows: ids, int64, shape (n,), which no other rank gives.
+            rows: ids that no other rank passes, int64, shape (n,).
         """
         places, rows = self.store.reset_rows(rows)
         self.drop_gradient(places)
@@ -246,7 +246,7 @@ class ShardedStep(RowStep):
 
     @property
     def is_unsettled(self) -> bool:
-        """True if there are lookups whose gradients were not exchanged."""
+        """True if some lookups' gradients have not been exchanged."""
         return bool(self._lent) or self._asked is not None
 
     def save_gradient(self) -> Callable[[], None]:
@@ -262,7 +262,7 @@ class ShardedStep(RowStep):
 
     @property
     def standing(self) -> Standing:
-        """The state of this rank's gradients, for the other ranks."""
+        """The state of this rank's gradients, to send to the other ranks."""
         recent = self._lent[::-1]
         answered = sum(1 << age for age, lent in enumerate(recent) if lent in self._answered)
         coming = sum(1 << age for age, lent in enumerate(recent) if not lent.is_over)
@@ -279,7 +279,7 @@ class ShardedStep(RowStep):
 
     @property
     def has_no_more(self) -> bool:
-        """True if there is no gradient, and none can come from the lookups any more."""
+        """True if there is no gradient, and none can come from the lookups."""
         return self._asked is None and all(lent.is_over for lent in self._lent)
 
     @property
@@ -290,17 +290,17 @@ class ShardedStep(RowStep):
 
     @property
     def keeps(self) -> bool:
-        """True if there is a gradient that another one is added to; on some rank it may be without rows, or zero."""
+        """True if there is a gradient to which the next is added; on some ranks it may have no rows, or be zero."""
         grad = self.own_grad
         return grad is not None and not self._has_failed and not self.is_zeroed_here
 
     def outgoing(self, standings: Sequence[Standing]) -> TableGradients:
-        """Return the gradients of backward passes as they leave for the owners of their rows.
+        """Return the backward passes' gradients, to be sent to the rows' owners.
 
-        Rows without a gradient take part in the step if those of the same lookup have one on another rank.
+        Rows without a gradient take part in the step if the same lookup has a gradient on another rank.
 
         Args:
-            standings: of the ranks, one of which has a gradient.
+            standings: the ranks' states, at least one with a gradient.
         """
         recent = self._lent[::-1]
         only = {standing.only for standing in standings}
@@ -324,12 +324,12 @@ class ShardedStep(RowStep):
 
     @torch.no_grad()
     def take(self, outgoing: TableGradients, came: Tensor, *, average: bool) -> None:
-        """Take what the ranks have sent for the rows that this rank owns.
+        """Take the gradients that the ranks sent for this rank's rows.
 
         Args:
-            outgoing: what this rank has sent.
-            came: gradients.
-            average: divide their sum as ``reduction`` says; it stays a sum otherwise.
+            outgoing: the gradients that this rank sent.
+            came: the received gradients.
+            average: True to divide their sum according to ``reduction``; otherwise it stays a sum.
         """
         assert outgoing.way is not None
         route, block, version = outgoing.way
@@ -344,7 +344,7 @@ class ShardedStep(RowStep):
             self._take(block, version, total, keeps=keeps)
 
     def _with_zeros(self, others: Iterable[TrainedLookup]) -> tuple[Tensor, Tensor]:
-        """Return the ids that have a gradient, and it; with zeros for those of other lookups."""
+        """Return the ids with a gradient, and the gradient, with zeros for rows of other lookups."""
         asked = self._asked
         for lent in others:
             zeros = torch.zeros(len(lent.rows), self.table.embedding_dim, dtype=self.table.dtype)
@@ -391,21 +391,21 @@ class ShardedStep(RowStep):
 
     @property
     def is_zeroed_here(self) -> bool:
-        """True if the gradient of the rows that this rank owns was zeroed since it was stepped with."""
+        """True if this rank's gradient was zeroed since it was stepped with."""
         grad = self.own_grad
         return grad is not None and self._rows.is_zeroed(grad)
 
     def _fitting(self, column: Column, value: Any) -> Tensor:
-        return super()._fitting(column, without_ranks(value))  # such as a momentum that begins as the gradient
+        return super()._fitting(column, without_ranks(value))  # e.g. a momentum that starts as the gradient
 
     def add_columns(self, leaving: Leaving) -> None:
         super().add_columns(leaving)
-        self.table.reserve_rows(len(leaving.values["weight"]))  # a full disk here is one before the ranks' vote
+        self.table.reserve_rows(len(leaving.values["weight"]))  # so that a full disk is noticed before the ranks' vote
 
     def swap_out(self, optimizer: Any, leaving: Leaving, commit: Commit) -> None:
         is_missed = self._has_rows and not len(leaving.values["weight"])
         super().swap_out(optimizer, leaving, commit)
-        if is_missed:  # what stochastic rounding draws depends on the number of the write, which is that of the step
+        if is_missed:  # stochastic rounding is seeded by the write's number, which is the step's
             self.table.store.notes.writes += 1
         self.forget_lookups()
 
@@ -415,12 +415,12 @@ class ShardedStep(RowStep):
         super()._abandon()
 
     def forget_lookups(self) -> None:
-        """Forget lookups whose gradients were not exchanged."""
+        """Drop lookups whose gradients were not exchanged."""
         self._lent, self._asked, self._answered, self._anew = [], None, set(), []
 
 
 def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the union of two lookups' ids, with the sum of their gradients; those of one lookup keep their order."""
+    """Return the union of two lookups' ids, with summed gradients; ids of a single lookup keep their order."""
     if rows is more:
         return rows, grad + more_grad
     union, places = kernels.unique(torch.cat([rows.to(more.device), more]))

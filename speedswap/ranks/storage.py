@@ -1,7 +1,7 @@
-"""The place where the ranks of a job own the rows together, as a value; and a table of theirs on disk.
+"""The storage place whose rows the ranks of a job own together, and its tables on disk.
 
-Each rank's rows on disk are in a directory of their own, and stay there: the same number of ranks goes on with them.
-Another number copies the rows into new directories, and the former ones are removed unless a checkpoint refers to them.
+Each rank's rows on disk are in a separate directory, where the same number of ranks finds them again. A different
+number of ranks copies the rows into new directories; the old ones are removed unless a checkpoint refers to them.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ _CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True, repr=False)
 class Ranks(Storage):
-    """The ranks of a torch.distributed job, which own the rows together, each about as many.
+    """Rows partitioned evenly over the ranks of a torch.distributed job.
 
-    Every rank makes the table, with the same arguments. Lookups, backward passes and optimizer steps are then made by
-    all of them at once, in one order, each with ids of its own, of any number; the result is that of one process that
-    trains on all their batches.
+    Every rank must create the table, with the same arguments. All of them then make lookups, backward passes and
+    optimizer steps together, in the same order, each with its own ids, of any number; the result equals that of one
+    process that trains on all their batches.
 
     Args:
-        each: where each rank's own rows live: another place, or its name. A directory may be one that all ranks see, or
-            each rank's own; rows that are there already are taken up, also those of another number of ranks, with the
-            seed and the initial values that they were made with.
+        each: where each rank's rows live: another place, or its name. A directory may be shared by all ranks or local
+            to each; rows found there are reused, also those of another number of ranks, with the seed and the initial
+            values they were created with.
         group: the ranks, a process group of torch.distributed; all of the job by default.
-        reduction: of the ranks' gradients: ``"mean"``, as DistributedDataParallel reduces those of other layers, or
-            ``"sum"``.
+        reduction: how the ranks' gradients are reduced: ``"mean"``, as DistributedDataParallel does for other layers,
+            or ``"sum"``.
 
     Raises:
-        ValueError: an unknown reduction or place; or, where a table is made, this process is not one of the ranks.
+        ValueError: the reduction or place is unknown; or, when a table is created, this process is not one of the
+            ranks.
 
     Example:
         >>> import speedswap
@@ -152,28 +153,28 @@ def _on_disk(
     seed: int,
     name: str,
 ) -> tuple[LogStore, str | None, bool]:
-    """Return the rows that this rank owns of a table on disk; every rank calls this.
+    """Open this rank's rows of a table on disk; every rank must call this.
 
     Args:
         group: the ranks.
-        task: their common one.
+        task: their common task.
         owners: the division of the rows.
-        disk: where the table of all ranks is.
-        columns: the first one, of the whole table and of this rank's rows.
-        seed: of the initial values of a new table.
-        name: of it.
+        disk: the place of the whole table.
+        columns: the weight column, of the whole table and of this rank's rows.
+        seed: the seed of a new table.
+        name: the name of a new table.
 
     Returns:
-        The rows; why the ranks' rows are not those of one step, or None if they are; and whether any rank had rows
-        there already.
+        The rows; why the ranks' rows are at different steps, or None if they are not; and whether any rank found
+        existing rows.
 
     Raises:
-        ValueError: another table is there.
+        ValueError: a different table exists there.
         FileExistsError: something else is.
     """
     path, (whole, weight) = disk.folder, columns
     before = _found(path)
-    task.round()  # before anything is made there
+    task.round()  # before anything is created there
     if before is not None:
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
         seed, name = before.seed, before.name
@@ -192,7 +193,7 @@ def _on_disk(
         after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
         if after.encode() != (before and before.encode()):
             with says_if_full(path / "MANIFEST"):
-                ManifestFile.write(OpenDirectory(path), after.encode())  # by each rank: its disk may be its own
+                ManifestFile.write(OpenDirectory(path), after.encode())  # on each rank, whose disk may be local
         task.round()
         if group.rank == 0:
             remove_former(path, len(group), lambda former: bool(former.store.commits and former.store.commits.held))
@@ -204,7 +205,7 @@ def _on_disk(
 
 
 def _found(path: Path) -> ShardsManifest | None:
-    """Return the description of a table at a path; None if it was never finished, or nothing is there.
+    """Return the manifest of a table at a path; None if it was never finished, or the path does not exist.
 
     Raises:
         FileExistsError: something else is.
@@ -223,7 +224,7 @@ def _found(path: Path) -> ShardsManifest | None:
 
 
 def _opened(disk: Disk, rows: int, weight: Column, seed: int, name: str) -> LogStore:
-    """Return the table in a rank's directory, a new one if none is there."""
+    """Open the table in a rank's directory, or create it."""
     try:
         store = disk.open("r+", None)
     except FileNotFoundError:
@@ -253,7 +254,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
     """Copy rows, columns, attributes and the number of writes from the shards of another number of ranks.
 
     Returns:
-        Why they are not those of one step, if so: nothing was copied.
+        Why the shards are at different steps, if they are; then nothing was copied.
     """
     assert isinstance(target.owners, Owners)
     owners, disk = Owners(before.num_embeddings, before.world_size), DiskOptions(cache_bytes=_CACHE_BYTES)

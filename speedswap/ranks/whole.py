@@ -1,4 +1,4 @@
-"""All rows of a table that ranks own: read by the first rank alone, divided in a ``state_dict``, and saved by all."""
+"""Whole tables owned by ranks: read by the first rank alone, split in a ``state_dict``, and saved by all."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _DONE = 0
 
 
 class _Alone(WrappedStore):
-    """A store that one rank reads by itself.
+    """A store that one rank reads alone.
 
     Args:
         inner: the rows.
-        task: in which the other ranks serve it.
+        task: the task in which the other ranks serve it.
     """
 
     def __init__(self, inner: RowStore, task: Task) -> None:
@@ -66,11 +66,11 @@ class _Alone(WrappedStore):
 
 @contextmanager
 def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
-    """Provide the first rank with a store that it reads by itself, and the others, which serve it, with None.
+    """Provide the first rank with a store that it can read alone, and the others, which serve it, with None.
 
     Args:
-        joint: the rows that ranks own. Every rank calls this.
-        outer: the same, or a store in front of it, which is to be read.
+        joint: the rows that ranks own. Every rank must call this.
+        outer: the same, or a store that wraps it and will be read.
 
     Raises:
         PeerError: the first rank has failed.
@@ -87,8 +87,8 @@ def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
 
 # ---- a part on each rank
 #
-# A rank's part is a range of ids, not the rows that it owns: so a state_dict looks the same for any number of ranks,
-# and for one process, and torch.distributed.checkpoint saves it on some and loads it on others.
+# A rank's part is a range of ids, not the rows that it owns, so that a state_dict looks the same for any number of
+# ranks, and torch.distributed.checkpoint can save it on one number and load it on another.
 
 
 def read_part(store: ShardedStore, column: str) -> Tensor:
@@ -119,7 +119,7 @@ def write_part(store: ShardedStore, column: str, values: Any) -> None:
 
 
 def _part(store: ShardedStore) -> range:
-    """Return the ids of this rank's part, as a DTensor divides a dimension."""
+    """Return the ids of this rank's part, split as a DTensor splits a dimension."""
     size, rank, rows = -(-store.num_embeddings // len(store.group)), store.group.rank, store.num_embeddings
     return range(min(rank * size, rows), min((rank + 1) * size, rows))
 
@@ -138,7 +138,7 @@ def _kind() -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     class DividedRows(DTensor):
-        """A rank's part of a table's rows, which cannot be mistaken for all of them."""
+        """A rank's part of a table's rows, of a type that cannot be mistaken for all of them."""
 
         def __new__(cls, part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
             stride = torch.empty(shape, device="meta").stride()
@@ -190,6 +190,6 @@ def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool)
                     ShardsManifest(store.name, store.num_embeddings, store.seed, weight, tuple(salts))
                 )
         except BaseException:
-            task.give_up()  # the others write no more when the directory goes
+            task.give_up()  # the others have stopped writing when the directory is removed
             raise
     task.round()
