@@ -1,7 +1,7 @@
-"""The calls of one training step, and the files of the package that they enter: what tests bound, and a program prints.
+"""The calls of one training step, and the files of the package that they enter, for tests and as a program.
 
 ``python tests/calls.py`` prints each step's calls by file, most first, and the walks of a lookup and a scatter; with
-``--json``, the same for a test, which wants a process in which nothing else has happened.
+``--json``, the same for a test, which needs a fresh process.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ STEPS = {"SGD": sgd_step, "Adam": adam_step, "Adam, ten tables of a collection":
 def _warm_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: list[str] | None = None
 ) -> Callable[[], None]:
-    """Return a training step, run often enough that what is done once is done."""
+    """Return a training step after warm-up steps, which do all one-time work."""
     ids = torch.arange(0, 64 * 7, 7) % 300  # some twice
     batch: Any = ids if names is None else dict.fromkeys(names, ids)
 

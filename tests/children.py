@@ -44,7 +44,7 @@ def exit_status(work: Callable[[], object]) -> int:
 
 
 def _do(work: Callable[[], object]) -> NoReturn:
-    """Do the work of a forked child, which never goes on as the tests' process that it was."""
+    """Run the work of a forked child, which never returns into the tests."""
     status = 2
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -64,7 +64,7 @@ def killed_at(step: int, work: Callable[[], object], calls: Sequence[str] = STEP
         calls: which of the functions of ``os`` count.
 
     Returns:
-        Whether it came to that; if not, the work was done to its end.
+        Whether the child was killed; if not, the work completed.
     """
     status = exit_status(partial(_count, step, work, calls))
     if status == -signal.SIGKILL:

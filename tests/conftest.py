@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_cases_to_releases(items: list[pytest.Item]) -> None:
-    """Mark all cases of a sweep for releases, but as many as it is to keep, spread over them."""
+    """Mark the cases of a sweep as release tests, except for a number to keep, spread evenly."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep"):
@@ -114,7 +114,7 @@ def _uses_gpu(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Skip what the simulated GPU says that it does not have, and fail what went wrong on it without being seen."""
+    """Skip tests of features the simulated GPU lacks, and fail tests whose errors on it went unnoticed."""
     try:
         yield
         if simulated_gpu.is_on():

@@ -3,7 +3,7 @@
 Needs no network and makes no virtual environment: the Python that runs this has torch, CuPy, pybind11,
 scikit-build-core, pytest and hypothesis already, and an editable speedswap is installed into it.
 
-Each part (tools/gpu_parts.py) has a time limit, all of them together another. A part that fails or runs over does not
+Each part (tools/gpu_parts.py) has a time limit, and so has the whole run. A part that fails or runs over does not
 stop the next one. ``--parts`` names some, which then have all the time. ``--out`` gets at most eight files:
 ``summary.json``, the figures that matter most, the picture of a step, ``running.log`` of the part that runs, and
 ``more.tar.gz`` with everything else that was measured and printed, renewed after every part.
@@ -49,7 +49,7 @@ LARGEST_FILE = 15 << 20
 class Outcome:
     """The outcome of a part. ``status``: passed, failed, timed out, skipped (with its reason) or not begun.
 
-    ``failures`` are the lines that name what failed, ``tail`` is the end of what was said.
+    ``failures`` are the lines that name what failed, ``tail`` is the end of its output.
     """
 
     name: str
@@ -113,7 +113,7 @@ def run_part(part: Part, limit: float, log: Path | None = None) -> Outcome:
 
 
 def _show(child: subprocess.Popen[str], tail: deque[str], failures: list[str], log: Path | None) -> None:
-    """Print what a part prints, and keep its end, the lines that name failures, and as much as a log may have."""
+    """Print a part's output, and keep its end, the lines that name failures, and up to a log's worth of the rest."""
     assert child.stdout is not None
     left = LONGEST_LOG
     with child.stdout as lines, open(log or os.devnull, "w", encoding="utf-8", buffering=1) as file:

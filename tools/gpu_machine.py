@@ -37,14 +37,14 @@ SAYS_SECONDS = 20.0
 
 
 def describe(python: str) -> dict[str, Any]:
-    """Describe the machine as far as it lets itself be described.
+    """Describe the machine as far as possible.
 
     Args:
-        python: the interpreter whose packages are looked at.
+        python: the interpreter whose packages are listed.
 
     Returns:
         ``python``, ``packages``, ``torch``, ``torch_cuda`` and ``gpu``, as far as the probe came; ``stopped``: the
-        end of what it said if it did not come to its end; ``gpus``: those that the driver's own tool lists;
+        end of its output if it did not finish; ``gpus``: those that the driver's own tool lists;
         ``says``: lines of the system's tools.
     """
     said, complaint = ask([python, "-W", "ignore", "-c", PROBE], PROBE_SECONDS)
@@ -61,7 +61,7 @@ def describe(python: str) -> dict[str, Any]:
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Return what a command says within some seconds, and what it complains about, whether it fails or not."""
+    """Return a command's output and error output within some seconds, whether it fails or not."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:

@@ -1,4 +1,4 @@
-"""The parts of the check on a machine with a GPU, in their order: what is most worth knowing first."""
+"""The parts of the check on a machine with a GPU, the most informative first."""
 
 from __future__ import annotations
 

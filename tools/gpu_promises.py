@@ -76,7 +76,7 @@ def failing_registration() -> None:
 def anonymous_bytes(status: Path = Path("/proc/self/status")) -> int:
     """Return the process's resident memory without the files that it has mapped, such as the driver's libraries.
 
-    gVisor, in which some machines run their programs, does not tell the two apart: there it is all of it.
+    gVisor, in which some machines run their programs, does not distinguish the two: there it is all resident memory.
     """
     said = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     return int(said.get("RssAnon", said["VmRSS"]).split()[0]) * 1024

@@ -226,7 +226,7 @@ def id_map(found: Figures) -> Rows:
 
 
 def disk(found: Figures) -> Rows:
-    """Compare steps on disk with each store, in a cache and behind compute, and say what else has a goal."""
+    """Compare steps on disk with each store, in a cache and behind compute, and print the other goals."""
     work, cold, cached, pauses = (found[name] for name in ("workload", "cold", "cached", "pauses"))
     table = f"{work['rows']:,} rows of {work['row_bytes']:,} B"
     ours = cold["rows_per_second"]

@@ -1,4 +1,4 @@
-"""Run the tests that ask for a device on a simulated GPU, in processes that have one all their life.
+"""Run the tests that use a device on a simulated GPU, in processes that have it from start to end.
 
 As a command, ``python tools/simulated_tests.py all``, or ``core`` for the part that `make test` has, followed by any of
 pytest's options.

@@ -1,6 +1,6 @@
 """Memory that really ends: a batch 16 times beyond what fits, and out-of-memory many times in a row.
 
-On CUDA it is the allocator that says so, which is allowed a few GiB of the GPU; on the CPU it is ``LimitedMemory``.
+On CUDA the allocator runs out, limited to a few GiB of the GPU; on the CPU ``LimitedMemory`` does.
 """
 
 from __future__ import annotations

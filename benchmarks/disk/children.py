@@ -173,7 +173,7 @@ def _serve(connection: Connection, start: Start) -> None:
 
 
 class Runner:
-    """A contestant as its own process has it."""
+    """A contestant inside its process."""
 
     def __init__(self, start: Start) -> None:
         self._start, self._name, shape = start, start.one.name, start.shape

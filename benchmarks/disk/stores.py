@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, share: float, commit_seconds: float) -> Limits:
-        """Return limits for a cache of this share of the rows, and for what else our store may take."""
+        """Return limits for a cache of this share of the rows, plus our store's overhead."""
         cache = int(shape.nbytes * share)
         overhead = 4 * shape.rows + 16 * (cache // shape.row_bytes) + 2**26
         # The step's own memory, as much for everyone: ids, comparisons, lists of keys.

@@ -1,7 +1,7 @@
 """Many small tables trained together, one id per sample of each: ours, torch's and FBGEMM's, as their users write it.
 
-Everyone gets ids and gradient in the form that costs him least, and
-nobody pays for putting the tables' results side by side who does not do so anyway.
+Each gets ids and gradient in its cheapest form, and none pays for concatenating the tables' results unless it does so
+anyway.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def load_of(owners: Owners, ids: Sequence[Tensor]) -> list[Load]:
 
 @functools.cache
 def expected_load(rows: int, ranks: int, lookups: int, exponent: float) -> Load:
-    """Return the load that is to be expected, of the busiest rank in each respect.
+    """Return the expected load, of the busiest rank in each respect.
 
     Args:
         rows: of the table, the most frequent first, by Zipf's law with this exponent.

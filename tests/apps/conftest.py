@@ -24,7 +24,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """A process from which commands are forked: what takes long is imported once."""
+    """A process from which commands are forked, so that slow imports run once."""
     with Server() as server:
         yield server
 

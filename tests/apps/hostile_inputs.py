@@ -157,7 +157,7 @@ def command_lines(seed: int, folder: Path) -> list[list[str]]:
 
 
 def fits(command: str, option: str, place: Path) -> bool:
-    """Leave out what is right, and would measure for minutes, or read a pipe without a writer."""
+    """Leave out valid commands that would measure for minutes, or read a pipe without a writer."""
     if command == "bench":
         return os.path.islink(place) and not os.path.exists(place)
     return not (option == "eval" and place.name == "pipe")
@@ -243,7 +243,7 @@ def bomb(text: bytes, times: int) -> bytes:
 
 
 def write_models(folder: Path, chance: random.Random) -> None:
-    """Make damaged copies of a saved model, and what was never one."""
+    """Make damaged copies of a saved model, and files that never were one."""
     models = folder / "models"
     (models / "empty" / "checkpoints" / "0001-00000000").mkdir(parents=True)
     (models / "file").write_text("")
@@ -283,7 +283,7 @@ class Outcome(NamedTuple):
 
     @property
     def failed(self) -> str | None:
-        """The failure, None where it did its work, refused it in a line or went on to train."""
+        """The failure, or None if it did its work, refused in one line or started to train."""
         if "Traceback" in self.errors:
             return "traceback"
         if self.seconds > SECONDS:
@@ -363,7 +363,7 @@ def outcomes(lines: list[list[str]], folder: Path, server: Server | None = None)
     Args:
         lines: for each, the words after ``speedswap``.
         folder: their current directory.
-        server: starts them; by default one for the occasion.
+        server: starts them; by default a temporary one.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     with Server() if server is None else contextlib.nullcontext(server) as server:
@@ -378,7 +378,7 @@ def outcomes(lines: list[list[str]], folder: Path, server: Server | None = None)
 
 
 def wait(server: Server, child: int) -> int:
-    """Wait for a child, ask it to end after a while, and end it if it does not listen; return the exit status."""
+    """Wait for a child, terminate it after a while, then kill it; return the exit status."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(TimeoutError):
             return server.wait(SECONDS)

@@ -1,4 +1,4 @@
-"""The memory of a micro-batch as measured, and what a limit lets through."""
+"""The measured memory of a micro-batch, and what a limit allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of runs are under their names whole or not at all, and leftovers of killed runs go with the next."""
+"""Files of runs appear complete or not at all, and the next run removes leftovers of killed ones."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_what_is_not_a_file_or_folder_of_ours_is_left_alone(tmp_path):
 
 
 def test_what_only_begins_like_ours_stays(tmp_path):
-    """A user's folder of such a name is not taken for a leftover."""
+    """A user's folder with a similar name is not taken for a leftover."""
     for name in (f"{SCRATCH}mine", f"{UNFINISHED}notes", f"{SCRATCH}0123456789ab"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("all of it")
@@ -212,7 +212,7 @@ def test_what_only_begins_like_ours_stays(tmp_path):
 
 
 def test_a_place_that_cannot_be_found_does_not_hide_the_next(tmp_path, monkeypatch):
-    """No temporary directory has room: what was trained still goes to the others."""
+    """No temporary directory has room: results still go to the other places."""
 
     def no_temporary_directory():
         raise FileNotFoundError(2, "No usable temporary directory found")

@@ -57,7 +57,7 @@ def said(capsys):
 
 
 def test_vectors_that_the_output_has_no_room_for_are_saved_elsewhere(small_disk, corpus, elsewhere, capsys):
-    """The message says where; in the output directory there is no half of them."""
+    """The message says where; the output directory has no partial file."""
     words = ["--epochs", "1", "--dim", "8", "--device", "cpu", "--output", str(small_disk / "out")]
     fill(small_disk)
     assert main(["word2vec", corpus, *words]) == 2

@@ -1,4 +1,4 @@
-"""Every command line is done, or refused in one line; never a traceback, and never without an end."""
+"""Every command line succeeds, or is refused in one line; no traceback, no hang."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_once_failed_is_done_or_refused_in_a_line(name, known):
 
 
 def test_some_of_any_kind_are_done_or_refused(folder, lines, server):
-    """Others at each seed: ``python tests/apps/hostile_inputs.py SEED FOLDER`` runs a thousand."""
+    """Different ones per seed: ``python tests/apps/hostile_inputs.py SEED FOLDER`` runs a thousand."""
     chosen = random.Random(SEED).sample(lines, CHOSEN)
     assert [outcome for outcome in outcomes(chosen, folder, server) if outcome.failed] == []
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the first is a request, the second is as usual, ignored ones stay ignored."""
+"""Signals that ask a run to stop: the first is a request, the second acts as usual, ignored ones stay ignored."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_second_signal_may_be_another_one():
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_what_is_ignored_stays_ignored(number):
-    """A shell's background ignores SIGINT, ``nohup`` SIGHUP: who started the run wants it to go on."""
+    """A background job ignores SIGINT, and ``nohup`` SIGHUP: the user wants the run to continue."""
     signal.signal(number, signal.SIG_IGN)
     with ending_signals(), Stop() as stop:
         stop.listen()
@@ -87,7 +87,7 @@ def test_other_threads_leave_signals_alone():
 
 
 def test_all_handlers_are_set_though_one_that_is_set_raises(monkeypatch):
-    """Ctrl-C just when handlers are put back: none is left behind that swallows the next signal."""
+    """Ctrl-C while handlers are restored: none is left that swallows the next signal."""
     real, left = signal.signal, list(SIGNALS)
 
     def set_and_deliver(number, handler):

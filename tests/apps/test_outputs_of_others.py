@@ -1,4 +1,4 @@
-"""The output directory of one command, given to another: it is named, and nothing is to be removed from it."""
+"""The output directory of one command, given to another: the error names it, and nothing is removed from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITERS = {**{name: f"speedswap {name}" for name in SMALL}, "own": "another prog
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """Return a folder with an output directory of each command, and one of a program that is none of them."""
+    """Return a folder with an output directory of each command, and one of an unrelated program."""
     folder = tmp_path_factory.mktemp("outputs")
     for command in ("dlrm", "ncf"):
         assert main([command, *SMALL[command], "--output", str(folder / command)]) == 0

@@ -137,7 +137,7 @@ def test_generated_words_train_without_a_corpus(tmp_path, capsys):
 def test_interrupt_saves_the_results_so_far(sent, status, word, corpus, tmp_path, start_command):
     """Ctrl-C once training has begun: the vectors are written, the run says so, and the status is the shell's.
 
-    So with SIGTERM, by which a scheduler takes the machine away.
+    The same with SIGTERM, which schedulers send before they reclaim the machine.
     """
     output = tmp_path / "out"
     process = start_command("word2vec", corpus, "--epochs", 1_000_000, "--dim", 8, "--output", output)

@@ -111,7 +111,7 @@ def test_a_run_that_was_ended_goes_on_from_its_last_step(corpus, tmp_path, monke
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"epochs": 4}, {"window": 3}, {"optimizer": "adam"}, {"corpus": ""}])
 def test_other_settings_start_over(changes, corpus, tmp_path, monkeypatch):
-    """And are refused where the run is to be resumed."""
+    """And are refused with ``resume``."""
     cut(small(corpus), tmp_path / "out", 20, monkeypatch, every=5)
     if "corpus" in changes:
         (tmp_path / "other").write_text(corpus.read_text().replace("w7", "w8"))

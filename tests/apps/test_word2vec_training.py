@@ -1,4 +1,4 @@
-"""Whole runs: their results, that a seed decides them, and their files."""
+"""Whole runs: their results, which depend on the seed alone, and their files."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def corpus(tmp_path_factory):
 
 
 def small(corpus, **changes):
-    """Make settings for so small a corpus."""
+    """Make settings for such a small corpus."""
     return Settings(**{"corpus": corpus, "dim": 16, "sample": 0, "epochs": 3, "batch": 256, "device": "cpu"} | changes)
 
 
 @pytest.fixture(scope="module")
 def plain_run(corpus) -> Callable[..., Result]:
-    """The run with the small settings as they are, on a device; there is one of each."""
+    """A run with the unchanged small settings, one per device."""
     return functools.cache(lambda device="cpu": train(small(corpus, device=device), progress=False))
 
 
@@ -87,7 +87,7 @@ def test_lookahead_does_not_change_the_vectors(corpus, plain_run, lookahead, dev
 
 @pytest.mark.skipif(not simulated_gpu.is_on(), reason="the simulated GPU counts what the host waits for")
 def test_a_step_on_a_gpu_is_waited_for_by_nobody(corpus, monkeypatch):
-    """Once an epoch the host asks how many words stayed, at the end for the losses; other than that, how many rows."""
+    """The host waits once per epoch for the number of words kept, at the end for the losses, and for row counts."""
     monkeypatch.setattr(training, "SECONDS_BETWEEN_LOOKS", math.inf)
     waits = []
     for epochs in (1, 4):

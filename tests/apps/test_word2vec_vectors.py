@@ -71,7 +71,7 @@ def test_rank_correlation_is_scipys_with_ties_too():
 
 
 def test_similarity_says_how_many_pairs_it_knows(vectors, matrix, tmp_path):
-    """A heading and a comment are skipped; unknown words are left out; capitals are tried as they are first."""
+    """A heading and a comment are skipped; unknown words are left out; words are tried with their capitals first."""
     pairs = tmp_path / "people.txt"
     pairs.write_text("one\ttwo\tscore\n# more\nw1\tw2\t3.5\nW3\tKöln\t1\nw5\tunknown\t9\nw6\tw7\t2.5\textra\n")
     result = vectors.similarity(pairs)

@@ -38,7 +38,7 @@ class OutOfMemoryBeyond:
     Args:
         function: called with the micro-batch.
         limit: samples that fit.
-        calls: how many calls with too many samples fit all the same, so that the failure comes late in a batch.
+        calls: number of calls with too many samples that succeed anyway, so that the failure comes late in a batch.
     """
 
     def __init__(self, function: Callable[..., Any], limit: int, calls: int = 0) -> None:

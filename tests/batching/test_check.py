@@ -1,4 +1,4 @@
-"""Losses that cannot be split as they were declared are found on the first batch, and no others."""
+"""Losses that cannot be split as declared are found on the first batch, and no others."""
 
 from __future__ import annotations
 
@@ -573,7 +573,7 @@ def test_each_loss_function_is_checked_once():
 
 
 def test_what_a_loss_function_refers_to_tells_it_apart():
-    """The name of a reduction, or the arguments of a partial, though all of them are freed and made again."""
+    """The name of a reduction, or the arguments of a partial, though all of them are freed and recreated."""
     model, inputs = nn.Linear(6, 6), torch.randn(64, 6)
     splitter = speedswap.BatchSplitter(model, micro_batch_size=16)
 

@@ -313,7 +313,7 @@ def test_wrong_encoders_are_errors(encode, arguments, message):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_how_a_coupled_loss_reduces_is_its_own_affair(reduction, shape, device):
-    """One number, whatever the splitter's reduction says of losses that are split; the gradients are the same."""
+    """One number, whatever the splitter's reduction for split losses; the gradients are the same."""
     model, inputs = classifier().to(device), torch.randn(8, 6, dtype=torch.float64, device=device)
     loss, wanted = whole(model, inputs)
     splitter = speedswap.BatchSplitter(model, micro_batch_size=3, reduction=reduction)

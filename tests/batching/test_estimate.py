@@ -62,7 +62,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Several, on a machine that others use, spend most of their time waiting for each other."""
+    """Several threads on a busy machine spend most of their time waiting for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,7 +112,7 @@ def measured_peak(model, optimizer_class, inputs, targets, passes) -> int:
     loss = step()
     state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor)]
     before = bytes_of(*model.parameters(), *model.buffers(), *state, inputs, targets, loss)
-    # What else the process allocates meanwhile can only add to it.
+    # Other allocations of the process can only add to it.
     return before + min(allocated_at_most(step) for _ in range(2))
 
 
@@ -465,7 +465,7 @@ def test_model_that_takes_another_path_for_each_size():
 
 @pytest.mark.parametrize("trial_mib, sizes", [(9, {2, 4}), (17, {2, 4, 8}), (3, {2, 3})])
 def test_samples_count_among_the_bytes_of_a_trial(trial_mib, sizes):
-    """A sample of 2 MiB whose pass takes next to nothing; as many as 256 of them were tried."""
+    """A sample of 2 MiB whose pass takes almost nothing; up to 256 of them used to be tried."""
     shape, seen = (2, 512, 512), set()
     model = nn.Sequential(nn.AvgPool2d(64), nn.Flatten(), nn.Linear(128, CLASSES))
     hook = model.register_forward_pre_hook(lambda _, args: seen.add(len(args[0])))

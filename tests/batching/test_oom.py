@@ -1,4 +1,4 @@
-"""Out of memory: every way in which it is said is recognized, nothing else is, and nothing of it stays behind."""
+"""Out of memory: every form of the error is recognized, nothing else is, and no memory stays allocated."""
 
 from __future__ import annotations
 

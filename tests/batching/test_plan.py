@@ -1,4 +1,4 @@
-"""Every plan that can be asked for, checked one by one, and the ones that the predecessor got wrong by name."""
+"""Every possible plan, checked one by one, and by name the ones that the predecessor got wrong."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_p14_every_plan_is_exact_within_the_maximum_and_even(world_size):
 
 @pytest.mark.parametrize("world_size", range(1, RANKS + 1))
 def test_p14_ranks_have_equally_many_micro_batches_as_few_as_the_maximum_allows(world_size):
-    """Unless there are too few samples for that: then some rank has one less, and none is empty but for want of any."""
+    """Unless there are too few samples: then some rank has one less, and only ranks without samples have none."""
     for global_batch_size in range(1, 129):
         for maximum in range(1, 65):
             plan = plan_accumulation(global_batch_size, maximum, world_size)

@@ -1,4 +1,4 @@
-"""Retries: what is called with what after an out-of-memory, what is remembered, and what stays behind."""
+"""Retries: the calls after an out-of-memory, the remembered sizes, and what stays allocated."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_range_goes_on_where_it_failed():
 
 
 def test_a_short_last_piece_is_really_halved():
-    """Half of the size that was asked for may still be all of what is left: that would fail again."""
+    """Half of the requested size may still cover all that is left, which would fail again."""
     calls = []
 
     @retry.range(initial=512)

@@ -169,7 +169,7 @@ def test_p10_window_statistics_go_on_over_batches(momentum):
 @pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
 @pytest.mark.parametrize("tracks", [True, False])
 def test_batch_norm_is_said_to_depend_on_the_split_and_by_how_much(caplog, known, tracks):
-    """Once, and not of a batch that is whole, nor in eval mode."""
+    """Once, and neither for a whole batch nor in eval mode."""
     model = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=tracks), nn.Linear(6, 4)).double()
     splitter = speedswap.BatchSplitter(model if known else None, micro_batch_size=5)
     splitter.backward(lambda x, y: cross_entropy(model, x, y), *batch(5))
@@ -287,7 +287,7 @@ def test_p12_infinity_in_one_micro_batch_skips_the_whole_step(bad):
 
 
 def test_leaves_outside_the_model_get_gradients_and_are_rolled_back():
-    """A temperature that only the loss knows, and inputs that want gradients."""
+    """A temperature that only the loss knows, and inputs that require gradients."""
     model, (inputs, targets) = classifier(), batch(12)
     temperature = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     inputs.requires_grad_()

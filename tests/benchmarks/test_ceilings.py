@@ -82,7 +82,7 @@ def test_a_way_that_moves_other_bytes_ends_the_run(device: str):
 
 
 def test_what_one_way_has_moved_does_not_vouch_for_the_next(device: str):
-    """The rows are there already, in the table and in the block, when the second way is verified."""
+    """The rows are already in the table and the block when the second way is verified."""
     with Link(MIB, device) as link:
         (batch, *_) = link.batches(MIB, 512, MIB // 8)
         table = link.matrix(MIB, 512)
@@ -108,7 +108,7 @@ def test_contiguous_copies_are_verified_before_they_are_timed(way: str):
 
 
 def test_what_fails_is_said_and_leaves_the_other_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
-    """Each kind is written down before the next is begun, which may be cut short."""
+    """Each kind is saved before the next begins, which may be cut short."""
     path, plan = tmp_path / "ceilings.json", replace(SMALL, footprints=(4 * MIB,))
 
     def fails(*_: object) -> None:

@@ -149,7 +149,7 @@ def test_a_wrong_result_is_said_and_leaves_the_others(monkeypatch):
 
 
 def test_figures_are_kept_as_they_are_found():
-    """A run may be cut short: what is worth most is kept after SGD's first table, and everything in the end."""
+    """A run may be cut short: the most valuable figures are saved after SGD's first table, and all at the end."""
     kept = []
     found = measure("cpu", plan=SMALL, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     measured = [[kind.name for kind in KINDS if each["optimizers"][kind.name]["trainers"]] for each in kept]
@@ -158,7 +158,7 @@ def test_figures_are_kept_as_they_are_found():
 
 
 def test_time_for_a_table_in_host_memory_is_not_told_by_one_on_the_gpu(monkeypatch, device):
-    """Memory of a GPU is made ready many times as fast: a large table would be begun that nothing is left for."""
+    """GPU memory is prepared many times as fast: a large table would be started without time to finish."""
     if device != "cuda":
         pytest.skip("needs a GPU, or the simulated one")
     speeds = []

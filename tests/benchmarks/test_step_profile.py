@@ -151,7 +151,7 @@ def test_without_matplotlib_the_trace_is_left(tmp_path, monkeypatch):
 
 
 def test_a_recorded_loop_shows_the_work_beside_it(tmp_path):
-    """A swap that lasts as long as the step's compute, by the clock of an event that each waits for of the other."""
+    """A swap that lasts exactly as long as the step's compute: each waits for an event of the other."""
 
     def steps(count):
         for _ in range(count):

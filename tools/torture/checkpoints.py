@@ -125,7 +125,7 @@ def _end(draw: random.Random, settings: NcfSettings, output: Path, resume: bool,
 
 
 def _terminate(draw: random.Random, run: Child, checkpoints: Path) -> None:
-    """End a run that is training as schedulers do; it finishes its step, saves, says so and exits with 143."""
+    """Terminate a training run as schedulers do; it finishes its step, saves, reports that and exits with 143."""
     before, end = checkpoints.stat().st_mtime_ns, time.monotonic() + 10
     while checkpoints.stat().st_mtime_ns == before and time.monotonic() < end and not run.has_ended():
         time.sleep(0.002)

@@ -123,7 +123,7 @@ class Game:
             self._zero_both(True)
 
     def _between(self, batches: list[MicroBatch]) -> Any:
-        """Use the rows in another way before a batch is trained on."""
+        """Use the rows without training before a batch is trained on."""
         looks_aside = self.rng.random() < 0.5
         writes_aside = self.rng.random() < 0.15
 
@@ -140,7 +140,7 @@ class Game:
         return between
 
     def _write_aside(self) -> None:
-        """Change rows of a table otherwise than by training."""
+        """Change rows of a table without training."""
         which = self.rng.randrange(len(self.modules))
         module, table, config = self.modules[which], self.tables[which], self.configs[which]
         rows = torch.tensor(sorted(self.rng.sample(range(config.rows), min(3, config.rows))))
@@ -359,7 +359,7 @@ class Game:
             table.zero_grad()
 
     def _evaluate_frozen(self) -> None:
-        """Look rows up that are frozen for a while; nothing is trained."""
+        """Look up temporarily frozen rows; nothing is trained."""
         self._zero_both(True)
         generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
         for module in self.modules:

@@ -1,4 +1,4 @@
-"""Row logs on a disk that loses power at any instant, many times over: each is found at a commit, as a whole."""
+"""Row logs on a disk that loses power at any instant, repeatedly: each reopens at a complete commit."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Story:
         return self.clock
 
     def rest(self, deeds: int) -> dict[str, bytes]:
-        """Live without a crash, and commit; return the files."""
+        """Run without a crash, and commit; return the files."""
         events = self._life(deeds, closing=True)
         for number in range(len(events)):
             report(events, number, self.platter)
         return self.platter.killed(self.draw)[1]
 
     def live(self, deeds: int) -> None:
-        """Live until a crash; look at what other crashes would have left, and at what this one did."""
+        """Run until a crash; check the images of other possible crashes, and of this one."""
         events = self._life(deeds)
         crash = self.draw.randrange(len(events) + 1) if self.draw.random() < 0.7 else len(events)
         looks = sorted(self.draw.choices(range(crash + 1), k=self.looks))
@@ -85,7 +85,7 @@ class Story:
             raise Broken(f"a log fails while nothing is wrong\n{type(error).__name__}: {error}") from error
 
     def _look(self, files: dict[str, bytes], length: int) -> None:
-        """Open an image, and at times what a crash inside its recovery would leave."""
+        """Open an image, and sometimes the image of a crash inside its recovery."""
         options: dict[str, Any] = {"slots": self.slots, "faults": self.faults}
         held = self.timeline.held_at(length)
         if held and self.draw.random() < 0.3:
@@ -106,7 +106,7 @@ class Story:
 
 
 class _Life:
-    """One life of a story's log: deeds, and what the timeline has to know of them."""
+    """One life of a story's log: its operations, and their records in the timeline."""
 
     def __init__(self, story: Story) -> None:
         self.story, self.draw, self.timeline = story, story.draw, story.timeline
@@ -218,7 +218,7 @@ class _Life:
         self.open = self.hold = None
 
     def change(self) -> None:
-        """Go on in another shape, while a commit may be under way."""
+        """Continue in a new shape, while a commit may be under way."""
         self.timeline.shapes.append((self.length, self._changed()))
         self.log.change(self.timeline.shape)
         self.state = self.state.in_shape(self.timeline.shape)
@@ -228,7 +228,7 @@ class _Life:
         self.wait()
 
     def held(self) -> None:
-        """Hold a commit; the one before is let go when there are two."""
+        """Hold a commit; release the previous one when two are held."""
         self.wait()
         if len(self.log.engine.held) == 2:
             self.let_go()

@@ -43,8 +43,8 @@ class CtrlC:
 def ctrl_c_at(line: int, folder: str) -> Iterator[CtrlC]:
     """Raise Ctrl-C inside the block once ``line`` calls and lines of a folder's files have run; never for 0.
 
-    It is seen in the code that runs, never in the tracing of it: no lock would be free for sure whose ``with`` block
-    is just ending, although no signal can come between its last line and the lock's release.
+    It strikes in the traced code, never in the tracer: there it could leave a lock held whose ``with`` block is just
+    ending, although no real signal can arrive between its last line and the lock's release.
     """
     found = CtrlC()
 

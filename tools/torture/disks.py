@@ -1,4 +1,4 @@
-"""Disks that are full, for a while, at any step: one error of speedswap's, and nothing of what was done is lost."""
+"""Disks that are temporarily full at any step: one error of speedswap's, and no completed work is lost."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Afresh(logging.Handler):
 
 
 class _Player:
-    """A trainer that is in the way of a full disk again and again."""
+    """A trainer that repeatedly hits a full disk."""
 
     def __init__(
         self, tell: Callable[[str], None], disk: Disk, draw: random.Random, seed: int, rows: int, optimizer: str
@@ -132,7 +132,7 @@ class _Player:
             self._open()
 
     def attempt(self, what: str, work: Callable[[], Any]) -> bool:
-        """Do something; whether it was done. The only error that is allowed is that the disk is full, when it is."""
+        """Run an action; return whether it succeeded. The only error allowed is a full disk, while it is full."""
         try:
             work()
         except TableFullError as error:

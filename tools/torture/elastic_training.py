@@ -43,7 +43,7 @@ class Doom:
     call: int
 
     def arm(self) -> Callable[[str], None]:
-        """Let the calls be counted; return a function that begins to count in another place."""
+        """Count the calls; return a function that starts counting in another place."""
         left = [-1]
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def loss_of(model: nn.ModuleDict, samples: Tensor) -> Tensor:
 
 
 def expected(training: Training) -> dict[str, Tensor]:
-    """Return what one process that is not interrupted ends with."""
+    """Return the final state of one uninterrupted process."""
     model, optimizer = training.parts(None)
     sampler = training.sampler()
     for _ in range(training.steps):
@@ -118,7 +118,7 @@ def expected(training: Training) -> dict[str, Tensor]:
 
 
 def result_of(model: nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return rows, dense layers and the rows' state, which every rank has to ask for."""
+    """Return rows, dense layers and the rows' state; every rank calls this."""
     state = optimizer.state_dict()["state"][0]
     whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
     return {"rows": model["rows"].read(), "head": model["head"].weight.detach(), **whole}
@@ -127,7 +127,7 @@ def result_of(model: nn.ModuleDict, optimizer: torch.optim.Optimizer) -> dict[st
 def train(training: Training, doom: Doom | None = None, tell: Callable[[str], None] = print) -> None:
     """Train in a process of a job, as torchrun has described it in the environment.
 
-    ``result.pt`` has what the training ends with, and ``history`` a line for each step that a checkpoint has.
+    ``result.pt`` has the final state, and ``history`` a line per step that has a checkpoint.
 
     Args:
         training: the job.

@@ -83,7 +83,7 @@ _MOST = {"interrupted": 2000, "full": 12}
 
 @contextmanager
 def _full(number: int) -> Iterator[None]:
-    """Let a call of the system find the disk full, counted from 0, and those after it."""
+    """Make the n-th system call, counted from 0, and all later ones fail with a full disk."""
     left, real = number, {name: getattr(os, name) for name in ("write", "pwrite", "fsync", "mkdir")}
 
     def counted(name: str) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ def _killed(draw: random.Random, work: Callable[[], None], log: Path, what: str)
 
 
 def _import_damaged(draw: random.Random, file: Path, back: Path, shape: torch.Size, what: str) -> None:
-    """Import what was cut off, or has other bytes: an error of speedswap's or ValueError, or rows of one width."""
+    """Import a truncated or altered file: an error of speedswap's or ValueError, or rows of one width."""
     good = file.read_bytes()
     bad = bytearray(good)
     if draw.random() < 0.4:

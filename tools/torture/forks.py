@@ -1,4 +1,4 @@
-"""Processes that are forked while rows are on their way: the parent trains on as if there had been none."""
+"""Processes that are forked while rows are in transit: the parent trains on as if it had not forked."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _forked(
     children: list[Child],
     deeds: list[str],
 ) -> list[tuple[Child, str]]:
-    """Fork a child, at times, which does something with the table while its parent goes on."""
+    """Fork a child at random, which uses the table while its parent goes on."""
     if draw.random() > 0.4:
         return []
     deed = draw.choice(list(_DEEDS))
@@ -100,7 +100,7 @@ def _forked(
 
 
 def _finished(children: list[tuple[Child, str]]) -> None:
-    """Wait for children, and hear what they have found."""
+    """Wait for children, and check what they report."""
     for one, deed in children:
         line = one.line()
         if line is None:

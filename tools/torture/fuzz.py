@@ -1,4 +1,4 @@
-"""Logs of bytes that a coverage-guided fuzzer makes up, for as long as a round lasts; it needs atheris."""
+"""Logs of bytes from a coverage-guided fuzzer, for the length of a round; needs atheris."""
 
 from __future__ import annotations
 

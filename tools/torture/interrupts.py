@@ -32,7 +32,7 @@ ROWS, DIM = 30, 4
 
 
 def _traced(line: int = 0) -> AbstractContextManager[CtrlC]:
-    """Let Ctrl-C come at a line of the package; or never, to count them."""
+    """Raise Ctrl-C at a line of the package; or never, to count the lines."""
     return ctrl_c_at(line, _PACKAGE)
 
 
@@ -82,7 +82,7 @@ def _round(seed: int, folder: Path) -> str:
 
 
 class Trainer:
-    """Tables, an optimizer for all of them, and a loop that can go on after any number of steps."""
+    """Tables, an optimizer for all of them, and a loop that can resume after any number of steps."""
 
     def __init__(self, rng: random.Random, folder: Path, steps: Sequence[int] = (1, 2, 5)) -> None:
         self.choice: Choice = random_optimizer(rng)

@@ -199,7 +199,7 @@ def _hear(told: Told, line: str | None, trainer: Child) -> bool:
 
 
 def _checked(run: Run, known: Reference, told: Told) -> Reference:
-    """Check that the files are those of one step, at least the last one flushed; return the table as it is in them."""
+    """Check that the files are those of one step, at least the last one flushed; return the table in them."""
     done = len(told.scalars)
     with speedswap.Table.open(run.path) as table:
         columns = {name: table.read(column=name) for name in table.columns}

@@ -1,4 +1,4 @@
-"""A row log on a disk that may lose power at any instant, and the commits that it must be found at afterwards."""
+"""A row log on a disk that may lose power at any instant, and the commits at which it may reopen."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Log:
         )
 
     def change(self, shape: Shape) -> None:
-        """Go on in another shape, with what is committed and what is not."""
+        """Continue in a new shape, with committed and uncommitted changes."""
         before = self.engine
         self._open(shape, before=before, **self._options)
         self._note(before.journal())
@@ -234,7 +234,7 @@ class Timeline:
         return next(shape for since, shape in reversed(self.shapes) if since <= length)
 
     def allowed_at(self, length: int) -> list[Commit]:
-        """Return the commits that the log may be found at after a crash at a length of the journal."""
+        """Return the commits at which the log may reopen after a crash at a length of the journal."""
         begun = [commit for commit in self.commits if commit.begun <= length]
         least = max(i for i, one in enumerate(begun) if one.acknowledged is not None and one.acknowledged <= length)
         return begun[least:]
@@ -269,7 +269,7 @@ def check(
     commit: Commit | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Open the files and raise unless they are one of the commits that a timeline allows, as a whole.
+    """Open the files and raise unless they are exactly one of the commits that a timeline allows.
 
     Args:
         length: that of the journal at the crash.

@@ -31,8 +31,8 @@ class Operation:
     """An operation on the table ``here``, or with it on ``there``.
 
     Attributes:
-        prepare: makes what is there before.
-        operate: does it, given the folder; calls ``begin`` just before, and ``done`` when it has returned.
+        prepare: creates the initial state.
+        operate: runs the operation, given the folder; calls ``begin`` just before, and ``done`` afterwards.
         mixes: rows may be partly the old and partly the new ones.
     """
 
@@ -199,7 +199,7 @@ def _collection(folder: Path, begin: Call, done: Call) -> None:
 
 
 def _made_again(draw: random.Random, folder: Path) -> str:
-    """Kill those who make a collection; the next one finds it, or makes it."""
+    """Kill processes that create a collection; the next one finds it, or creates it."""
     operation = Operation(_nothing, _collection)
     calls, _ = _completed(operation, folder, folder / "log-whole")
     expected, path = _of_collection(folder / "groups"), folder / "killed" / "groups"
@@ -226,7 +226,7 @@ def _of_collection(path: Path) -> State:
 
 
 def _completed(operation: Operation, folder: Path, log: Path) -> tuple[int, float]:
-    """Do it without a kill; how many calls and seconds it takes."""
+    """Run it without a kill; return the number of calls and seconds it takes."""
     with child(_does, operation, folder, log=log) as process:
         line = process.line()
         if line is None or process.wait():

@@ -49,7 +49,7 @@ class _Player:
         return Path.cwd().name
 
     def act(self) -> str:
-        """Do something in some folder with some table, and see that all tables are as they must be."""
+        """Run an action on a random table in a random folder, and check all tables."""
         deeds = ["move", "move", "create", "create", "open", "write", "step", "add_columns", "flush", "close", "save"]
         deed = self.draw.choice([*deeds, "pickle", "forget"])
         if deed in ("move", "create", "open", "save"):

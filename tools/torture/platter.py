@@ -92,7 +92,7 @@ class Platter:
         return after, {name: bytes(data) for name, data in seen.items()}
 
     def cut(self, draw: random.Random) -> dict[str, bytes]:
-        """Return what the files may hold after power was lost now: unsynced sectors in any combination, torn or not."""
+        """Return what the files may hold if power is lost now: unsynced sectors in any combination, torn or not."""
         sector = draw.choice(_SECTORS)
         keeps, torn = _lottery(draw, self.unsynced), draw.choice([0.0, 0.0, 0.1, 0.5])
         images = {name: bytearray(data) for name, data in self.durable.items()}

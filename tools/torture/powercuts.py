@@ -94,7 +94,7 @@ def _works(tell: Callable[[str], None], operation: Operation, folder: Path) -> N
 
 
 def _sync(disk: Disk) -> None:
-    """Sync everything that was prepared to the disk."""
+    """Sync all prepared files to the disk."""
     fd = os.open(disk.path, os.O_RDONLY)
     try:
         ctypes.CDLL(None).syncfs(fd)

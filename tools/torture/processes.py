@@ -199,7 +199,7 @@ _NAMES = (
 class Calls:
     """A count of this process's calls that change files; one of them kills it.
 
-    Made in a child that does nothing else afterwards: the functions stay as they are then.
+    Created in a child that does nothing else afterwards: the functions stay patched.
 
     Args:
         deadly: the number of the call, from 1; none for 0.

@@ -18,7 +18,7 @@ _FAULTS = 8  # of a life of the processes, which take seconds to start
 
 
 def play(seed: int, folder: Path) -> Mapping[str, int]:
-    """Let ranks fail one after the other, and compare what they have trained with one process."""
+    """Make ranks fail one after the other, and compare the trained rows with one process's."""
     sys.path[:0] = [str(_TESTS), str(_TESTS / "ranks")]
     import fault_scenarios as scenarios
     from rank_pool import RankPool, RanksFailed

@@ -70,7 +70,7 @@ def _round(seed: int, folder: Path) -> str:
 
 
 class _Writer:
-    """A process that trains a table, and does what else replaces its files."""
+    """A process that trains a table, and otherwise replaces its files."""
 
     def __init__(self, draw: random.Random, folder: Path) -> None:
         self.draw, self.folder = draw, folder
@@ -90,7 +90,7 @@ class _Writer:
         return self.table.read()
 
     def act(self) -> tuple[str, bool]:
-        """Do something; what, and whether another table is now in place of the previous one."""
+        """Run a random action; return its name, and whether it replaced the table."""
         what = self.draw.choice(
             ["step", "step", "step", "scatter", "add_columns", "flush", "reopen", "remake", "replace"]
         )

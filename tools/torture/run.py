@@ -1,4 +1,4 @@
-"""Play rounds of attacks, the time divided fairly, and report what they found."""
+"""Play rounds of attacks, divide the time fairly, and report what they found."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _contrastive(out: Tensor) -> Tensor:
 
 @dataclass
 class State:
-    """The state that a call must restore, or leave as it is."""
+    """The state that a call must restore, or leave unchanged."""
 
     grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Optimizers that leave something else than rows in their state, or in the weight."""
+"""Optimizers that leave something other than rows in their state, or in the weight."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _round(seed: int, folder: Path) -> str:
 def _change_and_check(
     items: Any, optimizer: Any, ids: Tensor, name: str, seam: str, rng: random.Random, text: str
 ) -> str:
-    """Take a step with a change; either it raises and the table is as before, or what it left is there."""
+    """Take a step with a change; either it raises and the table is unchanged, or the change is there."""
     before = _columns(items)
     left: dict[str, Any] = {}
     key = rng.choice(["exp_avg", "exp_avg_sq"])
@@ -239,7 +239,7 @@ def _words(value: Tensor | None) -> str:
 
 
 def _go_on(items: Any, optimizer: Any, before: dict[str, Tensor], text: str) -> None:
-    """Train on afterwards; rows outside of the batch stay as they are."""
+    """Train on afterwards; rows outside the batch stay unchanged."""
     ids = torch.tensor([1, 2, 2])
     try:
         optimizer.zero_grad()

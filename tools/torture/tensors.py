@@ -25,7 +25,7 @@ _CLEAR = (SpeedswapError, TypeError, ValueError)
 
 @dataclass
 class _Guard:
-    """A table that a call may change: how it was, and what it must be if the call does not raise."""
+    """A table that a call may change: its state before, and the one expected if the call does not raise."""
 
     read: Callable[[], Tensor]
     before: Tensor

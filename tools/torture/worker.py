@@ -105,7 +105,7 @@ class Worker:
         return line
 
     def _reaped(self) -> str:
-        """Wait for the process, and say how it ended."""
+        """Wait for the process, and report how it ended."""
         assert self._pid is not None
         with contextlib.suppress(ProcessLookupError):  # what it has started
             os.killpg(self._pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ SMALL_STEP = step.StepPlan(2000, 8, 512, 4, 1, {8: (2000, 4000)}, ("sgd",), (1.0
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes that take a second, and no rests between calls: figures are not looked at."""
+    """Sizes that take a second, and no pauses between calls: figures are not checked."""
     monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
     monkeypatch.setattr(transfer.TransferPlan, "of", lambda device, quick: SMALL_TRANSFER)
     monkeypatch.setattr(step.StepPlan, "of", lambda device, quick: SMALL_STEP)
@@ -205,7 +205,7 @@ def test_sizes_without_room_are_left_out():
 
 
 def test_the_second_of_two_calls_counts():
-    """The first one of each pair is slow, as one is that wakes its threads; the warm-up is slower still."""
+    """The first call of each pair is slow, as if waking its threads; the warm-up is slower still."""
     calls = []
 
     def candidate(number):
@@ -228,7 +228,7 @@ def test_steps_count_from_the_second_to_the_last_but_one():
 
 
 def test_a_library_that_fails_is_left_out_with_its_reason(small, monkeypatch):
-    """Its constructor raises what it likes; ours would end the run."""
+    """Its constructor may raise anything; an error of ours would end the run."""
 
     def failing(num_rows, dim, optimizer, device):
         raise TypeError("no such argument")

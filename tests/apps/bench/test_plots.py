@@ -44,7 +44,7 @@ def test_sweep_that_was_left_out_has_no_panel(left_out, tmp_path):
 
 
 def test_step_without_sizes_overlap_or_an_optimizer_draws_the_rest(tmp_path):
-    """Each of them may be left out for want of time or memory."""
+    """Each may be omitted for lack of time or memory."""
     bars, sizes, overlap = (
         "ms per step; a bar that reaches the edge is longer",
         "rows of the table",

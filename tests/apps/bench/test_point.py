@@ -1,4 +1,4 @@
-"""Nothing wrong is timed: stores that gather or scatter something else are found, whatever is wrong."""
+"""No broken store is timed: any wrong gather or scatter is found."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_torchs_ways_to_a_gpu_are_right(rows, tmp_path):
 
 
 def test_stores_over_the_same_rows_are_verified_together(rows, buffers, batches):
-    """Peers index the rows themselves: what one has scattered must not be the next one's error."""
+    """Peers index the rows themselves: what one store scattered must not fail the next."""
     first = plain(rows, buffers)
     verify([first, dataclasses.replace(first, package="again")], rows, batches, buffers)
 

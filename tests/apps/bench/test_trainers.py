@@ -1,4 +1,4 @@
-"""Every trainer that is timed agrees with torch, and one that does not is found."""
+"""Every timed trainer agrees with torch; one that does not is found."""
 
 from __future__ import annotations
 

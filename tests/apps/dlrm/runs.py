@@ -1,4 +1,4 @@
-"""Small runs, and all that they leave."""
+"""Small runs, and their complete state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(settings, **more):
 
 
 def state_of(result):
-    """Return all that a run leaves: tables, dense parameters and their optimizer state."""
+    """Return a run's complete state: tables, dense parameters and optimizer state."""
     tables = result.model.embeddings.stores()
     columns = [table.read(column=column) for table in tables for column in table.columns]
     dense = list(result.model.dense().values())

@@ -110,7 +110,7 @@ def test_a_position_in_other_samples_is_refused(written):
 
 
 def test_the_end_of_other_samples_is_refused(written):
-    """No line of theirs is read again: they are told apart by the sizes of the files."""
+    """None of their lines is read again: file sizes distinguish them."""
     folder, lines = written
     source = SampleFiles([folder / "day_2.txt"])
     read_all(source)
@@ -159,7 +159,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_malformed_line_is_named_with_its_column_and_remedy(name, tmp_path):
-    """Those before it can be read, and blank lines count."""
+    """The lines before it can be read, and blank lines count."""
     line, message = WRONG[name]
     good = list(lines_of(30))
     path = tmp_path / "some.txt"

@@ -11,7 +11,7 @@ from speedswap.apps.dlrm.model import interact, interact_in_torch
 
 
 class Given(nn.Module):
-    """Vectors as they are."""
+    """Vectors given directly."""
 
     def __init__(self, vectors):
         super().__init__()

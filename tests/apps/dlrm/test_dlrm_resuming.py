@@ -1,4 +1,4 @@
-"""An interrupted run goes on to the same end, after Ctrl-C or a malformed line; damaged and other runs do not."""
+"""An interrupted run resumes to the same result, after Ctrl-C or a malformed line; damaged and other runs do not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_malformed_line_loses_nothing(criteo, tmp_path):
 
 @pytest.mark.parametrize("evaluate_every", [None, 3], ids=["at an epoch's end", "within an epoch"])
 def test_a_malformed_line_among_those_to_test_on_loses_nothing(evaluate_every, criteo, tmp_path):
-    """Nor does the evaluation that it ended: the resumed run begins with that one."""
+    """Not even the evaluation that it interrupted: the resumed run begins with that."""
     (samples,) = criteo(900, 300)
     (tmp_path / "test.txt").write_text((tmp_path / "day_1.txt").read_text())
     (tmp_path / "day_1.txt").unlink()

@@ -1,4 +1,4 @@
-"""Whole runs: their results, that a seed decides them, and what is refused."""
+"""Whole runs: their results, which depend on the seed alone, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NcfBatches: every positive once, negatives that are none, and the same ones whenever they are asked for."""
+"""NcfBatches: every positive once, only true negatives, and the same batches on every request."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(name, folder, cap
 
 
 def test_with_nobody_to_test_what_was_read_is_still_said(folder, capsys):
-    """It may be the wrong column: one can see it."""
+    """The wrong column may have been read; the output shows it."""
     assert main(["ncf", "u.data"]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("u.data: divided by tabs, no heading; user is column 1, item is column 2")
@@ -150,7 +150,7 @@ def orders(tmp_path):
 
 
 def test_orders_of_text_ids_are_learnt_and_recommended_from(orders, tmp_path, capsys):
-    """The whole way: columns by name, what was read, and the best items that a customer has not bought."""
+    """End to end: columns by name, the report of what was read, and the best items that a customer has not bought."""
     output = str(tmp_path / "out")
     words = ["--columns", "user=customer,item=article,time=when", "--test-negatives", "5", "--epochs", "2", *SMALL[6:]]
     assert main(["ncf", str(orders), *words, "--output", output]) == 0

@@ -133,7 +133,7 @@ def test_the_next_run_removes_what_killed_ones_left(killed, caplog):
 
 
 def test_a_killed_run_goes_on_to_the_same_end(killed, models):
-    """Of itself; before its first checkpoint it starts over."""
+    """Without being told; before its first checkpoint it starts over."""
     for output in sorted(killed.glob("killed-*"))[1::4]:
         train(NcfSettings(**SMALL, **NEWER), output=output, progress=False)
         assert any(same(rows(load(output)), model) for model in models[3:])
@@ -170,7 +170,7 @@ def test_checkpoints_behind_a_link_stay_there(tmp_path, models):
 
 
 def test_tables_on_disk_of_a_killed_run_go_with_the_next_one(tmp_path, start_command, caplog):
-    """They may be hundreds of gigabytes."""
+    """They may take hundreds of gigabytes."""
     words = "--users 60 --items 130 --interactions 900 --factors 4 --layers 8,4 --device cpu --storage disk".split()
     process = start_command("ncf", *words, "--epochs", "1000000", "--scratch", tmp_path, "--output", tmp_path / "out")
     assert process.stdout.readline().startswith("epoch   1")

@@ -1,4 +1,4 @@
-"""Whole runs: their results, that a seed decides them, and that an interrupted one goes on to the same end."""
+"""Whole runs: their results, which depend on the seed alone; an interrupted run resumes to the same result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(settings, **more):
 
 
 def state_of(result):
-    """Return all that a run leaves: both tables' columns, dense parameters and their optimizer state."""
+    """Return a run's complete state: both tables' columns, dense parameters and optimizer state."""
     tables = (result.model.user.table, result.model.item.table)
     columns = [table.read(column=column) for table in tables for column in table.columns]
     dense = list(result.model.dense().values())
@@ -109,7 +109,7 @@ def cut_short(monkeypatch, usual_signals):
 @pytest.mark.parametrize("steps", [1, 13, 30])
 @pytest.mark.parametrize("optimizer, lr", [("adam", 0.01), ("adagrad", 0.05), ("sgd", 1.0)])
 def test_an_interrupted_run_goes_on_to_the_same_end(optimizer, lr, steps, tmp_path, cut_short):
-    """The step in progress is finished, and the run goes on with the one after it: to the bit as if never cut."""
+    """The step in progress is finished, and the run resumes after it, bit for bit as if uninterrupted."""
     settings = small(optimizer=optimizer, lr=lr)
     expected = run(settings)
     cut = cut_short(settings, tmp_path, steps)
