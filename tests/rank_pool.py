@@ -40,7 +40,7 @@ GRACE_SECONDS = 2.0  # for what the other ranks say, once one has failed
 
 
 class RanksFailed(AssertionError):
-    """A scenario that has raised, hung or ended a process, with what each rank says."""
+    """A scenario that raised, hung or ended a process, with each rank's output."""
 
 
 class RankPool:
@@ -148,7 +148,7 @@ class RankPool:
                 self._ranks[rank] = connection, process
 
     def _end_ranks(self) -> str:
-        """Kill the ranks; return what they have said."""
+        """Kill the ranks; return their output."""
         for connection, process in self._ranks.values():
             connection.close()
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The command line: its output, and that a mistake is one line and exit status 2."""
+"""The command line: its output; a mistake is one line and exit status 2."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def check(kernels: HostKernels, layout: Layout, num_rows: int, block_offset: int
 
 
 class CompactLayout:
-    """Records with some columns of one form in them, and what is to be in them."""
+    """Records with some columns of one form, and their expected contents."""
 
     def __init__(self, form: str, widths: list[int], gap: int, offset: int) -> None:
         self.form, self.widths = form, widths

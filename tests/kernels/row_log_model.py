@@ -49,7 +49,7 @@ class Log:
         self.commits = {number: rows for number, rows in self.commits.items() if number <= commit}
 
     def go_back(self, commit: int) -> None:
-        """Write the rows of a held commit that are others now, as a reader at that commit has them."""
+        """Rewrite rows that differ from a held commit, as a reader at that commit sees them."""
         then = self.commits[commit]
         reader = Log(self.folder, self.groups, self.row_bytes, self.per_group, writable=False, commit=commit)
         reader.rows = then

@@ -1,4 +1,4 @@
-"""The protocol of the row log as a model of a few groups and segments, whose every state can be visited.
+"""The protocol of the row log as a model of a few groups and segments, small enough to visit every state.
 
 It follows csrc/row_log*.cpp step by step: chunks of a few records in segments of a few chunks, a writer, the threads
 that append, commit and clean, the page cache, and a disk that loses power. Between two syncs any of a sector's writes
@@ -44,7 +44,7 @@ FAULTS = {
 
 
 class Config(NamedTuple):
-    """Sizes of the model, and how much happens."""
+    """Sizes of the model, and limits on its operations."""
 
     groups: int = 2
     segments: int = 3
@@ -118,7 +118,7 @@ class Memory(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """A log that is being opened: what is still to be written."""
+    """A log that is being opened: its outstanding writes."""
 
     steps: tuple[Any, ...]
     then: Memory
@@ -290,7 +290,7 @@ class Model:
 
     @staticmethod
     def _emptied(memory: Memory, number: int) -> Memory:
-        """Note that a closed segment has no live group any more, if so."""
+        """Note when a closed segment no longer has a live group."""
         segment = memory.segments[number]
         if segment.state != CLOSED or any(group.address and group.address[0] == number for group in memory.groups):
             return memory
@@ -318,7 +318,7 @@ class Model:
         return memory._replace(groups=replaced(memory.groups, number, Group(version, memory.epoch)))
 
     def _forgotten(self, memory: Memory, number: int) -> Memory:
-        """Let a group have no record."""
+        """Drop a group's record."""
         group = memory.groups[number]
         assert group.address is not None
         segment, chunk, _ = group.address

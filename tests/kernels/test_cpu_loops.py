@@ -78,7 +78,7 @@ def test_the_environment_sets_the_threads(monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_a_fork_has_threads_of_its_own():
-    """The parent's helpers do not come along; the child starts its own, and the parent goes on with its."""
+    """The child does not inherit the parent's worker threads; it starts its own, and the parent keeps its."""
     kernels.set_num_threads(3)
     round_trip()
     for _ in range(5):
@@ -105,7 +105,7 @@ def test_a_fork_while_other_threads_move_rows():
 
 
 def test_several_callers_at_once():
-    """A caller that finds the pool taken works alone: no caller waits, and none mixes up rows."""
+    """A caller that finds the pool busy works alone: no caller waits, and no rows are mixed up."""
     kernels.set_num_threads(2)
     failures: list[BaseException] = []
 

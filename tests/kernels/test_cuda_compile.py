@@ -30,7 +30,7 @@ KERNELS = {
 
 
 def nvrtc_path() -> Path | None:
-    """libnvrtc of the nvidia-cuda-nvrtc wheel, whichever CUDA it is of."""
+    """libnvrtc of the nvidia-cuda-nvrtc wheel, for any CUDA version."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or [] if spec else []:
         for library in sorted(Path(folder).glob("**/libnvrtc.so.*")):

@@ -61,7 +61,7 @@ def test_every_way_moves_every_byte_and_no_other(gpu, way: Way, columns: list[tu
 @pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_a_gather_passes_negative_ids_over(gpu, way: Way, ids_on: str, dtype: torch.dtype):
-    """Their rows stay as they are."""
+    """Their rows stay unchanged."""
     table, ids = Table(700, 192), ascending(700, 500)
     kept = torch.rand(500) < 0.6
     wanted = torch.where(kept, ids, -1).to(ids_on, dtype)
@@ -123,7 +123,7 @@ def test_moves_come_after_what_was_queued_before_them(gpu, way: Way):
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers")
 def test_the_cpu_waits_for_what_kernels_have_still_to_write(gpu):
-    """Rows that a kernel was only asked to write are there when they are staged, and are not written after those."""
+    """Rows of a queued kernel are written before they are staged, and never afterwards."""
     table, ids = Table(600, 64), ascending(600, 450)
     near, old, new, read = ids.to(gpu), *(blocks([(0, 64)], 450, gpu) for _ in range(3))
     old[0].block.fill_(1)
@@ -205,7 +205,7 @@ def test_nothing_is_allocated_after_the_first_moves(gpu, way: Way):
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers", "simulation")
 def test_a_gather_that_passes_ids_over_waits_for_no_stream(gpu):
-    """Copies from pageable memory would: of what kernels are still to do there."""
+    """Copies from pageable memory would wait for pending kernels there."""
     table, ids = Table(700, 192), ascending(700, 500)
     wanted = torch.where(torch.rand(500) < 0.6, ids, -1)
     parts = blocks(ADAM, 500, gpu)

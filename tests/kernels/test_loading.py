@@ -84,7 +84,7 @@ def test_a_child_forked_while_kernels_are_loaded_finds_the_lock_free():
     "error", [ImportError("no module"), AttributeError("numpy has no attribute"), OSError("libnvrtc")]
 )
 def test_a_cupy_that_cannot_be_imported_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, error: Exception):
-    """Built for another NumPy, it raises anything."""
+    """Built for another NumPy, it may raise any error."""
 
     def fails(name: str) -> None:
         raise error

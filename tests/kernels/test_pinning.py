@@ -25,7 +25,7 @@ def test_it_has_exactly_the_bytes_that_were_asked_for():
 
 
 def test_what_could_not_be_pinned_is_there_in_a_forked_child(monkeypatch: pytest.MonkeyPatch):
-    """As the workers of a loader are forked, which may read a table that stayed pageable."""
+    """A loader's workers are forked, and may read a table that stayed pageable."""
     monkeypatch.setattr(pinning, "pin", lambda pointer, nbytes: "out of memory")
     memory = PinnedMemory(8192)
     memory.bytes.fill_(7)
@@ -37,7 +37,7 @@ def test_what_could_not_be_pinned_is_there_in_a_forked_child(monkeypatch: pytest
 def test_ctrl_c_leaves_no_memory_registered(
     interrupted_at: Callable[[int], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Else its addresses could not be registered again, once they are another table's."""
+    """Otherwise another table at the same addresses could not be registered."""
     mapping = pinning.anonymous(8192)
     monkeypatch.setattr(pinning, "anonymous", lambda nbytes: mapping)
     interrupted = 0

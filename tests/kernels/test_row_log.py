@@ -1,4 +1,4 @@
-"""The row log against a plain dictionary: whatever happens, it holds what was last written or committed."""
+"""The row log against a plain dictionary: it always holds what was last written or committed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def some_rows(log: Log, rng: random.Random) -> Tensor:
 
 
 def anything(log: Log, rng: random.Random) -> None:
-    """Do one thing of all that can be done."""
+    """Run one random operation."""
     rows, chance = some_rows(log, rng), rng.random()
     if chance < 0.25:
         log.check(torch.cat([rows, rows[:3]]))
@@ -123,7 +123,7 @@ def test_the_file_stays_small_under_any_number_of_writes(tmp_path: Path) -> None
 
 
 def test_a_held_commit_does_not_ask_for_others(tmp_path: Path) -> None:
-    """They would not free what it needs: a step after a checkpoint would commit, and so would every later one."""
+    """Further commits would not free what it needs: every step after a checkpoint would commit."""
     log, rng = Log(tmp_path, 6000, 256, cache_bytes=600 * 256), random.Random(1)
     for rows in torch.arange(6000).split(500):
         log.put(rows, 1)
@@ -257,7 +257,7 @@ def test_groups_of_an_older_layout_keep_their_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cached", [16, 400])
 def test_a_log_goes_on_with_the_rows_of_another_one(tmp_path: Path, cached: int) -> None:
-    """With all of them, committed, held or not, while segments are cleaned; a crash returns to the last commit."""
+    """All rows, committed, held or not, while segments are cleaned; a crash returns to the last commit."""
     log, rng = Log(tmp_path, 400, 500, cache_bytes=cached * 500), random.Random(8)
     held = log.commit(hold=True)
     for layouts in range(2, 9):
@@ -351,7 +351,7 @@ def test_prefetches_take_at_most_half_of_the_cache(tmp_path: Path) -> None:
 
 
 def test_rows_in_use_stay_when_others_pass_through_once(tmp_path: Path) -> None:
-    """A cache of 640 groups keeps 300 that every fourth batch has, though 1,000 that nothing has again pass between."""
+    """A cache of 640 groups keeps 300 that every fourth batch uses, though 1,000 used once pass through in between."""
     groups, kept = 20_300, torch.arange(300)
     log = Log(tmp_path, groups, 512, cache_bytes=640 * 512)
     for rows in torch.arange(groups).split(100):
@@ -431,7 +431,7 @@ def test_threads_bring_and_write_their_own_rows_at_once(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_can_be_brought_at_once_are_refused_at_once(tmp_path: Path) -> None:
-    """Also where the cache has room for all of them, and where no number of released rows would do."""
+    """Even if the cache could hold all of them, and even if releasing rows could not help."""
     groups = 20_000_000
     log = Log(tmp_path, groups, 1, cache_bytes=groups)
     assert (log.log.num_slots, log.log.most_rows) == (groups, 2**22)

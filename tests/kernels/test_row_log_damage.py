@@ -97,7 +97,7 @@ def test_numbers_that_could_not_be_counted_on_from_are_no_commit(log: Log, at: i
 
 
 def test_a_truncated_file_is_noticed(log: Log) -> None:
-    """However much is missing at its end, the log does not open as if that had never been."""
+    """However much is missing at its end, the log does not open as if the rest had never existed."""
     log.log.close()
     whole = (log.folder / "log").read_bytes()
     for length in (0, 100, 4096, SEGMENT_BYTES, SEGMENT_BYTES + 5000):

@@ -1,4 +1,4 @@
-"""The row log's protocol as a model: every state keeps the promises, no part can be left out, and the code agrees."""
+"""The row log's protocol as a model: every state keeps the promises, every part is needed, and the code agrees."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_sequence_numbers_have_to_jump() -> None:
 
 
 class Pair:
-    """A log and the model of it, which do the same.
+    """A log and its model, in lockstep.
 
     Args:
         folder: for the log's files.
@@ -180,7 +180,7 @@ class Pair:
         self.log.check_all()
 
     def do_anything(self, draw: random.Random) -> None:
-        """Do one of the things that can be done now."""
+        """Run one of the possible operations."""
         ways: list[Callable[[], None]] = [lambda: self.write(draw.randrange(2))] * 3 + [self.commit, self.reopen]
         if self.model.has("no log sync"):
             ways.append(self.fail)
@@ -214,7 +214,7 @@ class Pair:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_log_does_what_the_model_does(tmp_path: Path, seed: int) -> None:
-    """The same calls in the same order; the same rows after a kill; after a power cut one of those that it allows."""
+    """The same calls in the same order, the same rows after a kill, and an allowed image after a power cut."""
     draw, pair = random.Random(seed), Pair(tmp_path)
     for _ in range(14):
         pair.do_anything(draw)

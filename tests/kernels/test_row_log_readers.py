@@ -54,7 +54,7 @@ def unreadable(log: Log) -> Log:
 
 
 def test_a_log_that_is_written_faster_than_read_is_busy_and_not_damaged(unreadable: Log) -> None:
-    """As long as commits are made while it is read, nothing is known of damage; without them it is."""
+    """While commits run concurrently, damage cannot be detected; without them it is."""
     with committing(unreadable), pytest.raises(TableBusyError, match="commit less often"):
         Log(unreadable.folder, 1000, 200, writable=False, faults=SLOW_WALKS)
     with pytest.raises(RowLogDamaged, match="do not add up"):

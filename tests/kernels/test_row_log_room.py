@@ -1,4 +1,4 @@
-"""Room in a row log: what was promised can be written when the disk is full, whatever else happens to the log."""
+"""Room in a row log: reserved writes succeed on a full disk, whatever else happens to the log."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_other_writes_take_no_room_that_was_promised(log: Log) -> None:
 
 
 def test_room_is_made_out_of_what_was_reserved(log: Log) -> None:
-    """A part of it serves one call, though the disk is full; what the call leaves is given up."""
+    """A part of it serves one call, though the disk is full; the unused rest is released."""
     reserved = log.log.make_room(300)
     fill_disk(log)
     with log.log.make_room(200, out_of=reserved) as room:

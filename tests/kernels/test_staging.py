@@ -29,7 +29,7 @@ def moves_after_a_failure(table: Table, ids: torch.Tensor, gpu: torch.device) ->
 @pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("what", ["gather", "scatter"])
 def test_an_interrupted_move_leaves_the_buffers_usable(gpu, what: str, monkeypatch: pytest.MonkeyPatch):
-    """Before its turns begin: streams wait already for what comes before them."""
+    """Before its turns begin: streams already wait for earlier work."""
     table, ids = Table(600, 64), ascending(600, 450)
 
     def interrupted() -> int:

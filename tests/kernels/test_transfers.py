@@ -185,7 +185,7 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
 
 
 def test_transfers_run_once_whoever_starts_them() -> None:
-    """Threads that wait for transfers that were added, and not started, start each of them once."""
+    """Threads that wait for transfers that were added but not started start each of them once."""
     for _ in range(30):
         transfers, runs = Transfers("out"), []
         pending: list[Transfer[None]] = [Transfer() for _ in range(20)]
@@ -229,7 +229,7 @@ def test_transfers_that_could_not_be_started_are_started_by_those_who_wait(
 
 
 def test_a_transfer_that_raises_fails_those_after_it_in_its_job() -> None:
-    """They may read what it was to write; those before it have their results."""
+    """They may read what it should have written; earlier ones keep their results."""
     transfers, pending = Transfers("in"), [Transfer[int]() for _ in range(3)]
 
     def fail() -> int:

@@ -23,7 +23,7 @@ def test_table_documents_every_code_as_it_is():
 
 
 def test_every_code_is_said_somewhere():
-    """A code that nothing says would be a promise that is not kept."""
+    """An unused code would be a broken promise."""
     source = "".join(
         path.read_text()
         for folder in ("monitor", "compat/infinitybatch")

@@ -1,4 +1,4 @@
-"""The event monitor: silent on loops that are right, and one code for each thing that is left out."""
+"""The event monitor: silent on correct loops, and one code per omission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of all ranks with arguments that do not fit on one of them."""
+"""Calls of all ranks with invalid arguments on one of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def calls(group, folder):
-    """Return pairs of calls by name: one with arguments that do not fit, and one as it should be."""
+    """Return pairs of calls by name: one with invalid arguments, and a valid one."""
     torch.manual_seed(0)
     model = Model(group)
     rows, bags, means, keyed, many, pooled = (
@@ -302,7 +302,7 @@ def calls(group, folder):
 
 
 def bad_calls(group, folder, only=""):
-    """Let the last rank make each of many calls with arguments that do not fit, where the others make it as it should.
+    """Make many calls with invalid arguments on the last rank and valid ones on the others.
 
     Args:
         group: the ranks.

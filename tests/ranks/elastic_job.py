@@ -42,7 +42,7 @@ def life(training: Training, world_size: int) -> None:
 
 
 def launch(training: Training, world_size: int) -> int:
-    """Run the job until it ends, or has no restart left; return how often a rank was killed."""
+    """Run the job until it ends, or runs out of restarts; return how often a rank was killed."""
     kills = len(DOOMS.get(world_size, []))
     config = LaunchConfig(
         min_nodes=1,

@@ -1,4 +1,4 @@
-"""Training in which one rank fails at any call of a step, and what that leaves on all ranks."""
+"""Training in which one rank fails at any call of a step, and the state it leaves on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 5.0  # seconds in which every rank has to raise
 
 
 class Injected(Exception):
-    """An error that is nobody's but the test's."""
+    """An error that only the test raises."""
 
 
 class Net(torch.nn.Module):
@@ -90,11 +90,11 @@ class Fault:
 
 
 class Life:
-    """A model in training, until its ranks cannot go on together.
+    """A model in training, until its ranks cannot continue together.
 
     Args:
         group: the ranks.
-        tag: of the life; the same on all ranks, and no other life's.
+        tag: of the life; unique, and the same on all ranks.
     """
 
     def __init__(self, group, tag) -> None:
@@ -111,7 +111,7 @@ class Life:
         return {(name, column): table.read(column=column) for name, table in tables.items() for column in table.columns}
 
     def attempt(self, number, fault):
-        """Take a step; return the error, once it is known that no table has changed or all have."""
+        """Take a step; return the error after checking that all tables have changed or none has."""
         before = self.rows()
         batch = batch_of(self.group.rank(), number)
         try:
@@ -231,10 +231,10 @@ def check(results):
 
 
 def full_disk(group, folder):
-    """Train tables on disk until one rank's disk is full, and on once there is room again.
+    """Train tables on disk until one rank's disk is full, and continue once it has room again.
 
     Returns:
-        What each rank has said, and the rows that it has lost by it, at most.
+        Each rank's errors, and the rows that it may have lost.
     """
     net = speedswap.Embedding(
         60_000, 32, storage=owned(group, path=Path(folder) / "table"), seed=1, init=speedswap.init.zeros()

@@ -54,7 +54,7 @@ class SlowWriter(dcp.FileSystemWriter):
 
 
 def save_beside(group, folder):
-    """Save while the training goes on; return what is off in what was saved, and in what was trained."""
+    """Save while the training goes on; return the errors of the saved and of the trained values."""
     own = dist.new_group(dist.get_process_group_ranks(group))  # group is the whole job
     model, optimizer = saved.training(group)
     saved.train(model, optimizer, range(2), group)

@@ -48,7 +48,7 @@ REDUCTIONS = {
 
 
 def norms(group, ids):
-    """Return norms and the like of a gradient, by name, and what those that no rank can know raise."""
+    """Return norms and sums of a gradient, by name, and the errors of those that no rank can compute."""
     items = speedswap.Embedding(20, 2, **settings_of(group, "sum"))
     items(torch.tensor(ids if group is None or group.rank() == 0 else [], dtype=torch.int64)).square().sum().backward()
     grad, said = items.weight.grad, []

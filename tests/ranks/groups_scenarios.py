@@ -57,7 +57,7 @@ def remade(group, members):
 
 
 def without_first(group, members):
-    """Let ranks without the first one own a table; return what the first one hears instead."""
+    """Create a table owned by all ranks but the first; return the first one's error."""
     members = members[1:]
     own = None if group is None else dist.new_group(members)
     if group is None or dist.get_rank() in members:
@@ -155,7 +155,7 @@ def forked(group, size):
 
 
 def wrapped(group):
-    """Return the error of a lookup under a wrapper that was not told to leave the weight alone."""
+    """Return the error of a lookup under a wrapper that does not ignore the weight."""
     model = nn.parallel.DistributedDataParallel(nn.Sequential(table(group)), process_group=group)
     return error_of(lambda: model(torch.tensor([1])))
 

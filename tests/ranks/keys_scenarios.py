@@ -338,7 +338,7 @@ def evict_until_killed(group, folder, killed_at=None):
 
     Args:
         folder: of rows and checkpoints.
-        killed_at: the exchange between ranks in which the second rank ends; None for a training that comes to its end.
+        killed_at: the exchange between ranks in which the second rank ends; None for a training that completes.
 
     Returns:
         Steps before; rows of keys, all weights and all state.

@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 
 class Taken:
-    """The number of lookups that took what a lookahead had brought, and of those whose rows had to be sent again."""
+    """The number of lookups that used prefetched rows, and of those whose rows had to be sent again."""
 
     def __init__(self):
         self.lookups = self.renewals = 0
@@ -96,7 +96,7 @@ ids_of["two"] = lambda ids: [ids[:, 0], ids[:, 1]]
 
 
 def change(between, step, items, group):
-    """Do something with the table between two steps."""
+    """Use the table between two steps."""
     if step != 2:
         return
     if between == "read":
@@ -234,7 +234,7 @@ _announce = Ahead.announce
 
 
 def other_depths(group):
-    """Look ahead of as many batches as this rank's number; return the error, and the steps taken after it."""
+    """Look ahead as many batches as this rank's number; return the error, and the steps taken after it."""
     items, said = embedding(group), ""
     optimizer = torch.optim.SGD(items.parameters(), 0.1)
     try:

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: losses that ignore the rows, lookups alone, ends of processes, graphs used twice."""
+"""Ranks that diverge: losses that ignore the rows, lookups on one rank, exits of processes, graphs used twice."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def caught(group, stage):
 
 
 def skipped(group, how):
-    """Let rank 1 leave out its third batch before it has looked anything up, and go on; return what ranks have seen.
+    """Let rank 1 skip its third batch before any lookup, and go on; return what ranks have seen.
 
     Args:
         how: the loop: over a lookahead of some depth, or over the batches of an elastic sampler.
@@ -209,7 +209,7 @@ def classics(group, what):
 
 
 def unnamed(group):
-    """Return the names of tables that were given none."""
+    """Return the default names of tables."""
     items, bags = speedswap.Embedding(9, 2, storage=owned(group)), speedswap.EmbeddingBag(9, 2, storage=owned(group))
     return [each.table.name for each in (items, bags, speedswap.Embedding(9, 2, storage=owned(group)))]
 
@@ -230,7 +230,7 @@ def zero_redundancy(group):
 
 
 def alone(group, what):
-    """Let one rank do what all have to; return its error and how long it took."""
+    """Make a collective call on one rank only; return its error and how long it took."""
     life = faults.Life(limited(group, 2), f"alone-{what}")
     assert life.attempt(0, contextlib.nullcontext()) is None
     begun, said = time.monotonic(), ""
@@ -534,7 +534,7 @@ def same_optimizers(group):
 
 
 def late_gradient(group, ranks, passes):
-    """Go back through the first of many lookups on the first rank alone; return the rows after the step.
+    """Backpropagate through the first of many lookups on the first rank only; return the rows after the step.
 
     Args:
         group: the ranks; None for one process that has all their samples.
@@ -555,7 +555,7 @@ def late_gradient(group, ranks, passes):
 
 
 def given(group, how):
-    """Give the ranks other rows, then the same; return what was said first, and the rows before and after."""
+    """Give the ranks different rows, then the same; return the first error, and the rows before and after."""
     rows = {rank: torch.arange(60.0).view(20, 3) + rank for rank in (0, group.rank())}
     more = {"storage": owned(group), "name": "items"}
     items = speedswap.Embedding(20, 3, init=speedswap.init.zeros(), **more)

@@ -1,4 +1,4 @@
-"""Every door to rows that ranks own: collections, given rows, initializers, whole tables, switchers, storages."""
+"""Every interface to rows that ranks own: collections, given rows, initializers, whole tables, switchers, storages."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def filled_rows(group):
 
 
 def refused(group):
-    """Return what is said of arguments that do not fit."""
+    """Return the errors of invalid arguments."""
     said = []
     items = speedswap.Embedding(ROWS, DIM, storage=owned(group))
     for call in (

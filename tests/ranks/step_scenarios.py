@@ -57,7 +57,7 @@ def stages_of_a_step(group, rows, dim, ids):
 
 
 def work(group, asked, args):
-    """Do what the benchmark asks of a process."""
+    """Run a process's part of the benchmark."""
     _here.rank = group.rank()
     _here.groups[group.size()] = group
     return asked(_here, *args)
@@ -71,6 +71,6 @@ class Broken(Ours):
 
 
 def verify_broken(group, shape):
-    """Verify a trainer that is wrong."""
+    """Verify a wrong trainer."""
     trainers.TRAINERS["broken"] = Broken
     trainers.verify(Here(group.rank(), {group.size(): group}), "broken", group.size(), shape, False)

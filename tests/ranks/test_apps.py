@@ -1,4 +1,4 @@
-"""Applications over ranks: one model, that of one process, whose results the first rank writes."""
+"""Applications over ranks: the model equals one process's, and the first rank writes its results."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_dlrm_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_result_that_the_first_rank_cannot_write_is_an_error_of_all(ranks: RankPool) -> None:
-    """The others do not wait for it, and the table goes on."""
+    """The others do not wait for it, and the table stays usable."""
     found = ranks.run(scenarios.lead_and_fail, 3)
     assert found[0][0] == "no room"
     assert all("rank 0 failed" in error for error, _ in found[1:])
@@ -164,7 +164,7 @@ def test_ranks_agree_and_share(ranks: RankPool) -> None:
     ids=["a setting", "an option", "a file"],
 )
 def test_ranks_say_once_why_they_end(ranks: RankPool, words: list[str], line: str) -> None:
-    """All of them find the mistake, and one of them says it."""
+    """All of them find the mistake, and one reports it."""
     found = ranks.run(scenarios.run_command, 5, *words)
     assert [status for status, _ in found] == [2] * 5
     (said,) = [said for _, said in found if said]

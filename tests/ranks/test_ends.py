@@ -18,7 +18,7 @@ dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
 
 
 def test_threads_of_gloo_end_before_python_does():
-    """They need the interpreter to let go of a round's tensors, a moment after the round is over for all others."""
+    """They need the interpreter to release a round's tensors, shortly after the round is over for all others."""
     done = run_script(
         START
         + """
@@ -78,7 +78,7 @@ while ahead.lane.rounds == rounds:
 
 
 def test_process_ends_while_samples_are_read_ahead():
-    """The thread that reads them comes back from torch now and then, to an interpreter that must still be there."""
+    """The thread that reads them returns from torch now and then, to an interpreter that must still exist."""
     done = run_script(
         """
 import torch

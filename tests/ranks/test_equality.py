@@ -1,4 +1,4 @@
-"""Ranks that train one table together get what one process gets that trains on all their batches."""
+"""Ranks that train one table together equal one process that trains on all their batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of rows that ranks own have the norms and sums of all ranks' rows, whatever was done to them."""
+"""Gradients of rows that ranks own have the norms and sums of all ranks' rows, however they were changed."""
 
 from __future__ import annotations
 

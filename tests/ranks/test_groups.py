@@ -1,4 +1,4 @@
-"""Several process groups in one job, and processes that are none of its ranks."""
+"""Several process groups in one job, and processes outside its ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_groups_train_as_one_process(ranks: RankPool) -> None:
 
 
 def test_connections_of_one_name_are_made_again(ranks: RankPool) -> None:
-    """Addresses of those before are not taken for the present ones."""
+    """Former addresses are not taken for the current ones."""
     for found in ranks.run(scenarios.connected_again, 3):
         assert found == [[10 * number + rank for rank in range(3)] for number in range(4)]
 
 
 def test_forked_workers_are_told_that_ranks_alone_look_up(ranks: RankPool) -> None:
-    """At once, instead of waiting for other ranks; workers that return ids do, and the training goes on."""
+    """At once, instead of waiting for other ranks; workers that return ids work, and the training goes on."""
     _, ids, expected = scenarios.forked(None, 2)
     for said, found, rows in ranks.run(scenarios.forked, 2, 2):
         assert "RanksError" in said

@@ -1,4 +1,4 @@
-"""Keys that are owned by ranks get the rows that one process gives them, and train them as it does."""
+"""Keys that ranks own get the rows that one process assigns, and train as they do there."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_owners_evict_the_same_keys_after_a_checkpoint(
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_owners_evict_the_same_keys_after_a_table_is_opened_again(ranks: RankPool, policy: str, tmp_path: Path) -> None:
-    """As in a table that was never closed, though ranks had filled their shares of the rows unequally."""
+    """As in a table that was never closed, though ranks had filled their shares unequally."""
     wanted = ranks.run(scenarios.evict_on_disk, 3, policy, str(tmp_path / "open"), [])
     again = ranks.run(scenarios.evict_on_disk, 3, policy, str(tmp_path / "closed"), [1, 2, 7])
     assert again == wanted
@@ -136,7 +136,7 @@ def test_row_that_starts_anew_loses_the_gradient_of_lookups_before(ranks: RankPo
 
 
 def test_full_map_changes_nothing_on_any_rank(ranks: RankPool) -> None:
-    """All raise, be it that all rows are taken or one owner's; a batch that is wrong on one rank is a peer's error."""
+    """All raise, whether all rows are taken or one owner's; a bad batch on one rank is a PeerError on the others."""
     found = ranks.run(scenarios.fill, 3)
     assert [each[::2] for each in found] == [["IdMapFullError"] * 2] * 3
     assert [each[1::2] for each in found] == [["PeerError"] * 2, ["TypeError"] * 2, ["PeerError"] * 2]
@@ -162,7 +162,7 @@ def test_keys_at_a_pace_of_their_own(ranks: RankPool) -> None:
 
 
 def test_keys_of_a_table_on_disk_are_found_again(ranks: RankPool, tmp_path: Path) -> None:
-    """Three ranks go on where three have closed it, and then two, who take over their rows of it and their keys."""
+    """Three ranks reopen what three have closed, then two, which take over the rows and keys."""
     _, rows, weights = scenarios.train_on_disk(None, None, 0, 8)
     for size, begin, end in ((3, 0, 3), (3, 3, 5), (2, 5, 8)):
         found = ranks.run(scenarios.train_on_disk, size, str(tmp_path / "table"), begin, end)

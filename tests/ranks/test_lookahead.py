@@ -1,4 +1,4 @@
-"""Lookahead over tables owned by ranks: bit for bit the loop without it, and no rank is left alone."""
+"""Lookahead over tables owned by ranks: bit for bit the loop without it, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts
 
 
 def test_ranks_look_as_far_ahead_as_each_other(ranks: RankPool) -> None:
-    """Else one would leave the loop before the other has taken its last batches."""
+    """Otherwise one would leave the loop before the other has taken its last batches."""
     for said, steps in ranks.run(scenarios.other_depths, 2):
         assert said == "depth is 1 on rank 0, 2 on rank 1; give all ranks the same"
         assert steps == 5
@@ -138,7 +138,7 @@ def test_lookaheads_that_were_left_do_not_disturb_later_ones(ranks: RankPool, ke
 
 
 def test_ids_that_differ_from_those_announced_are_looked_up(ranks: RankPool) -> None:
-    """On one rank only: the others give up what has come for them."""
+    """On one rank only: the others discard their prefetched rows."""
     assert ranks.run(scenarios.differ, 3) == [[True] * 4] * 3
 
 

@@ -33,7 +33,7 @@ def test_loops_train_as_in_one_process(ranks: RankPool) -> None:
 
 
 def test_training_after_an_evaluation_in_inference_mode(ranks: RankPool) -> None:
-    """The memory in which ranks send each other rows is made in the first lookup; it serves those of training, too."""
+    """The memory for exchanged rows is allocated in the first lookup, and must serve training lookups too."""
     found, wanted = (ranks.run(scenarios.begins_in_inference_mode, 5, mode) for mode in (True, False))
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(map(torch.equal, ours, theirs))

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: what must work does, and what cannot is an error on all of them, soon."""
+"""Ranks that diverge: supported cases work, and the others soon raise on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_graphs_that_are_kept_or_made_again_train_as_in_one_process(ranks: RankP
 
 @pytest.mark.parametrize("stage", ["before", "forward", "backward", "step"])
 def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks: RankPool, stage) -> None:
-    """All raise where they meet next, the one that went on too; then they train on, as one process on what counted."""
+    """All raise at their next exchange; then they train on, like one process on the batches that counted."""
     found = ranks.run(scenarios.caught, 3, stage)
     done = [done for _, done, *_ in found]
     expected = scenarios.faults.alone(done)
@@ -53,7 +53,7 @@ def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks:
 
 @pytest.mark.parametrize("how", [0, 1, 2, "sampler"])
 def test_batch_that_one_rank_leaves_out_before_its_lookup(ranks: RankPool, how) -> None:
-    """All raise where they meet next, which names their steps; then they go on, each with its next batch."""
+    """All raise at their next exchange, with the steps named; then each goes on with its next batch."""
     for rank, said in enumerate(ranks.run(scenarios.skipped, 3, how)):
         numbers, texts = zip(*said, strict=True)
         assert numbers == ((2, 3) if rank == 1 else (2,)), said
@@ -113,7 +113,7 @@ def test_rank_that_is_left_alone_raises_soon(ranks: RankPool, what, lost, says) 
 
 
 def test_table_that_one_rank_cannot_make_is_made_on_none(ranks: RankPool) -> None:
-    """The next one has the same number on all of them."""
+    """The next table has the same number on all ranks."""
     for rank, (said, errors) in enumerate(ranks.run(scenarios.making, 3)):
         assert said.startswith("MemoryError: no room" if rank == 1 else "PeerError: rank 1 failed")
         assert errors == [None, None]
@@ -138,7 +138,7 @@ def test_second_step_of_rows_that_one_rank_owns(ranks: RankPool, how) -> None:
 
 
 def test_arguments_that_do_not_fit_on_one_rank(ranks: RankPool, tmp_path) -> None:
-    """In any call the others hear of it where they meet that rank next, at once, and all go on."""
+    """In any call the others raise at their next exchange with that rank, at once, and all go on."""
     found = ranks.run(argument_scenarios.bad_calls, 3, str(tmp_path))
     assert len(found[0]) > 100
     for name in found[0]:
@@ -151,7 +151,7 @@ def test_arguments_that_do_not_fit_on_one_rank(ranks: RankPool, tmp_path) -> Non
 
 @pytest.mark.parametrize("what", ["gather", "gather more", "scatter", "read"])
 def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
-    """Else values of one would come as another's. Their order does not matter, nor the call that asks for weights."""
+    """Otherwise values of different columns would be mixed up. Neither their order nor the call for weights matters."""
     for said, weight, other in ranks.run(scenarios.other_columns, 3, what):
         assert "another rank has others" in said
         assert torch.equal(weight, torch.zeros(4, 2))
@@ -159,7 +159,7 @@ def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
 
 
 def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
-    """Else owners would step, admit or round each by its own, pool apart, or share each other's rows."""
+    """Otherwise owners would step, admit, round or pool differently, or share each other's rows."""
     for rank, (found, rows) in enumerate(ranks.run(scenarios.other_settings, 2)):
         assert len(found) > 20
         for name, said in found.items():
@@ -182,7 +182,7 @@ def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
     ("scheduler", ("with lr 0.05 on rank 0", "with lr 0.025 on rank 2")),
 ])  # fmt: skip
 def test_optimizers_have_the_same_settings_on_all_ranks(ranks: RankPool, how, says) -> None:
-    """Else each owner would step in its own rows with its own: an error of all in the first step that would."""
+    """Otherwise each owner would step its rows with its own settings: all raise in the first such step."""
     for said, is_kept, goes_on in ranks.run(scenarios.other_optimizers, 3, how):
         assert said.startswith("RanksError: table ")
         assert all(text in said for text in says), said
@@ -199,7 +199,7 @@ def test_settings_that_may_differ_between_ranks(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("passes", [1, 70])
 def test_gradient_of_a_lookup_long_before(ranks: RankPool, passes) -> None:
-    """It is told apart from those of later lookups, however many there were."""
+    """It is distinguished from those of later lookups, however many."""
     expected = scenarios.late_gradient(None, 2, passes)
     for found in ranks.run(scenarios.late_gradient, 2, 2, passes):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.release
 
 
 def test_scenarios_run_on_as_many_ranks_as_asked(ranks: RankPool) -> None:
-    """Each rank has its place and one thread, and the processes stay for the next scenario."""
+    """Each rank has its number and one thread, and the processes stay for the next scenario."""
     found = [ranks.run(scenarios.add_up, size, 10) for size in (1, 2, 3, 4, 5)]
     for size, each in enumerate(found, start=1):
         assert [rank[:5] for rank in each] == [(sum(range(size)) * 10, i, size, i, 1) for i in range(size)]

@@ -67,7 +67,7 @@ def protocol(protocols):
 
 
 def test_a_step_of_few_ids_is_four_rounds_and_a_message(protocols):
-    """Ids and weights go along with the rounds of the lookup, gradients follow theirs, and the step is a vote."""
+    """Ids and weights travel in the lookup's rounds, gradients in theirs, and the step is a vote."""
     apart = [[message.is_apart for part in each.messages for message in part] for each in protocols[:2]]
     assert [each.rounds for each in protocols[:2]] == [(2, 2), (2, 2)]
     assert [sum(each) for each in apart] == [1, 3]
@@ -136,7 +136,7 @@ def test_the_fit_finds_the_constants_that_made_the_times(protocol):
 
 
 def test_a_cluster_without_delays_is_as_fast_as_one_process_or_faster(protocol):
-    """Without anything between the ranks, an owner of rows that several ask for has less to do than a process alone."""
+    """Without communication, an owner of rows that several ranks request has less work than a single process."""
     free = dict.fromkeys(("round_seconds", "round_peer_seconds", "rows_seconds", "rows_peer_seconds"), 0.0)
     cluster = type(CLUSTER)(**free, link_bandwidth=1e30, net_bandwidth=1e30)
     speeds = efficiency(cluster, protocol, Workload(rows=100_000, lookups=4096), ahead=False, ranks=(1, 2, 64))
@@ -159,7 +159,7 @@ def test_stages_are_those_of_the_step(ranks: RankPool):
 
 def test_the_benchmark_of_ranks_says_what_was_run(ranks: RankPool, monkeypatch, tmp_path, capsys):
     class Pool(Processes):
-        """The ranks that these tests have anyway."""
+        """The ranks that these tests already have."""
 
         def __init__(self, numbers):
             pass

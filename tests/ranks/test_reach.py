@@ -1,4 +1,4 @@
-"""Rows that ranks own, by every way to them: what one process has that does the same with everything."""
+"""Rows that ranks own, through every interface: equal to one process with the same calls."""
 
 from __future__ import annotations
 

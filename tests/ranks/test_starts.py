@@ -1,4 +1,4 @@
-"""Starts over tables on disk that ranks own: one that fails leaves what it has found, and nothing new."""
+"""Starts over tables on disk that ranks own: a failed one leaves existing files, and nothing new."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rank_pool import RankPool
 
 
 def test_failed_start_leaves_trained_tables(ranks: RankPool, tmp_path: Path) -> None:
-    """A collection takes up its first group, and refuses the second: the first one's rows stay on disk."""
+    """A collection opens its first group and refuses the second: the first one's rows stay on disk."""
     for said, rows in ranks.run(scenarios.start_again, 2, str(tmp_path / "tables")):
         assert said.startswith(("ValueError: path is", "PeerError")), said
         assert rows.tolist() == [7.0] * scenarios.ROWS

@@ -1,4 +1,4 @@
-"""Calls about whole tables that ranks own do what they do in one process."""
+"""Calls about whole tables that ranks own behave as in one process."""
 
 from __future__ import annotations
 

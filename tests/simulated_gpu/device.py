@@ -1,4 +1,4 @@
-"""The simulated device's functions (device.cpp), typed, and what tests ask it for."""
+"""The simulated device's functions (device.cpp), typed, and queries for tests."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def raise_fault() -> None:
 
 
 def synchronize() -> None:
-    """Let all streams come to their end."""
+    """Run all streams to their end."""
     call("synchronize_all")
     raise_fault()
 

@@ -1,4 +1,4 @@
-"""The simulated GPU does what a real one may do: who does not wait gets wrong bytes, who does gets the right ones."""
+"""The simulated GPU behaves as a real one may: code that does not wait gets wrong bytes."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_a_kernel_is_told_only_what_the_gpu_reaches() -> None:
 
 
 def test_a_kernel_is_told_words_at_places_of_their_size() -> None:
-    """A GPU has no other loads and stores, unlike the processor that runs this."""
+    """A GPU requires aligned loads and stores, unlike the processor that runs this."""
     from speedswap.kernels.cuda.launch import launch_kernel
     from speedswap.kernels.cuda.shapes import CompactPart, compact_columns_argument
 
@@ -445,7 +445,7 @@ def test_training_gives_the_bits_of_the_cpu(policy: str, optimizer: type[torch.o
 
 
 def test_the_device_has_random_numbers_of_its_own() -> None:
-    """Seeding, saving and drawing on one device leave the other's as they are."""
+    """Seeding, saving and drawing on one device leave the other's unchanged."""
 
     def draws() -> list[Tensor]:
         values = [torch.randn(3, device="cuda"), torch.rand(2, device="cuda").bernoulli_(0.5)]
@@ -487,7 +487,7 @@ def test_a_generator_belongs_to_its_device() -> None:
 
 
 def test_the_simulation_fails_where_it_has_nothing() -> None:
-    """It pretends nothing."""
+    """It never pretends."""
     with pytest.raises((AttributeError, RuntimeError, NotImplementedError)):
         torch.cuda.CUDAGraph()
     with pytest.raises((AttributeError, RuntimeError, AssertionError)):

@@ -600,7 +600,7 @@ def test_a_step_inside_of_a_step_may_raise_and_be_tried_again(items: speedswap.E
 
 
 def test_loaded_state_of_one_row_is_refused_and_not_taken_for_the_tables(items: speedswap.Embedding) -> None:
-    """As of a table of one row; every step says so, and the table is as before."""
+    """As of a table of one row; every step raises, and the table is unchanged."""
     optimizer = torch.optim.Adam(items.parameters())
     one_row = torch.ones(1, DIM, dtype=torch.float64)
     state = {0: {"step": torch.tensor(3.0), "exp_avg": one_row, "exp_avg_sq": one_row}}

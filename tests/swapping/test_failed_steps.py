@@ -24,7 +24,7 @@ IDS = torch.tensor([4, 1, 4, 9])
 
 
 class Spoiled(torch.optim.Adagrad):
-    """Adagrad that changes what it has, as it is told, once its step is done."""
+    """Adagrad that makes a given change after its step."""
 
     spoil: Callable[[Any, Any], Any] | None = None
 
@@ -113,7 +113,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 def test_what_does_not_fit_the_rows_is_refused_before_anything_is_written(spoil: Any, ahead: bool) -> None:
-    """Table and optimizer are as before the step, and training goes on as if it had not been tried."""
+    """Table and optimizer are as before the step, and training continues as if it had not been attempted."""
     items = speedswap.Embedding(ROWS, DIM, seed=3, name="items")
     optimizer = Spoiled(items.parameters(), lr=0.1)
     batches: Any = [IDS + step for step in range(4)]
@@ -174,7 +174,7 @@ def test_one_table_that_is_left_misfitting_keeps_every_table_as_it_was() -> None
 
 
 class Raises(torch.optim.Adam):
-    """Adam whose step raises when it has changed everything, as often as it is told to."""
+    """Adam whose step raises after it has changed everything, a given number of times."""
 
     failures = 0
 

@@ -1,4 +1,4 @@
-"""Embeddings and bags made of rows that are there, called as torch's are."""
+"""Embeddings and bags made from existing rows, called as torch's are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_torchs_defaults_by_position_are_taken() -> None:
 def test_what_these_have_not_is_refused_with_advice(
     kind: Any, argument: str, value: Any, advice: str, tmp_path: Path
 ) -> None:
-    """It was a TypeError about an unexpected keyword, which tells nobody what to do."""
+    """It was a TypeError about an unexpected keyword, without a remedy."""
     with pytest.raises(ValueError, match=re.escape(advice)):
         kind.from_pretrained(ROWS, **{argument: value}, storage="disk", path=tmp_path / "table")
     assert not (tmp_path / "table").exists()

@@ -580,7 +580,7 @@ def test_child_forked_while_rows_are_written_is_refused_until_it_opens_the_table
 
 
 def are_found(items: speedswap.Embedding, now: float) -> bool:
-    """Look rows up in three ways: return whether they are found as they are now, or all of them refused."""
+    """Look rows up in three ways: return whether all return current values, or all are refused."""
     ids = torch.tensor([0, len(items.table) - 1])
     ways = [
         lambda: items.table.gather(ids).weight,

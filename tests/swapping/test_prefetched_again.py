@@ -48,7 +48,7 @@ def test_evaluating_a_prefetched_batch_leaves_it_fit_for_training(lookups: tuple
 
 
 class FailsOnce(torch.optim.Adam):
-    """Adam whose step raises when it has changed everything, as often as it is told to."""
+    """Adam whose step raises after it has changed everything, a given number of times."""
 
     failures = 0
 

@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_refused_construction_leaves_no_table(why: str, tmp_path: Path) -> None:
-    """The directory is as empty as before, and takes the table that is then asked for."""
+    """The directory is still empty, and accepts the next table."""
     error, construct = REFUSED[why]
     with pytest.raises(error):
         construct(tmp_path / "table")

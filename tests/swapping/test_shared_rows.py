@@ -113,7 +113,7 @@ def test_a_step_that_was_not_taken_brings_nothing(gpu: str, skip: tuple[int, ...
 
 
 def test_evaluation_after_training(gpu: str, gathered: Gathered):
-    """Nobody writes then: one lookup finds that out, and the others are gathered whole, and once."""
+    """Nothing is written then: one lookup finds that out, and the others are gathered whole, and once."""
     model = embedding(gpu)
     train(model, ahead(model, batches(gpu)))
     table = model.table.read()

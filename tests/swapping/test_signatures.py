@@ -54,7 +54,7 @@ def test_repr_and_docstring_say_what_weight_is(cls: Any) -> None:
 
 
 MEMORY = {"storage"}  # that the rows lie in: each maker of tables takes it
-# What a switcher says in another way, or what is the business of the caller, who swaps rows by hand.
+# Expressed differently by a switcher, or left to the caller, who swaps rows by hand.
 SWITCHERS = {
     "ModelFactory": {
         "num_embeddings": "total_classes",

@@ -84,7 +84,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_using_the_weight_as_a_tensor_is_an_error(use: Callable[[Any], Any], items: Any) -> None:
-    """Fresh, after a backward pass, and after a step; the table and the training are as they were."""
+    """Fresh, after a backward pass, and after a step; the table and the training are unchanged."""
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     with pytest.raises(WeightError, match=r"table 'items' \(11 × 4\)"):
         use(items.weight)

@@ -47,7 +47,7 @@ def assert_same(*tables: Table) -> None:
 
 
 def assert_same_wherever_it_is_read(ours: Table, other: Table, path: Path) -> None:
-    """Compare as it is, reopened, saved and loaded."""
+    """Compare the open table, and it reopened, saved and loaded."""
     assert_same(ours, other)
     ours.save(path / "copy", overwrite=True)
     with Table.open(path / "copy") as copied, Table.load(path / "copy") as loaded:

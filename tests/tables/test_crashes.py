@@ -65,7 +65,7 @@ SHAPE = Shape(groups=80, columns=(256,), births=(0,), layouts=((0,),))
 
 
 class Reopened:
-    """A log that is opened again and again, and the state that it must be in."""
+    """A repeatedly reopened log, and its expected state."""
 
     def __init__(self) -> None:
         self.files = created(b"0")
@@ -74,7 +74,7 @@ class Reopened:
 
     @contextmanager
     def life(self, **options: Any) -> Iterator[Log]:
-        """Open the log for a block; keep its files as they are at the end, whatever was committed."""
+        """Open the log for a block; keep its files as of the block's end, whatever was committed."""
         with Log(self.files, self.shape, slots=16, **options) as log:
             yield log
             self.files = contents(log.fds)
@@ -139,7 +139,7 @@ def test_dropped_chunk_stays_dropped_when_the_one_before_it_is_written_anew(faul
 
 @pytest.mark.parametrize("faults", [0, FAULTS["rejected chunks stay"]])
 def test_uncommitted_chunk_does_not_come_back_after_a_restart(faults):
-    """It is on the disk, behind no commit, when the process is killed; later commits have higher numbers than it."""
+    """It is on the disk, in no commit, when the process is killed; later commits have higher numbers."""
     log = Reopened()
     with log.life() as one:
         log.write(one, 0, 1)

@@ -449,7 +449,7 @@ def test_damaged_bytes_are_refused(kind: str) -> None:
 
 
 def with_checksum(raw: torch.Tensor, change: Callable[[bytes], bytes]) -> torch.Tensor:
-    """Return bytes that were changed by somebody who knows the checksum."""
+    """Return changed bytes with a valid checksum."""
     body = change(raw.numpy().tobytes()[26:])
     return torch.frombuffer(bytearray(b"speedswap-keys 1 %08x\n" % zlib.crc32(body) + body), dtype=torch.uint8)
 

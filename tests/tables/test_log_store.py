@@ -541,7 +541,7 @@ def test_a_scratch_table_is_gone_with_its_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["remove", "close", "remove twice"])
 def test_a_scratch_table_ends_once(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """However often it is asked to, and without a word."""
+    """However often it is closed, and without a warning."""
     with speedswap.Table.create(ROWS, 5, storage=speedswap.Disk(tmp_path / "table", scratch=True)) as table:
         table.close() if how == "close" else table.remove()
         if how == "remove twice":
@@ -642,7 +642,7 @@ def _reads(pickled: bytes, answer: Any) -> None:
 
 
 def test_a_pickled_table_is_read_in_another_process(make: Callable[..., speedswap.Table]) -> None:
-    """As it is when it is pickled: that is committed first."""
+    """In its state when pickled, which is committed first."""
     table = make()
     table.scatter(torch.arange(5), torch.ones(5, 5))
     table.attributes["step"] = 1

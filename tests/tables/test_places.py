@@ -1,4 +1,4 @@
-"""The place of a table's files: the path that was meant when it was opened, with the user's umask."""
+"""The place of a table's files: the path at the time it was opened, with the user's umask."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def spoil(table: speedswap.Table) -> dict[str, Tensor]:
 
 
 def assert_reset(table: speedswap.Table, made: dict[str, Tensor], rows: Tensor) -> None:
-    """Reset rows of a spoiled table: these are as they were made, the others as they were spoiled."""
+    """Reset rows of a spoiled table: these have their initial values, the others stay spoiled."""
     spoiled = spoil(table)
     table.reset_rows(rows)
     for name, values in read(table).items():

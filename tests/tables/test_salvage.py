@@ -75,7 +75,7 @@ def expected(older: set[int], initial: set[int]) -> dict[str, torch.Tensor]:
 
 
 def require_saved(found: Salvaged, *, attributes: bool = True, keys: bool = True) -> None:
-    """Require that the new table has what it should, given the rows that are said to be lost."""
+    """Require the expected rows in the new table, given the rows reported as lost."""
     wanted = expected(rows_of(found.older), rows_of(found.initial))
     with Table.open(found.out) as table:
         for name, values in wanted.items():

@@ -222,7 +222,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_after_a_kill_rows_that_have_no_key_start_anew(tmp_path: Path) -> None:
-    """The rows of keys that came after the last commit are as they were then, like the map."""
+    """The rows of keys added after the last commit return to that commit, like the map."""
     path = tmp_path / "table"
     subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(path)], check=False, timeout=100)
     fresh = speedswap.Embedding(8, 2, seed=1).table.read()

@@ -1,4 +1,4 @@
-"""A place of another kind, written against the door alone: rows in a SQLite file train, are saved and found again."""
+"""A custom storage, written against the store interface alone: a SQLite file whose rows train, save and reopen."""
 
 from __future__ import annotations
 

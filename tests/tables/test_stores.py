@@ -1,4 +1,4 @@
-"""Stores of other kinds behind the door: what counts, delays or fails there trains like any table."""
+"""Custom stores behind the store interface: counting, delaying and failing ones train like any table."""
 
 from __future__ import annotations
 

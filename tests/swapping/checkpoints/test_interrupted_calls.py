@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the saving or the loading of a checkpoint: the one before or the new one is there, and goes on.
+"""Ctrl-C at any line of saving or loading a checkpoint: the previous or the new one exists, and can be resumed.
 
 A few lines are tried, or as many as SPEEDSWAP_INTERRUPTS says.
 """

@@ -1,4 +1,4 @@
-"""A save that does not come to its end leaves the checkpoint before."""
+"""A save that does not complete leaves the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_what_loads_when_the_newest_is_damaged(small_disk: Pa
 
 @pytest.mark.parametrize("keep, left", [(1, "5"), (2, "345"), (3, "2345"), ({1, 4}, "145"), ({2, 3}, "235")])
 def test_a_damaged_checkpoint_counts_for_none(keep: Any, left: str, tmp_path: Path) -> None:
-    """It goes once there are as many newer ones as are kept."""
+    """It is removed once enough newer ones exist."""
     saved_in(tmp_path, [1, 2, 3, 4], keep=None)
     flip_a_bit(tmp_path / "000004-step-4" / "CHECKPOINT")
     assert "".join(saved_in(tmp_path, [5], keep=keep)) == left
@@ -145,7 +145,7 @@ def test_the_highest_number_is_not_the_end(tmp_path: Path) -> None:
 def test_a_disk_that_writes_other_bytes_leaves_the_checkpoint_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read back before older checkpoints go."""
+    """It is read back before older checkpoints are removed."""
     trained, sync = model(1.0), os.fsync
     speedswap.save_checkpoint(tmp_path, trained, step=1)
     before = value_in(tmp_path)

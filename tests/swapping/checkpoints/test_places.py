@@ -118,7 +118,7 @@ def test_an_old_checkpoint_that_was_moved_is_removed_as_the_link_that_is_there(t
 
 @pytest.mark.parametrize("kind", ["link", "file", "broken link"])
 def test_names_that_are_taken_are_cleared(kind: str, tmp_path: Path) -> None:
-    """By something that no save has left, whose target stays."""
+    """By a link that no save has left, whose target stays."""
     (tmp_path / "saved").mkdir()
     precious = tmp_path / "precious"
     if kind == "link":
@@ -148,7 +148,7 @@ def test_new_directories_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_commits_are_not_let_go_for_want_of_file_descriptors(tmp_path: Path) -> None:
-    """A checkpoint that cannot be read for that is not taken for one that is gone."""
+    """A checkpoint that is unreadable for that reason is not taken for a removed one."""
     trained = training(tmp_path / "table")
     speedswap.save_checkpoint(tmp_path / "saved", *trained)
     limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), []

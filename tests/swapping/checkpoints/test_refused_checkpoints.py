@@ -43,7 +43,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def refuse(path: Path, match: str = "cannot be read") -> None:
-    """Expect an error, and a training that is as it was."""
+    """Expect an error, and an unchanged training."""
     training = Training(OPTIMIZERS["adam"]).run(range(1))
     before = training.state()
     before = json.loads(json.dumps(before, default=lambda tensor: tensor.tolist()))
@@ -87,7 +87,7 @@ def test_flipped_bits_are_noticed(saved: Path, copied: Path) -> None:
 
 @pytest.mark.parametrize("call", ["pread", "preadv", "open"])
 def test_a_read_error_is_named_with_its_file(call: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk has failed, or its cable: the checkpoint may be whole, and nobody should remove it."""
+    """The disk or its cable has failed: the checkpoint may be whole, and should not be removed."""
     training, real = Training(OPTIMIZERS["adam"]), getattr(os, call)
     for failing in range(4):
         calls = itertools.count()
@@ -107,7 +107,7 @@ def test_a_read_error_is_named_with_its_file(call: str, saved: Path, monkeypatch
 
 
 def change(folder: Path, how: Callable[[dict[str, Any]], object]) -> None:
-    """Change the description as somebody does who knows its checksum."""
+    """Change the description, with a valid checksum."""
     data = json.loads((folder / "CHECKPOINT").read_bytes().partition(b"\n")[2])
     how(data)
     body = json.dumps(data).encode()
@@ -364,7 +364,7 @@ def test_a_closed_table_is_named_before_anything_changes(where: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["", "0"])
 def test_a_table_that_was_moved_away_is_to_be_put_back(name: str, tmp_path: Path) -> None:
-    """Not to be removed: the checkpoint is whole again once the table is back."""
+    """It must not be removed: the checkpoint is whole again once the table is back."""
     items = speedswap.Embedding(9, 4, path=tmp_path / "items")
     speedswap.save_checkpoint(tmp_path / "checkpoints", nn.Sequential(items) if name else items)
     expected = items.read()

@@ -1,4 +1,4 @@
-"""Input that does not fit is a clear error, and nothing is read or lost."""
+"""Invalid input is a clear error, and nothing is read or lost."""
 
 from __future__ import annotations
 
