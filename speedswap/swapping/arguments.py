@@ -1,4 +1,4 @@
-"""Checks of arguments that every module over a table takes; each error names the argument, its value and the remedy."""
+"""Checks of the arguments of modules over a table; each error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def refuse_place(
     path: str | os.PathLike[str] | None,
     former: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError if a place for a new table was given together with an existing one.
+    """Raise ValueError if both an existing table and a place for a new one were given.
 
     Args:
         callee: the name of what was called.
         table: the existing table.
-        storage, path, former: as for :func:`speedswap.tables.as_storage`. The names of places, and the ranks of the
-            table, are no places for a new one.
+        storage, path, former: as for :func:`speedswap.tables.as_storage`. Names of places, and the table's own ranks,
+            do not count as places for a new one.
     """
     former = {**former}
     if "process_group" in former and RankGroup.of(former["process_group"]) is table.ranks:
@@ -52,12 +52,12 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
 
     Args:
         callee: the name of what was called.
-        by_place: their values: max_norm, norm_type, scale_grad_by_freq, sparse.
-        by_name: keyword arguments, from which theirs are taken out.
+        by_place: values passed by position: max_norm, norm_type, scale_grad_by_freq, sparse.
+        by_name: keyword arguments, from which these are removed.
 
     Raises:
-        ValueError: one is set.
-        TypeError: there are more.
+        ValueError: an argument is set.
+        TypeError: there are too many arguments.
     """
     if len(by_place) > len(_REFUSED):
         raise TypeError(f"{callee}() takes at most {len(_REFUSED)} arguments of torch's by place, from max_norm on")
@@ -70,7 +70,7 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
 
 
 def require_table(table: object) -> None:
-    """Raise TypeError unless a table is one."""
+    """Raise TypeError unless the argument is a table."""
     if isinstance(table, str | os.PathLike):
         raise TypeError(f"table is {os.fspath(table)!r}, a path; give speedswap.Table.open({os.fspath(table)!r})")
     if not isinstance(table, Table):
@@ -78,7 +78,7 @@ def require_table(table: object) -> None:
 
 
 def require_id_map(id_map: object) -> None:
-    """Raise TypeError unless an id map is one."""
+    """Raise TypeError unless the argument is an id map."""
     if not isinstance(id_map, IdMap):
         raise TypeError(f"id_map is {_shown(id_map)}; give a speedswap.IdMap, such as speedswap.IdMap(capacity)")
 

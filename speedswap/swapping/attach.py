@@ -27,37 +27,36 @@ from speedswap.swapping.whole_rows import rows_are_apart
 from speedswap.tables import Commit, Table
 
 _UNDER_WAY = "_speedswap_step"  # an optimizer's attribute while it steps
-_ALONE = nullcontext(lambda: None)  # with whom nothing has to be agreed
+_ALONE = nullcontext(lambda: None)  # nothing has to be agreed with other ranks
 # Rows of optimizers that were copied before, or without, their models.
 _copied_steps: weakref.WeakKeyDictionary[Optimizer, list[RowStep]] = weakref.WeakKeyDictionary()
-# They took a step only to make their state, as torch.distributed.checkpoint lets them.
+# Optimizers that took a step only to create their state, as torch.distributed.checkpoint makes them do.
 _with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 @of_all_ranks
 def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
-    """Let an optimizer's row state live in the tables whose rows it trains.
+    """Store an optimizer's row state in the tables whose rows it trains.
 
-    An optimizer that holds an embedding's weight is attached by itself at its first step; attaching it beforehand lets
-    weight and state share their records, and refuses an unfit optimizer at once. Adagrad makes its state when it is
-    constructed; once attached, its ``state_dict`` has the table's instead, into which torch.distributed.checkpoint can
-    load before the first step.
+    An optimizer that holds an embedding's weight is attached automatically at its first step; attaching it beforehand
+    lets weight and state share records, and refuses an unsuitable optimizer at once. Adagrad creates its state in its
+    constructor; once attached, its ``state_dict`` has the table's state instead, into which
+    torch.distributed.checkpoint can load before the first step.
 
-    A training step that does not reach a table is a :class:`~speedswap.errors.LostUpdateError` in the next training
-    forward pass: the weight is in no optimizer although another one has stepped, or was changed in place without
-    torch's optimizer hooks. Version counters show such a change; C++ code that writes past them is not found. An
-    optimizer that holds the weight without a call of ``add_param_group`` (groups changed by hand) is known once it has
-    stepped, or is attached here. One that was made with the weight and does not step at all is found once others have
-    taken 100 steps. The ``state_dict`` of a deep
-    copy has the tables' state from its first step on, or once it is attached here.
+    A training step that does not reach a table raises :class:`~speedswap.errors.LostUpdateError` in the next training
+    forward pass: the weight is in no optimizer although some optimizer has stepped, or it was changed in place without
+    torch's optimizer hooks. Version counters reveal in-place changes, except by C++ code that bypasses them. An
+    optimizer that got the weight without ``add_param_group`` (groups edited by hand) is known once it has stepped, or
+    is attached here. One that was created with the weight and never steps is detected once others have taken 100 steps.
+    The ``state_dict`` of a deep copy has the tables' state from its first step on, or once it is attached here.
 
     Args:
-        optimizer: any torch optimizer that works row by row, or one that wraps such, as
-            :class:`speedswap.batching.AccumulatingOptimizer` does.
-        module_or_table: a module with one or more :class:`speedswap.Embedding` in it, or the table of one.
+        optimizer: any torch optimizer that works row by row, or a wrapper of one, such as
+            :class:`speedswap.batching.AccumulatingOptimizer`.
+        module_or_table: a module that contains one or more :class:`speedswap.Embedding`, or the table of one.
 
     Raises:
-        OptimizerError: the optimizer mixes rows, or takes sparse gradients only; the message says so.
+        OptimizerError: the optimizer mixes rows, or only takes sparse gradients; the message says which.
         ValueError: there is no embedding, or its weight is not in the optimizer.
     """
     if isinstance(module_or_table, Table):
@@ -80,7 +79,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 
 
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
-    """Attach to all or to none."""
+    """Attach an optimizer to all of the steps or to none."""
     new = [step for step in steps if step.state.optimizer is not optimizer]
     if not new and _has_hooks(optimizer):
         return
@@ -92,10 +91,10 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
 
 
 def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) -> FoundState:
-    """Return an optimizer's row state, once nothing speaks against attaching it.
+    """Return an optimizer's row state after checking that it can be attached.
 
     Args:
-        new: all steps that it is to be attached to.
+        new: all steps that it will be attached to.
 
     Raises:
         OptimizerError: another embedding trains the table, or is about to; or the optimizer cannot train its rows.
@@ -111,7 +110,7 @@ def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) 
 
 
 def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
-    """Warn once that weight decay reaches the batch's rows alone; idle rows of Adam and momentum need no word."""
+    """Warn once that weight decay applies only to the batch's rows; for Adam and momentum no warning is needed."""
     weights = {id(step.weight) for step in steps}
     for group in optimizer.param_groups:
         decay = group.get("weight_decay", 0)
@@ -129,7 +128,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 def _add_hooks(optimizer: Optimizer) -> None:
-    """Let an optimizer's ``state_dict``, copies and failures be those of its tables, too."""
+    """Extend an optimizer's ``state_dict``, copies and failed steps to its tables."""
     if not _has_hooks(optimizer):
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
@@ -138,14 +137,14 @@ def _add_hooks(optimizer: Optimizer) -> None:
 
 
 def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return an optimizer's step that takes the rows' step back if it raises: torch calls no hook then.
+    """Return an optimizer's step that undoes the rows' step if it raises, when torch calls no hook.
 
-    It replaces the method on the one instance, as torch's schedulers do. It does not see the very step in which an
-    optimizer attaches itself, nor steps that are called past it (``type(optimizer).step(optimizer)``): if such a one
-    raises, the next step or training forward pass takes it back.
+    It replaces the method on the instance, as torch's schedulers do. It does not cover the step in which an optimizer
+    is first attached, or steps that bypass it (``type(optimizer).step(optimizer)``): if one of those raises, the next
+    step or training forward pass undoes it.
     """
-    reference = weakref.ref(optimizer)  # or it would keep itself alive
-    own: Callable[..., Any] | None = optimizer.__dict__.get("step")  # as a scheduler has wrapped it; else the class's
+    reference = weakref.ref(optimizer)  # else the optimizer would keep itself alive
+    own: Callable[..., Any] | None = optimizer.__dict__.get("step")  # wrapped by a scheduler, or the class's
 
     @functools.wraps(own or type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +167,7 @@ def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _take_back(state: dict[str, Any]) -> None:
-    """Take back a step that was begun and not ended; ``state`` is the optimizer's dictionary."""
+    """Undo a step that began and did not end; ``state`` is the optimizer's dictionary."""
     for step in state.pop(_UNDER_WAY).steps:
         step.undo()
 
@@ -177,12 +176,12 @@ class _UnderWay:
     """A step of an optimizer, from torch's hook before it to the one after it.
 
     Args:
-        steps: of the rows that take part.
-        args: the step's, which tell its end from that of another one inside of it.
-        has_closure: whether they do so only once a closure was called.
+        steps: the row steps that take part.
+        args: the step's arguments, which distinguish its end from that of a nested step.
+        has_closure: True if rows take part only once a closure has been called.
 
     Attributes:
-        inner: steps of the same optimizer inside of this one, as ``super().step()`` is, that have begun and not ended.
+        inner: nested steps of the same optimizer, such as ``super().step()``, that have begun and not ended.
     """
 
     def __init__(self, steps: Sequence[RowStep], args: tuple[Any, ...], has_closure: bool) -> None:
@@ -194,14 +193,14 @@ class _UnderWay:
 
     @property
     def is_real(self) -> bool:
-        """True unless it has raised unnoticed, and its rows have gone on since."""
+        """True unless it raised unnoticed, and its rows have moved on since."""
         return self.thread == threading.get_ident() and (
             self.has_closure or any(step.is_stepping for step in self.steps)
         )
 
 
 def _copied(reference: weakref.ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
-    """Return a deep copy of an optimizer, whose ``state_dict`` has the state of the copied tables at once."""
+    """Return a deep copy of an optimizer, whose ``state_dict`` immediately has the copied tables' state."""
     optimizer = reference()
     assert optimizer is not None
     steps = [step for _, step in _steps_of(optimizer) if id(step) not in memo]
@@ -218,7 +217,7 @@ def _copied(reference: weakref.ref[Optimizer], memo: dict[int, Any]) -> Optimize
 
 
 def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
-    """Yield the row steps of an optimizer's parameters, with the parameters' places in its state_dict."""
+    """Yield the row steps of an optimizer's parameters, with the parameters' indices in its state_dict."""
     for place, parameter in enumerate(parameters_of(optimizer)):
         step = step_of(parameter)
         if step is not None:
@@ -228,13 +227,13 @@ def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
 def _together(
     steps: Sequence[RowStep], optimizer: Optimizer | None = None
 ) -> AbstractContextManager[Callable[[], None]]:
-    """Surround what is done for an optimizer's step, as :meth:`RowStep.joint_step`."""
+    """Surround the work of an optimizer's step, as :meth:`RowStep.joint_step` does."""
     sharded = [step for step in steps if step.is_sharded]
     return sharded[0].joint_step(steps, optimizer) if sharded else _ALONE
 
 
 def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
-    """Surround a call about an optimizer, as :meth:`RowStep.call_of_ranks`."""
+    """Surround a call about an optimizer, as :meth:`RowStep.call_of_ranks` does."""
     steps = [step for _, step in _steps_of(optimizer)]
     sharded = next((step for step in steps if step.is_sharded), None)
     return nullcontext(False) if sharded is None else sharded.call_of_ranks(steps)
@@ -244,14 +243,14 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if this_thread.probing:
         return None
     if _UNDER_WAY in optimizer.__dict__ and (outer := optimizer.__dict__[_UNDER_WAY]).is_real:
-        outer.inner += 1  # rows come with the outermost step and go with it
+        outer.inner += 1  # rows are swapped in and out by the outermost step
         return None
     require_no_replaced(optimizer)
     held = steps_of(optimizer)
     if not held:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    # With a closure, gradients are still to come. A weight that was frozen after its backward pass is stepped too.
+    # With a closure, gradients come later. A weight that was frozen after its backward pass is stepped too.
     steps = [step for step in held if (closure is not None and step.weight.requires_grad) or step.takes_part()]
     if not steps:
         if _only_makes_state(optimizer) and any(step.weight.requires_grad for step in held):
@@ -287,9 +286,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _only_makes_state(optimizer: Optimizer) -> bool:
-    """Return whether a step without rows is taken only to make the optimizer's state.
+    """Return whether a step without rows only serves to create the optimizer's state.
 
-    Rows are not attached in it: with a learning rate of 0 it does not show what the optimizer does to them.
+    Rows are not attached in it: with a learning rate of 0 it does not reveal what the optimizer does to them.
     """
     return not optimizer.state and not any(group.get("lr", 0) for group in optimizer.param_groups)
 
@@ -301,13 +300,13 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if _UNDER_WAY not in optimizer.__dict__:
         return
     under_way: _UnderWay = optimizer.__dict__[_UNDER_WAY]
-    if under_way.inner and args is not under_way.args:  # some hook may have replaced the outermost step's
+    if under_way.inner and args is not under_way.args:  # a hook may have replaced the outermost step's arguments
         under_way.inner -= 1
         return
     steps = under_way.steps
     with deferred_interrupts(), _together(steps, optimizer) as agree, Commit() as commit:
         try:
-            # First all, on all ranks, so that one that does not fit keeps every table as it is.
+            # First check all, on all ranks, so that one misfit leaves every table unchanged.
             leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]
             for step, left in leaving:
                 step.add_columns(left)
@@ -323,7 +322,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put the state of whole tables into an optimizer's state_dict."""
+    """Add the state of whole tables to an optimizer's state_dict."""
     with _call_of_ranks(optimizer):
         _put_state(optimizer, state_dict)
 
@@ -338,15 +337,15 @@ def _put_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             step.state.notice_cleared(optimizer)
             state_dict["state"].pop(place, None)
             columns = {} if rows_are_apart() else step.state.read(initial=initial)
-            # In a step, or after one that has raised, the table and its scalars are those from before it.
+            # In a step, or after one that raised, the table and its scalars are as before the step.
             scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})
             state = {**columns, **scalars}
-            if state:  # an empty entry would say that there is state
+            if state:  # an empty entry would mean that state exists
                 state_dict["state"][place] = state
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Write the tables' part of a state_dict that an optimizer loads, and return the rest of it."""
+    """Load the tables' part of an optimizer's state_dict, and return the rest of it."""
     with _call_of_ranks(optimizer) as is_of_ranks:
         return _without_tables(optimizer, state_dict, is_of_ranks)
 
@@ -356,7 +355,7 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
     if rows_are_apart() or [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
         if is_of_ranks and not rows_are_apart():
             raise ValueError("state_dict is of an optimizer with other parameter groups; load that of this one")
-        return state_dict  # of other groups: torch will say so
+        return state_dict  # different groups: torch will report it
     names = [name for group in saved for name in group["params"]]
     states = dict(state_dict["state"])
     taken = []

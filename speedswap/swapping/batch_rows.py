@@ -1,9 +1,9 @@
-"""The rows of a batch that an embedding's weight stands for, with their gradient: padding, and changes from outside.
+"""The rows of a batch that an embedding's weight stands for, with their gradient; padding; external changes.
 
-A training step that did not reach the table is given away by the version counter of the rows on the device, which
-every in-place change by torch raises; and by a step of some optimizer, which torch's hooks report, while no optimizer
-holds the weight. A change that raises no counter (C++ code that writes through a raw pointer, or through an alias with
-a counter of its own) is not found.
+A training step that did not reach the table is detected by the version counter of the rows on the device, which every
+in-place change by torch increments; or by a step of some optimizer, reported by torch's hooks, while no optimizer holds
+the weight. A change that increments no counter (C++ code that writes through a raw pointer, or through an alias with a
+separate counter) goes undetected.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from speedswap.swapping.optimizers import holds
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
 
-# Steps of other optimizers for which the first one of an optimizer that may hold a weight is waited for.
+# Steps of other optimizers to allow before the first step of an optimizer that may hold a weight.
 PATIENCE = 100
 
 
 class Padding:
-    """Padding rows of a table: none, one, or one for each of the tables that it consists of.
+    """Padding rows of a table: none, one, or one for each of the tables it consists of.
 
     Args:
         rows: their numbers.
@@ -40,7 +40,7 @@ class Padding:
         return bool(self.rows)
 
     def among(self, ids: Tensor) -> Tensor:
-        """Return a mask of the ids, on any device and of any shape, that are padding rows."""
+        """Return a mask of the ids, of any shape on any device, that are padding rows."""
         if len(self.rows) == 1:
             return ids == self.rows[0]
         rows = self._rows(ids.device)
@@ -68,30 +68,30 @@ class Padding:
 
 
 class BatchRows:
-    """Rows from one or more lookups, in a weight that is otherwise a placeholder of one row.
+    """Rows of one or more lookups, held by a weight that is otherwise a one-row placeholder.
 
-    It remembers the versions of rows and gradient that are accounted for; later ones are changes from outside. The
-    weight is :meth:`opened` around every call but :meth:`save` and :meth:`is_zeroed`.
+    It remembers the known versions of rows and gradient; later versions are external changes. The weight is
+    :meth:`opened` around every call except :meth:`save` and :meth:`is_zeroed`.
 
     Args:
         table: the full rows.
         weight: the parameter that an optimizer holds for them.
 
     Attributes:
-        block: the rows as they were gathered; without their state, once that is in the table; None for a placeholder.
+        block: the gathered rows, without their state once that is in the table; None for a placeholder.
     """
 
-    steps_anywhere: ClassVar[int] = 0  # of any optimizer in this process
+    steps_anywhere: ClassVar[int] = 0  # steps of any optimizer in this process
 
     def __init__(self, table: Table, weight: TableWeight) -> None:
         self._table = table
         self._weight = weight
         self.block: Block | None = None
-        self._version = 0  # the table's, when the rows were gathered
+        self._version = 0  # the table's version when the rows were gathered
         self._weight_version = 0
         self._grad_version = 0
-        self._steps_seen = 0  # of any optimizer, when the last gradient came
-        self._steps_before = 0  # the same of the first gradient that waits for a step
+        self._steps_seen = 0  # steps of any optimizer when the last gradient came
+        self._steps_before = 0  # the same for the first gradient that awaits a step
         with as_plain():
             self._placeholder = weight.detach()
 
@@ -102,7 +102,7 @@ class BatchRows:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let the weight be the tensor behind it, an ordinary parameter, for the length of a block."""
+        """Make the weight an ordinary parameter, the tensor behind it, for the block."""
         self._weight.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
             yield
@@ -112,13 +112,13 @@ class BatchRows:
     # ------------------------------------------------------------------ rows and gradient
 
     def add(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
-        """Add the rows and the gradient of a lookup to those of the lookups before.
+        """Add a lookup's rows and gradient to those of earlier lookups.
 
         Args:
             block: the rows that the lookup gathered.
-            version: the table's, when it did.
+            version: the table's version at that time.
             grad: the rows' gradient.
-            keeps: whether the gradient of the lookups before stays; by default if it was not zeroed.
+            keeps: True to keep the gradient of earlier lookups; by default it is kept unless it was zeroed.
         """
         before = self._weight.grad
         if keeps is None:
@@ -126,13 +126,13 @@ class BatchRows:
         if self.block is not None and before is not None and keeps:
             block, grad = self._merged(self.block, before, block, version, grad)
         elif version != self._table.store.notes.version:
-            block = self._table.lease(block.rows, device=grad.device)  # other steps were taken since the forward pass
+            block = self._table.lease(block.rows, device=grad.device)  # steps were taken since the forward pass
         self._adopt(block, grad)
 
     def _merged(
         self, block: Block, grad: Tensor, new: Block, new_version: int, new_grad: Tensor
     ) -> tuple[Block, Tensor]:
-        """Return the union of the rows of two blocks, with the sum of their gradients."""
+        """Return the union of two blocks' rows, with summed gradients."""
         device = new_grad.device
         union, places = kernels.unique(torch.cat([block.rows.to(new.rows.device), new.rows]))
         old_places, new_places = places[: len(block.rows)], places[len(block.rows) :]
@@ -140,7 +140,7 @@ class BatchRows:
         total.index_copy_(0, old_places, grad.to(device))
         total.index_copy_(0, new_places, total.index_select(0, new_places) + new_grad)
         are_current = self._version == new_version == self._table.store.notes.version
-        has_state = block.columns.keys() == new.columns.keys()  # else a step without rows has dropped it
+        has_state = block.columns.keys() == new.columns.keys()  # otherwise a step without rows has dropped it
         if not are_current or not has_state or self._weight.device != device:
             return self._table.lease(union, device=device), total
         columns = {}
@@ -156,21 +156,21 @@ class BatchRows:
         self._adopt(self._table.lease(self.block.rows, device=grad.device), grad)
 
     def _adopt(self, block: Block, grad: Tensor) -> None:
-        """Let the weight stand for these rows."""
+        """Make the weight stand for these rows."""
         weight, self.block, self._version = self._weight, block, self._table.store.notes.version
-        weight.grad = None  # a gradient of another shape would not let the data change
+        weight.grad = None  # a gradient of another shape would prevent changing the data
         weight.data = block.columns["weight"]
         weight.grad = grad
         self._weight_version, self._grad_version = weight._version, grad._version
 
     def drop_state(self) -> None:
-        """Note that weight and state are in the table now; rows and gradient may still be looked at."""
+        """Record that weight and state are in the table now; rows and gradient may still be read."""
         assert self.block is not None
         self.block = Block(self.block.rows, {"weight": self.block.columns["weight"]})
         self.accept()
 
     def release(self) -> None:
-        """Drop rows and gradient: the weight is a placeholder of one row."""
+        """Drop rows and gradient: the weight becomes a one-row placeholder."""
         self.block = None
         self._weight.grad = None
         if self._placeholder.device != self._weight.device:
@@ -178,9 +178,9 @@ class BatchRows:
         self._weight.data = self._placeholder
 
     def save(self) -> Callable[[], None]:
-        """Return a function that gives the weight its present rows and gradient again, before a pass that may fail.
+        """Return a function that restores the weight's present rows and gradient, for use before a pass that may fail.
 
-        Changes from before the save still count as such.
+        Changes from before the save still count as external.
         """
         weight = self._weight
         with as_plain():
@@ -192,7 +192,7 @@ class BatchRows:
 
         @torch.no_grad()
         def restore() -> None:
-            weight.grad = None  # or the data could not change its shape
+            weight.grad = None  # or the data could not change shape
             weight.data = data
             if grad is not None and values is not None:
                 weight.grad = grad.copy_(values)
@@ -203,7 +203,7 @@ class BatchRows:
         return restore
 
     def contain(self, value: Tensor) -> bool:
-        """Return whether a tensor lies in the memory that the rows came in."""
+        """Return whether a tensor is in the memory of the gathered rows."""
         assert self.block is not None
         memory = value.untyped_storage().data_ptr()
         return any(column.untyped_storage().data_ptr() == memory for column in self.block.columns.values())
@@ -211,17 +211,17 @@ class BatchRows:
     # ------------------------------------------------------------------ changes from outside
 
     def accept(self) -> None:
-        """Account for rows and gradient as they are now."""
+        """Accept the current rows and gradient as known."""
         self._weight_version = self._weight._version
         if (grad := self._weight.grad) is not None:
             self._grad_version = grad._version
 
     def accept_gradient(self, steps: int, *, is_first: bool) -> None:
-        """Account for the optimizer steps of this process so far: none of them has missed the gradient that has come.
+        """Accept this process's optimizer steps so far: none of them missed the gradient that has come.
 
         Args:
-            steps: by then.
-            is_first: no other gradient waits for a step.
+            steps: the number of steps by then.
+            is_first: True if no other gradient awaits a step.
         """
         self._steps_seen = steps
         if is_first:
@@ -231,11 +231,11 @@ class BatchRows:
         """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""
         if grad._version == self._grad_version:
             return False
-        with as_plain():  # this rank's rows, where ranks own them
+        with as_plain():  # this rank's rows, if ranks own them
             return not bool(grad.any())
 
     def lost_after_step(self) -> str | None:
-        """Return the error for rows that were changed after the optimizer's step; None if they were not."""
+        """Return the error for rows changed after the optimizer's step; None if they were not."""
         if self._weight._version == self._weight_version:
             return None
         return (
@@ -244,7 +244,7 @@ class BatchRows:
         )
 
     def lost_before_step(self, attached: Optimizer | None) -> str | None:
-        """Return the error for a gradient that no step has brought to the table, and none will; None if one may.
+        """Return the error for a gradient that no step has applied or ever will; None if one still may.
 
         Args:
             attached: the optimizer whose state is in the table.
@@ -267,8 +267,8 @@ class BatchRows:
     def may_be_stepped(self, attached: Optimizer | None) -> bool:
         """Return whether an optimizer's step with the gradient may still come.
 
-        One that has not stepped yet is not known, only that something has asked the weight what an optimizer asks its
-        parameters: its first step is waited for as long as others have not taken :data:`PATIENCE` steps.
+        An optimizer that has not stepped is unknown, except that something has queried the weight as an optimizer
+        queries its parameters: allow for its first step until others have taken :data:`PATIENCE` steps.
         """
         if attached is not None and holds(attached, self._weight):
             return True

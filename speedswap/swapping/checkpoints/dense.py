@@ -1,4 +1,4 @@
-"""The dense half of a checkpoint: everything of model, optimizers and random generators but the rows of tables."""
+"""The dense half of a checkpoint: model, optimizers and random generators, without the rows of tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart
 
-_WAYS = ("foreach", "fused", "capturable", "differentiable")  # of which "meta" has the plain one
+_WAYS = ("foreach", "fused", "capturable", "differentiable")  # "meta" has the plain one
 
 
 def require_path_and_model(path: object, model: object) -> None:
@@ -42,7 +42,7 @@ def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]
     """Return one optimizer, several or none as a list.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is none of these.
     """
     if optimizer is None:
         return []
@@ -56,12 +56,12 @@ def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]
 def attach_all(
     optimizers: Sequence[Optimizer], modules: Iterable[TableModule], frozen: Collection[TableModule] = ()
 ) -> None:
-    """Attach the optimizers to the tables whose weight they hold, so that weight and state go together.
+    """Attach the optimizers to the tables whose weight they hold, so that weight and state are saved together.
 
     Args:
         optimizers: all of them.
         modules: over the tables, one each.
-        frozen: modules to attach even where their weight is not being trained.
+        frozen: modules to attach even if their weight is not being trained.
     """
     for module in modules:
         for optimizer in optimizers:
@@ -72,11 +72,11 @@ def attach_all(
 def content_of(
     model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, encoder: Encoder, rank: int
 ) -> dict[str, Any]:
-    """Return everything but the tables as plain data, with its tensors in the encoder.
+    """Return everything except the tables as plain data, with its tensors in the encoder.
 
     Args:
-        rank: of this process among those that save together, all of which call this: they differ in their random
-            generators, and in their part of what ``fully_shard`` has divided.
+        rank: this process's rank among those that save together, all of which must call this: they differ in their
+            random generators, and in their shards of what ``fully_shard`` has split.
     """
     with rows_apart():
         states = [dict(model.state_dict()), *[each.state_dict() for each in optimizers]]
@@ -97,12 +97,12 @@ def content_of(
 
 
 def random_of(rank: int) -> str:
-    """Return the name under which a checkpoint has the random generators of a rank."""
+    """Return the key of a rank's random generators in a checkpoint."""
     return f"random-{rank}" if rank else "random"
 
 
 def check_model(saved: dict[str, Any], model: nn.Module, folder: Path) -> None:
-    """Check that the dense parameters and buffers of a checkpoint are a model's.
+    """Check that a checkpoint's dense parameters and buffers match a model's.
 
     Raises:
         CheckpointError: the message names the difference.
@@ -127,7 +127,7 @@ def _kind_of(value: Any) -> str:
 
 
 def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer], folder: Path) -> None:
-    """Check that the optimizers of a checkpoint are these.
+    """Check that a checkpoint's optimizers match these.
 
     Raises:
         CheckpointError: the message names the difference.
@@ -173,13 +173,13 @@ def load_dense(
 
 
 def _by_name(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the name of each parameter in a saved state, with the parameter."""
+    """Yield each parameter of a saved state with its name."""
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         yield from zip(saved["params"], group["params"], strict=True)
 
 
 def require_restorable(target: Any, saved: Any, name: str) -> None:
-    """Raise TypeError unless an object of ``extra`` can take what was saved of it."""
+    """Raise TypeError unless an object of ``extra`` can load what was saved for it."""
     is_generator = isinstance(target, torch.Generator)
     if not is_generator and not callable(getattr(target, "load_state_dict", None)):
         raise TypeError(f"extra[{name!r}] is {a_kind(target)}; give an object with load_state_dict(), or a Generator")
@@ -189,12 +189,12 @@ def require_restorable(target: Any, saved: Any, name: str) -> None:
 
 @contextmanager
 def restored(targets: Mapping[str, Any], saved: Any, folder: Path) -> Iterator[None]:
-    """Let the objects of ``extra`` take what was saved of them; they have their former state if the block fails.
+    """Load what was saved for the objects of ``extra``; restore their former state if the block fails.
 
-    A module's is not kept, which may be as large as the model's.
+    A module's former state is not kept, since it may be as large as the model.
 
     Raises:
-        CheckpointError: one does not take it.
+        CheckpointError: an object cannot load it.
     """
     before: list[tuple[Any, Any]] = []
     try:
@@ -213,7 +213,7 @@ def restored(targets: Mapping[str, Any], saved: Any, folder: Path) -> Iterator[N
 
 
 def _state_of(target: Any) -> Any:
-    """Return a copy of an object's state; None if it does not say."""
+    """Return a copy of an object's state; None if it does not expose one."""
     if isinstance(target, torch.Generator):
         return target.get_state()
     return copy.deepcopy(target.state_dict()) if callable(getattr(target, "state_dict", None)) else None
@@ -223,15 +223,15 @@ def _restore(target: Any, state: Any) -> None:
     (target.set_state if isinstance(target, torch.Generator) else target.load_state_dict)(state)
 
 
-# ---- of which each rank has a part, as fully_shard divides them
+# ---- tensors split over ranks by fully_shard
 
 
 def _whole(value: Any, *, is_kept: bool) -> Any:
-    """Return nested data with the parts of all ranks put together, which each of them has to ask for.
+    """Return nested data with its DTensors gathered from all ranks, each of which must call this.
 
     Args:
-        value: dicts and lists, among whose values are DTensors.
-        is_kept: False on ranks that need no whole tensors: there they are None.
+        value: dicts and lists that may contain DTensors.
+        is_kept: False on ranks that do not need the whole tensors, which get None.
     """
     if isinstance(value, Mapping):
         return {key: _whole(each, is_kept=is_kept) for key, each in value.items()}
@@ -245,11 +245,11 @@ def _whole(value: Any, *, is_kept: bool) -> Any:
 
 
 def _divided_as(like: Any, value: Any) -> Any:
-    """Return this rank's part of a whole tensor that it has, divided as a DTensor of its shape is.
+    """Return this rank's shard of a whole tensor, split like a DTensor of its shape.
 
     Args:
-        like: a DTensor; anything else leaves the value as it is.
-        value: a tensor, on every rank alike.
+        like: a DTensor; for anything else the value is returned unchanged.
+        value: a tensor, the same on every rank.
     """
     if not hasattr(like, "full_tensor") or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
@@ -258,16 +258,16 @@ def _divided_as(like: Any, value: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
-# ---- a saved state, tried on a stand-in: an error after the first change would be one of a half-loaded training
+# ---- a saved state is first tried on a stand-in: a later error would leave a half-loaded training
 
 
 def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state into a stand-in for an optimizer, without memory, and let that step.
+    """Load a state into a stand-in for an optimizer, without memory, and take a step with it.
 
     An optimizer that cannot step on ``meta`` even with its own settings is not tried.
 
     Raises:
-        Exception: of any kind, where the state does not fit.
+        Exception: any exception, if the state does not fit.
     """
     optimizer = innermost(optimizer)
     for group in state["param_groups"]:
@@ -285,7 +285,7 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         return
     twin = _loaded(optimizer, state)
     for weight in parameters_of(twin):
-        if not weight.numel():  # of a table, whose columns are not here
+        if not weight.numel():  # a table's state, whose columns are not here
             weight.grad = None
     _step(twin)
     for weight, like in zip(parameters_of(twin), parameters_of(fresh), strict=True):
@@ -297,7 +297,7 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _loaded(optimizer: Optimizer, state: dict[str, Any]) -> Optimizer:
-    """Return a stand-in with a state, of which single numbers are kept where they are."""
+    """Return a stand-in with a loaded state, in which single numbers keep their values and device."""
     twin = _stand_in(optimizer)
     values = {name: {key: _light(value) for key, value in each.items()} for name, each in state["state"].items()}
     twin.load_state_dict({**state, "state": values})
@@ -329,7 +329,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _light(value: Any) -> Any:
-    """Return a value that a trial may change, in little memory."""
+    """Return a copy of a value that a trial may change, using little memory."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.dim() == 0 else torch.empty_like(value, device="meta")
@@ -352,7 +352,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: dict[str, Any]) -> None:
-    """Raise an error if :func:`restore_random_state` would, or if a generator would draw from outside of its state."""
+    """Raise if :func:`restore_random_state` would, or if a generator would read outside of its state."""
     python, numpy = state["python"], state["numpy"]
     random.Random().setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     require(isinstance(python["gauss"], float | None), f"Python's gauss is {python['gauss']!r}")
@@ -361,7 +361,7 @@ def check_random_state(state: dict[str, Any]) -> None:
     np.random.RandomState(getattr(np.random, kind)()).set_state(numpy)
     if kind == "MT19937":
         require(numpy["state"]["key"].shape == (624,), "NumPy's generator has 624 numbers")
-    if kind in ("MT19937", "Philox"):  # which read where this says, unchecked
+    if kind in ("MT19937", "Philox"):  # they read at this position, unchecked
         place, most = (numpy["state"]["pos"], 624) if kind == "MT19937" else (numpy["buffer_pos"], 4)
         require(0 <= place <= most, f"NumPy would read number {place} of {most}")
     check_generator(torch.default_generator, state["torch"])
@@ -373,7 +373,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def check_generator(generator: torch.Generator, state: Tensor) -> None:
-    """Raise an error if a generator would not take a state, or would draw from outside of it."""
+    """Raise if a generator would reject a state, or would read outside of it."""
     torch.Generator(generator.device).set_state(state)
     if generator.device.type == "cpu":
         left, place = int(state[8:12].view(torch.int32)), int(state[16:24].view(torch.int64))
@@ -381,7 +381,7 @@ def check_generator(generator: torch.Generator, state: Tensor) -> None:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what :func:`random_state` has returned; those of GPUs as far as they are here."""
+    """Restore the generators from :func:`random_state`'s result; those of GPUs as far as the GPUs exist here."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     np.random.set_state(state["numpy"])  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""The files of one checkpoint: written into its folder, or linked there from the checkpoint before; and read again."""
+"""The files of one checkpoint: written, or linked from the previous checkpoint, and read back."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ _NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return the hash of a tensor, in ordinary memory and contiguous: of dtype, shape and bytes."""
+    """Return a hash of a contiguous tensor in ordinary memory: of its dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Return a tensor whose strides are those of its shape; torch takes one item with any strides for contiguous."""
+    """Return a tensor with the strides of its shape; torch considers one item contiguous with any strides."""
     return tensor.contiguous() if tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class NewFiles:
-    """A checkpoint's folder as it is filled.
+    """A checkpoint's folder while it is being filled.
 
     Args:
-        folder: an empty one.
+        folder: an empty folder.
 
     Attributes:
-        bytes_written: so far; linked files are not counted.
+        bytes_written: bytes written so far, without linked files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,15 +72,15 @@ class NewFiles:
     def write_changed(
         self, name: str, tensors: Mapping[str, Tensor], previous: tuple[Manifest, Path] | None
     ) -> dict[str, SavedTensor]:
-        """Write the tensors that the checkpoint before lacks to a new file, durably, and link the files of the others.
+        """Write tensors that the previous checkpoint lacks to a new file, durably, and link the others' files.
 
         Args:
-            name: of the new file.
-            tensors: by name, on any device.
-            previous: the checkpoint before, and its folder.
+            name: name of the new file.
+            tensors: tensors by name, on any device.
+            previous: the previous checkpoint, and its folder.
 
         Returns:
-            The place of every tensor.
+            The location of every tensor.
         """
         host = {key: _packed(tensor.cpu()) for key, tensor in tensors.items()}
         digests = {key: digest_of(tensor) for key, tensor in host.items()}
@@ -90,7 +90,7 @@ class NewFiles:
             if digests[key] in there:
                 used[there[digests[key]].file] += tensor.nbytes
         if previous is not None:
-            # A file with mostly former values is left behind; of one that has been lost all is written again.
+            # A file of mostly outdated values is dropped; the contents of a lost file are written again.
             sizes = {file: path.stat().st_size for file in used if (path := previous[1] / file).is_file()}
             there = {key: each for key, each in there.items() if 2 * used[each.file] >= sizes.get(each.file, math.inf)}
             for file in {there[digest].file for digest in digests.values() if digest in there}:
@@ -106,17 +106,17 @@ class NewFiles:
 
     @contextmanager
     def new_tensors(self, name: str, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Iterator[TensorWriter]:
-        """Yield a new file of tensors that are written piece by piece; it is durable at the end of the block."""
+        """Yield a new file of tensors to be written piece by piece; it is durable at the end of the block."""
         file = OpenFile(self.directory.create(name))
         writer = TensorWriter(file, shapes)
         yield writer
         os.fsync(file.fd)
-        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what is read back is what the disk has
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that reads come from the disk
         self.bytes_written += writer.nbytes
         self._new.add(name)
 
     def link(self, other: Path, name: str) -> None:
-        """Give a file or a folder of files of another checkpoint a name in this one too, or copy it."""
+        """Hard-link a file, or a folder of files, of another checkpoint into this one, or copy it."""
         if not (other / name).is_dir():
             self._link(other / name, self.folder / name)
             return
@@ -131,9 +131,9 @@ class NewFiles:
     def _link(self, source: Path, target: Path) -> None:
         try:
             os.link(source, target, follow_symlinks=False)
-        except FileExistsError:  # another rank refers to it too
+        except FileExistsError:  # another rank also refers to it
             return
-        except OSError:  # a file system without links, or a file with too many
+        except OSError:  # no hard links here, or too many
             shutil.copyfile(source, target, follow_symlinks=False)
             with open(target, "rb") as file:
                 os.fsync(file.fileno())
@@ -146,10 +146,10 @@ class NewFiles:
         self._new.add(name)
 
     def check_written(self, tensors: Iterable[SavedTensor], tables: Iterable[SavedTable]) -> None:
-        """Read back what was written: every tensor, and of a table's copy what opening it checks.
+        """Verify what was written: read every tensor, and open each table's copy.
 
         Raises:
-            CheckpointError, TableFormatError: the disk has other bytes.
+            CheckpointError, TableFormatError: the bytes on disk differ.
         """
         found = TensorsOf(self.directory)
         for tensor in tensors:
@@ -167,7 +167,7 @@ class TensorsOf:
     """The tensors in the files of a checkpoint, each checked against its hash.
 
     Args:
-        directory: the checkpoint's.
+        directory: the checkpoint's directory.
 
     Attributes:
         folder: its path.
@@ -179,7 +179,7 @@ class TensorsOf:
         self._readers: dict[str, TensorReader] = {}
 
     def file(self, name: str) -> TensorReader:
-        """Return a file of tensors.
+        """Open a file of tensors.
 
         Raises:
             CheckpointError: it is missing or damaged.
@@ -192,7 +192,7 @@ class TensorsOf:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Raise CheckpointError where a file cannot be read."""
+        """Raise CheckpointError if a file cannot be read."""
         try:
             yield
         except CheckpointError:
@@ -228,7 +228,7 @@ class TensorsOf:
         """Check every tensor of a file against its hash, a piece at a time.
 
         Raises:
-            CheckpointError: the file is damaged, or has other tensors.
+            CheckpointError: the file is damaged, or has different tensors.
         """
         reader = self.file(file)
         if reader.places.keys() != digests.keys():
@@ -251,7 +251,7 @@ def opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manife
     """Return the folder of a checkpoint, its description and its tensors.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it does not exist, or is damaged.
     """
     folder = Path(path).absolute()
     if step is not None or not (folder / MANIFEST).exists():

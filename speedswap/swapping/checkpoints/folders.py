@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: numbered, complete or absent, and whose turn it is to write one."""
+"""The folders of a run's checkpoints: numbered, either complete or absent, and locked for writing."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from speedswap.tables.files.open_directory import OpenDirectory, says_if_full, s
 
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
-_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that tell nothing about a checkpoint
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing about a checkpoint
 _log = logging.getLogger("speedswap")
 
 
 class Folder(NamedTuple):
-    """A complete checkpoint: the highest number is the newest."""
+    """The folder of a complete checkpoint; the highest number is the newest."""
 
     number: int
     step: int
     path: Path
 
     def manifest(self) -> Manifest | None:
-        """Return its description; None if that cannot be read."""
+        """Return its manifest; None if it cannot be read."""
         try:
             return Manifest.read(OpenDirectory(self.path))
         except (OSError, CheckpointError) as error:
             cause = error.__cause__ or error
             if isinstance(cause, OSError) and cause.errno in _LACKING:
-                raise cause from None  # or the commits that it refers to would be let go
+                raise cause from None  # otherwise the commits that it refers to would be released
             return None
 
 
 class Folders:
-    """The checkpoints in a directory. Each is one folder, ``000007-step-500``, that can be moved and copied.
+    """The checkpoints in a directory. Each is a folder such as ``000007-step-500`` that can be moved and copied.
 
     Args:
         path: the directory; it need not exist.
@@ -64,7 +64,7 @@ class Folders:
         return sorted(folder for folder in folders if (folder.path / MANIFEST).exists())
 
     def manifests(self) -> list[tuple[Manifest, Path]]:
-        """Return the checkpoints that can be read, each with its folder, oldest first."""
+        """Return the readable checkpoints, each with its folder, oldest first."""
         read = [(folder.manifest(), folder.path) for folder in self.found()]
         return [(manifest, path) for manifest, path in read if manifest is not None]
 
@@ -72,7 +72,7 @@ class Folders:
         """Return the newest checkpoint, or the newest of a step.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: it does not exist.
         """
         found = self.found()
         chosen = [folder for folder in found if step in (None, folder.step)]
@@ -119,7 +119,7 @@ class Folders:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the right to change the directory, which is made if need be and cleared of leftovers.
+        """Hold the directory's lock; create the directory if needed, and remove leftovers.
 
         Raises:
             CheckpointError: another process holds it.
@@ -129,7 +129,7 @@ class Folders:
         for each in missing:
             sync_names(each.parent)
         busy = f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint"
-        directory = OpenDirectory(self.path)  # which is closed wherever a Ctrl-C comes, and the lock with it
+        directory = OpenDirectory(self.path)  # closed, and unlocked, wherever Ctrl-C strikes
         try:
             with directory.locked(CheckpointError(f"{busy}; give each a path of its own")):
                 for leftover in (self.path / _UNFINISHED, self.path / _REMOVED):
@@ -141,9 +141,9 @@ class Folders:
             directory.close()
 
     def remove_but(self, keep: int | Collection[int] | None) -> None:
-        """Remove old checkpoints: at no instant does half of one have its name.
+        """Remove old checkpoints, renaming each first, so that a half-removed one never has its name.
 
-        One that cannot be read counts for none, and goes with those older than what stays.
+        Unreadable ones do not count, and are removed if they are older than those that stay.
 
         Args:
             keep: as for :func:`save_checkpoint`.
@@ -183,7 +183,7 @@ class Folders:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a name that is none: of a link itself, whose target stays."""
+    """Remove a folder or any other entry; for a link, the link itself and not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,7 @@
-"""The file ``CHECKPOINT`` in a checkpoint's folder: JSON with a checksum, which is never trusted.
+"""The file ``CHECKPOINT`` in a checkpoint's folder: JSON with a checksum, never trusted.
 
-It describes tables and tensors, and holds the rest of a ``state_dict``, without pickle: JSON's own values stand for
-themselves, and anything else is an object with one key that begins with ``$``.
+It describes tables and tensors, and holds the rest of a ``state_dict``, without pickle: JSON values are stored as such,
+and anything else is an object with one key that begins with ``$``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The place of a tensor, under a key of a file, and its hash."""
+    """The location of a tensor (a file and a key in it) and its hash."""
 
     file: str
     key: str
@@ -56,7 +56,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Delta:
-    """Rows that have changed since the copy of a table, or since the delta before."""
+    """Rows changed since the copy of a table, or since the previous delta."""
 
     file: str
     rows: int
@@ -68,16 +68,16 @@ class SavedTable:
     """A table in a checkpoint.
 
     Attributes:
-        name: of the module that trains it, in the model.
+        name: name in the model of the module that trains it.
         columns: row shape, dtype and stored dtype of each column, by name.
-        num_embeddings, seed, writes, attributes: of the table.
-        is_initial: True if the optimizer has not stepped: it makes the rows' state itself.
-        id_maps: the tensors that describe its id maps, by the maps' names.
-        copy: the folder of the copy; empty where the table is referred to.
+        num_embeddings, seed, writes, attributes: the table's.
+        is_initial: True if the optimizer has not stepped, so that it creates the rows' state itself.
+        id_maps: the tensors that encode its id maps, by map name.
+        copy: the folder of the copy; empty if the table is referenced.
         deltas: changes since the copy, oldest first.
-        path, commit: of a table in files that is referred to as of a commit; empty where it was copied.
-        shards: of a table that ranks own, which is neither copied nor referred to itself: the tables of each rank's
-            rows, in their order.
+        path, commit: for a referenced table in files, its path and commit; empty if it was copied.
+        shards: for a table owned by ranks, which is neither copied nor referenced itself, the tables of each rank's
+            rows, in rank order.
     """
 
     name: str
@@ -96,19 +96,19 @@ class SavedTable:
 
     @property
     def parts(self) -> tuple[SavedTable, ...]:
-        """The tables that the rows are in."""
+        """The tables that hold the rows."""
         return self.shards or (self,)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's description.
+    """A checkpoint's manifest.
 
     Attributes:
-        token: of this checkpoint alone.
-        step: of the training.
+        token: unique to this checkpoint.
+        step: the training step.
         content: model, optimizers, random generators and extra, as :class:`Encoder` returns them.
-        tensors: by name.
+        tensors: the tensors by name.
         tables: every table.
     """
 
@@ -166,10 +166,10 @@ class Manifest:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Manifest:
-        """Return the description that ``asdict`` has made plain data of, with all names and numbers checked.
+        """Return the manifest that ``asdict`` made plain data of, with all names and numbers checked.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: it is none.
+            ValueError, TypeError, KeyError, AttributeError: the data are not a manifest.
         """
         token, step, content = data["token"], data["step"], data["content"]
         require(isinstance(token, str) and _is_count(step) and isinstance(content, dict), "its step is missing")
@@ -181,11 +181,11 @@ class Manifest:
 
     @classmethod
     def merged(cls, parts: Sequence[Manifest], num_rows: Mapping[str, int]) -> Manifest:
-        """Return the description of a whole checkpoint.
+        """Merge the ranks' manifests into that of the whole checkpoint.
 
         Args:
-            parts: what each rank has written, in their order.
-            num_rows: rows of the tables that ranks own together, each of which has written its own, by name.
+            parts: each rank's manifest, in rank order.
+            num_rows: number of rows, by name, of the tables owned by ranks, of which each has written its part.
         """
         first, tables = parts[0], []
         for table in first.tables:
@@ -215,7 +215,7 @@ def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
 
 @contextmanager
 def says_malformed(folder: Path, what: str) -> Iterator[None]:
-    """Raise CheckpointError where something in a checkpoint, of which anything may be in it, is not as it must be."""
+    """Raise CheckpointError for invalid contents of a checkpoint, which may be anything."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -225,10 +225,10 @@ def says_malformed(folder: Path, what: str) -> Iterator[None]:
 
 
 def _saved_table(entry: dict[str, Any]) -> SavedTable:
-    """Return a table as it stands in the file, with all names and numbers checked.
+    """Parse a table from the file, and check all names and numbers.
 
     Raises:
-        ValueError, TypeError, KeyError: there is no table.
+        ValueError, TypeError, KeyError: the data are not a table.
     """
     deltas = tuple(Delta(**delta) for delta in entry.pop("deltas"))
     shards = tuple(map(_saved_table, entry.pop("shards", ())))
@@ -256,7 +256,7 @@ def _is_count(value: object) -> bool:
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raise ValueError, which says what is wrong with a checkpoint, unless a condition holds."""
+    """Raise ValueError, with what is wrong with a checkpoint, unless a condition holds."""
     if not condition:
         raise ValueError(problem)
 
@@ -265,10 +265,10 @@ def require(condition: bool, problem: str) -> None:
 
 
 class Encoder:
-    """A writer of nested data, which collects its tensors.
+    """An encoder of nested data as JSON, which collects its tensors.
 
     Attributes:
-        tensors: by name, detached, of dtypes that a file of tensors holds.
+        tensors: detached tensors by name, of dtypes that a file of tensors can hold.
 
     Example:
         >>> encoder = Encoder()
@@ -282,13 +282,13 @@ class Encoder:
         self.tensors: dict[str, Tensor] = {}
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Any:
-        """Return a value as JSON can hold it.
+        """Encode a value as plain data for JSON.
 
         Args:
             value: numbers, text, None, dicts, lists, tuples, tensors and arrays, and objects that have a
                 ``state_dict``, or are generators of random numbers.
-            name: of the value, for messages and its tensors.
-            depth: of the value, in other values.
+            name: the value's name, for messages and its tensors.
+            depth: its nesting depth.
 
         Raises:
             TypeError: it holds something else; the message says where.
@@ -342,7 +342,7 @@ class Encoder:
             name += "'"
         value = value.detach().resolve_conj().resolve_neg()
         encoded = {"$tensor": name}
-        if value.dtype not in DTYPES:  # as bytes, with a dimension more
+        if value.dtype not in DTYPES:  # as bytes, with one more dimension
             encoded["dtype"] = str(value.dtype).removeprefix("torch.")
             value = value.contiguous().unsqueeze(-1).view(torch.uint8)
         self.tensors[name] = value
@@ -353,7 +353,7 @@ class Encoder:
             return self.encode(value.item(), name)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # an array that may not be written is only read
+                warnings.simplefilter("ignore", UserWarning)  # a read-only array is only read
                 found = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
             return {"$array": self._tensor(found, name)}
         except TypeError:
@@ -361,14 +361,14 @@ class Encoder:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the data that :class:`Encoder` has made JSON of.
+    """Decode data encoded by :class:`Encoder`.
 
     Args:
-        value: as JSON can hold it.
+        value: the plain data.
         tensor: returns the tensor of a name.
 
     Raises:
-        ValueError, KeyError, TypeError: nothing that was written.
+        ValueError, KeyError, TypeError: it was not written by an encoder.
     """
     again = functools.partial(decode, tensor=tensor)
     if isinstance(value, list):
