@@ -1,4 +1,4 @@
-"""Checkpoints of a run, in the folder ``checkpoints`` of its output directory, and the choice to go on from one.
+"""Checkpoints of a run, in the folder ``checkpoints`` of its output directory, and the choice to resume from one.
 
 They are those of :func:`speedswap.save_checkpoint`, with the settings and the progress of the run as ``extra``.
 """
@@ -216,7 +216,7 @@ class Checkpoint:
         return self if resume or self.is_unfinished(settings) else None
 
     def is_unfinished(self, settings: AppSettings) -> bool:
-        """Tell whether the checkpoint is of a run of as many epochs that has not come to its end."""
+        """Return whether the checkpoint is of an unfinished run with the same number of epochs."""
         return bool(settings.epochs == self.content["settings"]["epochs"] and self.place.epoch < settings.epochs)
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ class Checkpoint:
         return f"going on from epoch {epoch + 1}, step {step:,}, by {self.folder}; --restart starts over"
 
     def check_settings(self, settings: AppSettings) -> None:
-        """Refuse to go on with other settings.
+        """Refuse to resume with other settings.
 
         Raises:
             CheckpointError: the message names the difference.
@@ -239,7 +239,7 @@ class Checkpoint:
                 )
 
     def check_epochs(self, epochs: int) -> None:
-        """Refuse to go on to fewer epochs than the checkpoint has.
+        """Refuse to resume to fewer epochs than the checkpoint has.
 
         Raises:
             CheckpointError: the message says how many to give.
@@ -253,7 +253,7 @@ class Checkpoint:
 
     @contextmanager
     def says_damaged(self) -> Iterator[None]:
-        """Turn errors of contents that do not fit together into one that names the checkpoint."""
+        """Turn errors of inconsistent contents into one that names the checkpoint."""
         try:
             yield
         except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, FileNotFoundError) as error:
@@ -271,7 +271,7 @@ class Checkpoint:
 
 
 def _writer_of(content: Any) -> str | None:
-    """Return the command that wrote a checkpoint's content; None if it may be any of them, but is not complete."""
+    """Return the command that wrote a checkpoint's content; None if it is incomplete and could be any command's."""
     has = {*content} if isinstance(content, dict) else set()
     if not has >= _OF_ALL:
         return "another program"
@@ -284,7 +284,7 @@ def remove_checkpoints(output: Path) -> None:
 
 
 def require_same(job: Job, checkpoint: Checkpoint | None) -> None:
-    """Refuse to go on where the ranks of a job have not all chosen the same checkpoint, or none.
+    """Refuse to resume unless all ranks of a job have chosen the same checkpoint, or none.
 
     Raises:
         CheckpointError: they see different ones.

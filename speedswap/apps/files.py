@@ -1,4 +1,4 @@
-"""Files of a run: read, plain or gzip; written whole or not at all; and temporary folders that go with it."""
+"""Files of a run: read, plain or gzip; written completely or not at all; and temporary folders removed with it."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[
     Args:
         path: the file.
         what: its contents, for messages.
-        unreadable: the error to raise, also while it is read, where it is missing, damaged or would become far larger
-            than it is.
+        unreadable: the error to raise, also during reading, if the file is missing, damaged or expands far beyond
+            its size.
     """
     try:
         with open(path, "rb") as file:
@@ -87,7 +87,7 @@ def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[
 
 
 def bytes_on_disk(file: IO[bytes]) -> int:
-    """Return the bytes read of a file that ``opened`` has opened, as they are on disk."""
+    """Return the bytes on disk read so far from a file that ``opened`` has opened."""
     contents = getattr(file, "raw", None)
     return contents.packed_bytes if isinstance(contents, Expanded) else file.tell()
 
@@ -111,7 +111,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     """Open a new file as :func:`speedswap.tables.files.whole.write_whole` does.
 
     Raises:
-        OutputError: it cannot be made or written. An existing one stays.
+        OutputError: the file cannot be created or written. An existing one stays.
     """
     with says_unwritable(str(path), "make room or give another directory"), whole.write_whole(path) as file:
         yield file
@@ -136,7 +136,7 @@ def write_given(path: Path) -> Iterator[BinaryIO]:
 
 
 def scratch_folder(owner: object, scratch: Path | None) -> tuple[Path, Callable[[], None]]:
-    """Make a temporary folder that goes with its owner, and remove those of killed runs.
+    """Make a temporary folder that is removed with its owner, and remove those of killed runs.
 
     Args:
         owner: an object; the folder is removed with it, or when the process ends.

@@ -100,7 +100,7 @@ def _in_words(kind: Any) -> str:
 
 
 def whole(least: int, most: int, *, shown: str | None = None) -> Check:
-    """Refuse a count that is too small to mean anything, or too large to be meant.
+    """Refuse a count that is too small to make sense, or too large to be intended.
 
     Args:
         least, most: its limits.
@@ -214,7 +214,7 @@ def option(default: Any, text: str, *, check: Check | None = None, **more: Any) 
     Args:
         default: its default; None for a setting that need not be given.
         text: what it means, as the command line's help says it; the default is added.
-        check: refuses values other than None.
+        check: refuses invalid values other than None.
         **more: for ``add_argument``, such as ``metavar``; ``type``, where the annotation does not do; ``nargs`` for a
             positional argument.
     """

@@ -31,7 +31,7 @@ def add_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def check_scratch(scratch: Path | None) -> None:
-    """Refuse a place for temporary files that is not a directory, or takes none."""
+    """Refuse a place for temporary files that is not a writable directory."""
     if scratch is None:
         return
     if not _is_there(scratch) or not scratch.is_dir():
@@ -40,7 +40,7 @@ def check_scratch(scratch: Path | None) -> None:
 
 
 def check_output(folder: Path, *folders: str, option: str = "output") -> None:
-    """Find out before the work whether its result can be written.
+    """Check before the work that its result can be written.
 
     Args:
         folder: the output directory.
@@ -63,7 +63,7 @@ def check_output(folder: Path, *folders: str, option: str = "output") -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Tell whether a name is taken, even by a dangling link."""
+    """Return whether a name is taken, even by a dangling link."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +103,7 @@ def save_results(
     """Write a run's result, its figures as ``run.json`` and, where matplotlib is installed, a plot.
 
     Args:
-        folder: the output directory, made if need be.
+        folder: the output directory, created if needed.
         figures: JSON can hold them.
         result: the name of its file, and a function that writes it. It comes first.
         plot: the name of its file, and a function that draws on an empty figure.
@@ -113,7 +113,7 @@ def save_results(
         The files written.
 
     Raises:
-        OutputError: one of them cannot be written.
+        OutputError: a file cannot be written.
     """
     with says_unwritable(f"output {folder}", "give another directory"):
         folder.mkdir(parents=True, exist_ok=True)

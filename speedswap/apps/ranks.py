@@ -174,7 +174,7 @@ def joined(device: torch.device) -> Iterator[Job]:
     """Surround a run with its job's beginning and end; the ranks end together.
 
     Nothing is done for one process, or where torch.distributed is initialized. After an error the job is left as it
-    is: what other ranks wait for comes to its end when this process does.
+    is: other ranks stop waiting when this process ends.
 
     Args:
         device: to compute on. GPUs talk over NCCL if each rank of this machine has its own.
@@ -216,7 +216,7 @@ def local_gpu() -> int:
 
 
 def is_first_to_say(message: str) -> bool:
-    """Return whether no other rank of the job has said this; from now on one has."""
+    """Return whether this rank is the job's first to say this, and record that it has."""
     store = _store()
     if store is None:
         return True

@@ -97,7 +97,7 @@ class Stop:
         return any(note & 1 for note in notes)
 
     def is_set(self) -> bool:
-        """Tell whether the signal has come."""
+        """Return whether the signal has arrived."""
         return self._signal is not None
 
     @property

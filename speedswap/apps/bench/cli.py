@@ -93,7 +93,7 @@ def prepare(args: argparse.Namespace, plot: Path | None = None) -> str:
         plot: the file of a picture, if one is asked for.
 
     Raises:
-        BenchmarkError: one of them is wrong.
+        BenchmarkError: an option is invalid.
     """
     ready, reason = kernels.cuda_ready()
     device = args.device or ("cuda" if ready else "cpu")

@@ -1,6 +1,6 @@
 """Measuring, for every benchmark: find the peers, time the candidates in turn, take medians, write JSON.
 
-In turn, because a machine's speed drifts: a disturbance of one candidate then disturbs the others as well.
+Candidates take turns because a machine's speed drifts: a disturbance then hits all of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def steps_in_turn(
     """Time training loops in turn and return the medians in seconds per step.
 
     Args:
-        loops: each is called with the number of the repeat, and gives control back after each of its steps.
+        loops: each is called with the number of the repeat, and yields after each of its steps.
         steps: their number, at least 4. The time from the end of the second to the end of the last but one counts: by
             then threads are awake and the next batch is prefetched, and the last step has nothing to wait for.
         repeats: timed loops of each.

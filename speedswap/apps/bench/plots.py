@@ -22,7 +22,7 @@ _AXES = {"row_bytes": "bytes of a row", "batch_rows": "rows of a batch", "table_
 
 
 def require_matplotlib(path: Path) -> None:
-    """Find out before the work whether its result can be drawn.
+    """Check before the work that its result can be drawn.
 
     Args:
         path: the picture's file, whose suffix is its format.
@@ -77,7 +77,7 @@ def arrange(groups: Sequence[Sequence[Panel]], *, sideways: bool = False) -> Fig
 
 
 def from_zero(axes: Axes) -> None:
-    """Let the vertical axis begin at zero."""
+    """Start the vertical axis at zero."""
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 

@@ -73,7 +73,7 @@ def save(result: DigitsResult, folder: Path) -> list[Path]:
         The files written.
 
     Raises:
-        OutputError: one of them cannot be written; the model is the first.
+        OutputError: a file cannot be written; the model comes first.
     """
 
     def save_model(path: Path) -> None:

@@ -42,7 +42,7 @@ class Budget:
         """Read an amount of memory as users write it.
 
         Raises:
-            SettingsError: it is not one.
+            SettingsError: the text is not an amount.
         """
         if text.strip().lower() == "none":
             return cls()

@@ -129,7 +129,7 @@ class DigitsResult:
 
 
 def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None = None) -> DigitsResult:
-    """Train a network to read digits, in batches that do not fit into the memory that it is given.
+    """Train a network to read digits, in batches that exceed its memory budget.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
     ``interrupted`` set.
@@ -177,7 +177,7 @@ def prepared(settings: DigitsSettings, split: DigitsSplit, model: DigitsNet) -> 
 def measure_footprint(model: nn.Module, images: Images) -> Footprint:
     """Measure the memory of a model's forward and backward passes, by two micro-batches of each of two sizes.
 
-    A copy of the model is used: its gradients stay as they are.
+    A copy of the model is used: the original's gradients stay unchanged.
     """
     model = copy.deepcopy(model)
     peaks = []

@@ -90,7 +90,7 @@ class DLRMCheckpoint(Checkpoint):
         return super().checked(content)
 
     def check(self, settings: DlrmSettings) -> None:
-        """Refuse to go on with other settings, or to fewer epochs than the checkpoint has.
+        """Refuse to resume with other settings, or to fewer epochs than the checkpoint has.
 
         Raises:
             CheckpointError: the message names the difference.
@@ -105,7 +105,7 @@ class DLRMCheckpoint(Checkpoint):
         self.check_epochs(settings.epochs)
 
     def is_unfinished(self, settings: DlrmSettings) -> bool:  # type: ignore[override]
-        """Tell whether the checkpoint is of an unfinished run of as many epochs over files of these names."""
+        """Return whether the checkpoint is of an unfinished run with the same epochs over files of the same names."""
         before = self.content["settings"]
         named = all(before[name] == plain_value(getattr(settings, name)) for name in ("samples", "test"))
         return named and super().is_unfinished(settings)

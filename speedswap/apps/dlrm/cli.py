@@ -90,7 +90,7 @@ def finish(result: DlrmResult, output: Path, stop: Stop) -> int:
 
 
 def warn_of_few(result: DlrmResult) -> None:
-    """Say on standard error where the evaluation rests on too few samples of either label."""
+    """Warn on standard error if the evaluation has too few samples of either label."""
     clicks = round(result.base_rate * result.tested_samples)
     others = result.tested_samples - clicks
     if min(clicks, others) < FEW:
@@ -132,7 +132,7 @@ def save(result: DlrmResult, folder: Path) -> list[Path]:
         The files written.
 
     Raises:
-        OutputError: one of them cannot be written.
+        OutputError: a file cannot be written.
     """
     return save_results(folder, figures(result), plot=("training.png", partial(draw, result)), size=(9, 4))
 

@@ -108,7 +108,7 @@ class SampleFiles:
 
     @property
     def done(self) -> int:
-        """Bytes read, as they are on disk."""
+        """Bytes read on disk, before decompression."""
         return sum(self._sizes[: self.position.file]) + self._on_disk
 
     def read(self, count: int) -> Samples:
@@ -307,7 +307,7 @@ def columns_of(names: Sequence[str], path: Path, labelled: bool | None) -> list[
 
 
 def whole_numbers(column: Any, name: str, base: str, where: str, rows: int) -> Any:
-    """Return a column as int64, also where it is text.
+    """Return a column as int64, even if it is text.
 
     Args:
         column: of pyarrow.

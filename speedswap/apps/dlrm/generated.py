@@ -1,4 +1,4 @@
-"""Samples made up, of any number: planted structure, Zipf's popularity, and ids that keep coming."""
+"""Generated samples, any number of them: planted structure, Zipf's popularity, and growing id sets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """DLRM: dot products between the vectors of a sample's categories, and of its integers.
 
-The vectors are rows of tables outside the compute device, one for each category: ids get rows as they come.
+The vectors are rows of tables outside the compute device, one per category: ids get rows when they first occur.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def layers(widths: Sequence[int]) -> nn.Sequential:
 class Embeddings(nn.Module):
     """A vector per category of a sample, from 26 tables in one store.
 
-    An id gets a row when it first comes in training, or after some times; a new id in evaluation has a vector of zeros.
+    An id gets a row at its first sighting in training, or after several; a new id in evaluation has a vector of zeros.
 
     Args:
         capacity: ids that each table has room for.

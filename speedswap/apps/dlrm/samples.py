@@ -18,7 +18,7 @@ MISSING = -1
 
 
 class Samples(NamedTuple):
-    """Some samples, a column after the other."""
+    """Some samples, column by column."""
 
     labels: Tensor
     """float32, shape (n,): 1 for a click, 0 for none; shape (0,) for rows without a label."""

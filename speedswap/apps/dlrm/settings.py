@@ -38,7 +38,7 @@ def patterns(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DlrmSettings(TableSettings):
-    """The samples to learn to predict clicks from, and the way to.
+    """The samples to learn click prediction from, and how.
 
     Raises:
         SettingsError: a value is out of range or unknown.

@@ -213,7 +213,7 @@ def prefetched(model: DLRM, batches: Iterable[ClickBatch], device: torch.device,
 
 
 def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Tensor:
-    """Take one training step on the batch's mean loss, or a share's part of it; return the logits from before it."""
+    """Take one training step on the batch's mean loss, or a share's part of it; return the logits before the step."""
     logits: Tensor = model(batch.samples)
     loss = F.binary_cross_entropy_with_logits(logits, batch.samples.labels, reduction="sum") / batch.size
     loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Neural collaborative filtering: learn who will take what, with both tables outside the compute device.
+"""Neural collaborative filtering: predict purchases from ratings, with both tables outside the compute device.
 
 As a command, ``speedswap ncf RATINGS --output DIR``; as a function::
 

@@ -86,7 +86,7 @@ class NCFCheckpoint(Checkpoint):
         return super().checked(content)
 
     def check(self, settings: NcfSettings, split: NcfSplit) -> None:
-        """Refuse to go on with other settings or ratings, or to fewer epochs than the checkpoint has.
+        """Refuse to resume with other settings or ratings, or to fewer epochs than the checkpoint has.
 
         Raises:
             CheckpointError: the message names the difference.

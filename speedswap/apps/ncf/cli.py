@@ -102,7 +102,7 @@ def save(result: NcfResult, folder: Path) -> list[Path]:
         The files written.
 
     Raises:
-        OutputError: one of them cannot be written.
+        OutputError: a file cannot be written.
     """
     return save_results(folder, figures(result), plot=("training.png", partial(draw, result)), size=(9, 4))
 

@@ -176,7 +176,7 @@ def fits(texts: Any, kind: Any) -> bool:
 
 
 def first_wrong(texts: Any, kind: Any) -> int:
-    """Return the place of the first text that does not fit a type."""
+    """Return the index of the first text that does not match a type."""
     low, high = 0, len(texts)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Splits made up, of any size."""
+"""Generated splits of any size."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII)
 class Interactions:
     """Unique pairs of a user and an item, 8 bytes each.
 
-    All possible pairs are numbered ``user * num_items + item``, their keys. Held is, for each existing pair, the count
-    of smaller keys that do *not* exist. One binary search in that gives the n-th item that a user has not seen:
+    All possible pairs are numbered ``user * num_items + item``, their keys. Kept is, per existing pair, the count
+    of smaller keys that do *not* exist. One binary search in it finds the n-th item that a user has not seen:
     negatives are drawn exactly, without rejection.
 
     Args:

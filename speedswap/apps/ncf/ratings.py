@@ -1,4 +1,4 @@
-"""Read a file of ratings, in the columns and with the ids that it happens to have, into a split.
+"""Read a file of ratings, with any columns and any ids, into a split.
 
 The separator and the columns' roles are found here, by the first lines; ``columns`` reads the values.
 """
@@ -173,7 +173,7 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Refuse columns that are not one of each role, user and item among them.
+    """Refuse columns unless they have one per role, user and item included.
 
     Raises:
         SettingsError: a role is unknown, a name is empty, or user or item is to have no column.

@@ -60,7 +60,7 @@ def check_layers(name: str, layers: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class NcfSettings(TableSettings):
-    """The ratings to learn preferences from, and the way to.
+    """The ratings to learn preferences from, and how.
 
     The learning rate falls linearly to nothing over the run, except with Adagrad, whose steps shrink anyway.
     ``ratings``, ``columns`` and ``missing`` are those of ``read_split``.

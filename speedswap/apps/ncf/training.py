@@ -104,7 +104,7 @@ def train(
     stop: Stop | None = None,
     process_group: ProcessGroup | None = None,
 ) -> NcfResult:
-    """Train a model of who takes what, testing it after each epoch.
+    """Train a model that predicts purchases, testing it after each epoch.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
     ``interrupted`` set.
@@ -264,7 +264,7 @@ def prefetched(model: NCF, batches: Iterable[NcfBatch], device: torch.device, de
 
 
 def train_step(model: NCF, optimizer: Optimizer, batch: NcfBatch) -> Tensor:
-    """Take one training step; return the batch's mean loss (equation 7), or the part of it that a rank's share has."""
+    """Take one training step; return the batch's mean loss (equation 7), or the part in a rank's share."""
     losses = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels, reduction="sum")
     loss = losses / (batch.size * batch.labels.shape[1])
     loss.backward()  # type: ignore[no-untyped-call]

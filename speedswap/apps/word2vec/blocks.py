@@ -37,7 +37,7 @@ RESIDENT_SHARE = 0.25
 
 
 class BlockPosition(NamedTuple):
-    """A point in the course of all batches, from which they come again."""
+    """A point in the course of all batches, from which they can resume."""
 
     epoch: int = 0
     piece: int = 0

@@ -106,7 +106,7 @@ def save(result: Word2VecResult, folder: Path, similarities: Sequence[Similarity
         The files written.
 
     Raises:
-        OutputError: one of them cannot be written; the vectors are the first.
+        OutputError: a file cannot be written; the vectors come first.
     """
     return save_results(
         folder,
