@@ -39,18 +39,16 @@ def has_memory(tensor: Tensor) -> bool:
 
     False if its storage was resized, and for stand-ins: FakeTensors and tensors wrapped by ``torch.func``.
     """
-    nbytes = tensor.nbytes
-    if not nbytes:
+    if not tensor.numel():
         return True
     try:
-        held, begin = tensor.untyped_storage().nbytes(), tensor.data_ptr()
+        held, begin, nbytes = tensor.untyped_storage().nbytes(), tensor.data_ptr(), tensor.nbytes
     except RuntimeError:  # no storage
         return False
-    is_contiguous = tensor.is_contiguous()
-    if is_contiguous and held == nbytes:  # all of it
-        return begin != 0
-    count = tensor.numel() if is_contiguous else _extent(tensor)
-    return begin != 0 and (tensor.storage_offset() + count) * tensor.dtype.itemsize <= held
+    item_bytes = tensor.dtype.itemsize
+    if not tensor.is_contiguous():
+        nbytes = _extent(tensor) * item_bytes
+    return begin != 0 and tensor.storage_offset() * item_bytes + nbytes <= held
 
 
 def require_memory(tensor: Tensor, name: str) -> None:

@@ -138,6 +138,6 @@ def test_any_row_by_row_optimizer_lowers_the_loss(name):
 def test_tables_on_disk_go_when_the_model_goes(tmp_path):
     model = SkipGram(30, Settings(dim=8, storage="disk", scratch=tmp_path))
     (folder,) = tmp_path.iterdir()
-    assert {path.name for path in folder.iterdir()} == {"center", "context"}
+    assert {path.name for path in (folder / "tables").iterdir()} == {"center", "context"}
     model.close()
     assert list(tmp_path.iterdir()) == []

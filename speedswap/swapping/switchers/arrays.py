@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -263,12 +264,19 @@ def _number(stream: IO[bytes], path: Path, name: str) -> Any:
     return np.frombuffer(stream.read(dtype.itemsize), dtype=dtype)[0]
 
 
+class _Nowhere(io.RawIOBase):
+    """A stream that drops what is written; unlike the null device, it does not pretend to have a position."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
 @contextmanager
-def written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[IO[bytes]]:
+def written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[Any]:
     """Yield a stream for a file that appears when it is complete; of ranks that share a table, the first one writes."""
     joint = next((array.table.store.joint for array in arrays), None)
     with (
         nullcontext(True) if joint is None else joint.saving() as writes,
-        write_whole(path) if writes else open(os.devnull, "wb") as stream,
+        write_whole(path) if writes else _Nowhere() as stream,
     ):
         yield stream

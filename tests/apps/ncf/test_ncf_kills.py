@@ -175,7 +175,7 @@ def test_tables_on_disk_of_a_killed_run_go_with_the_next_one(tmp_path, start_com
     process = start_command("ncf", *words, "--epochs", "1000000", "--scratch", tmp_path, "--output", tmp_path / "out")
     assert process.stdout.readline().startswith("epoch   1")
     (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
-    assert (left / "users" / "MANIFEST").exists()
+    assert (left / "tables" / "users" / "MANIFEST").exists()
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     result = train(NcfSettings(**SMALL, epochs=1, storage="disk", scratch=tmp_path), progress=False)
