@@ -105,7 +105,7 @@ def measure(tensor: torch.Tensor, body: Body, repeats: int) -> dict[str, Any]:
         "times_faster": {
             name: {peer: seconds[peer] / seconds[name]} for name, peer in peers.items() if peer in seconds
         },
-        "times_less_overhead": {  # None where ours is lost in the noise of the work
+        "times_less_overhead": {  # None if ours is within the noise of the work
             name: {peer: overhead[peer] / overhead[name] if overhead[name] > 0 else None}
             for name, peer in peers.items()
             if peer in overhead

@@ -24,7 +24,7 @@ from speedswap.kernels.cuda import pinning
 
 ROW_BYTES = 512
 SWEEP = (16, 32, 64, 100, 128, 256, 512, 516, 1024, 2048, 4096)
-ID_SETS = 24  # as many batches of ids as keep any from finding its rows in the cache
+ID_SETS = 24  # enough batches of ids that none finds its rows in the cache
 
 
 def memory(nbytes: int, *, pinned: bool = False, huge_pages: bool = False) -> torch.Tensor:

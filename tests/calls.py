@@ -55,7 +55,7 @@ def files_entered(function: Callable[[], object], end: object) -> list[str]:
 
 
 def _profiled(function: Callable[[], object], profile: Callable[[FrameType, str, Any], None]) -> None:
-    gc.disable()  # what is collected in between has calls too
+    gc.disable()  # garbage collected in between makes calls too
     sys.setprofile(profile)
     try:
         function()

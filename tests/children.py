@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What a process changes files with, as far as Python does it.
+# The functions through which Python changes files.
 STEPS = ("open", "mkdir", "write", "pwrite", "truncate", "fsync", "rename", "unlink", "rmdir")
 
 
@@ -114,8 +114,8 @@ def answer(connection: Connection) -> Any:
     return connection.recv()
 
 
-# A process that has imported what takes seconds, and computes nothing, so that its forks have no thread missing. Nor do
-# they look at the imported objects for garbage, for which every page of these would have to be copied.
+# A process that has done the slow imports and computes nothing, so that its forks lack no threads. Nor do they scan the
+# imported objects for garbage, which would copy every page of these.
 _WARM = """
 import gc, importlib, json, os, sys
 for name in sys.argv[1:]:

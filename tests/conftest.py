@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # what is here and no test
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests' helper modules
 
 import simulated_gpu
 from rank_pool import RankPool
@@ -31,7 +31,7 @@ _PACKAGE = str(Path(str(find_spec("speedswap").origin)).parent)  # not imported:
 settings.register_profile("speedswap", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speedswap")
 
-wanted = os.environ.get("SPEEDSWAP_TEST_DEVICE", "")  # one alone, where there is no time for all
+wanted = os.environ.get("SPEEDSWAP_TEST_DEVICE", "")  # only one, if there is no time for all
 if wanted == "simulated":  # "cuda" on a machine without one: simulated_gpu/
     if reason := simulated_gpu.unavailable():
         raise pytest.UsageError(f"SPEEDSWAP_TEST_DEVICE is 'simulated', but {reason}")
@@ -77,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_cases_to_releases(items)
     if not config.pluginmanager.has_plugin("gpu_tests"):  # which has its own order
-        # What takes long begins first, so that several processes end together.
+        # Slow tests run first, so that several processes end together.
         items.sort(key=lambda item: not _is_slow(item))
     if config.getoption("--gpu-only"):
         chosen, others = [], []

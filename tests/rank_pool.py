@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 GROUP_SECONDS = 20.0  # the time limit of the ranks' process groups
 SCENARIO_SECONDS = 60.0
-GRACE_SECONDS = 2.0  # for what the other ranks say, once one has failed
+GRACE_SECONDS = 2.0  # for the other ranks' output, once one has failed
 
 
 class RanksFailed(AssertionError):
@@ -199,7 +199,7 @@ def be_rank(address: str, port: int, rank: int, world_size: int) -> None:
         simulated_gpu.switch_on()
     warnings.filterwarnings("error")
     warnings.filterwarnings("ignore", "SW401")  # what weight decay does is tested with tables
-    warnings.filterwarnings("ignore", "SW403")  # once in a process, so in whichever scenario comes first
+    warnings.filterwarnings("ignore", "SW403")  # once per process, so in the first scenario
     for theirs in ("torch", "cupy"):
         warnings.filterwarnings("default", module=theirs)
     limit = timedelta(seconds=GROUP_SECONDS)
@@ -221,7 +221,7 @@ def be_rank(address: str, port: int, rank: int, world_size: int) -> None:
             faulthandler.cancel_dump_traceback_later()
             pool.send_bytes(said)
             del said, order
-            gc.collect()  # what a scenario has left behind takes part in no other
+            gc.collect()  # leftovers of a scenario take part in no other
 
 
 def meet_anew(file: int) -> None:

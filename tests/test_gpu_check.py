@@ -255,7 +255,7 @@ def test_plan_has_what_is_worth_most_first_and_leaves_the_tests_their_time(tmp_p
         "kernel tests, NVRTC", "tables", "ceilings", "memcheck",
     ]  # fmt: skip
     kept = sum(part.kept_seconds for part in parts[names.index("tests") + 1 :])
-    builds_and_promises = 120  # what they take at most where all is well
+    builds_and_promises = 120  # their longest time if all is well
     assert TOTAL_SECONDS - kept - builds_and_promises >= 150
     assert {part.name: part.kept_seconds for part in parts}["tables"] >= 120  # 82 GB are pinned, some of them twice
     assert "racecheck" not in names
@@ -296,7 +296,7 @@ def test_tests_take_the_plugins_that_are_named_and_no_warning_for_an_error(tmp_p
     for part in run:
         assert part.env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
         assert part.command[part.command.index("-W") + 1] == "default"
-    assert "--timeout-method=thread" in run[0].command  # a signal does not end what waits in the driver
+    assert "--timeout-method=thread" in run[0].command  # a signal does not end a call that waits in the driver
 
 
 def test_plan_uses_what_is_there(tmp_path):

@@ -145,7 +145,7 @@ def test_lookup_and_scatter_walk_through_the_documented_files(device):
     items = speedswap.Embedding(1000, 8, storage="pageable" if device == "cpu" else "pinned").to(device)
     optimizer = torch.optim.Adam(items.parameters())
     ids = torch.randint(1000, (64,), device=device)
-    for _ in range(2):  # what is done once is done
+    for _ in range(2):  # one-time work
         items(ids).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

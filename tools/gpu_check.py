@@ -144,7 +144,7 @@ def without_places(text: str) -> str:
 
 def _end(child: subprocess.Popen[str]) -> None:
     """End the part's whole process group: compute-sanitizer and the tests start child processes."""
-    for sent, grace_seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):  # which also ends what it left behind
+    for sent, grace_seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):  # which also ends leftover children
         try:
             os.killpg(child.pid, sent)
             child.wait(grace_seconds)
@@ -204,7 +204,7 @@ def check(parts: Sequence[Part], out: Path, machine: Mapping[str, Any], total_se
         try:
             (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
             pack(out, more)
-        except OSError as error:  # of what a part has left running: the others are worth more than an archive
+        except OSError as error:  # from a leftover process: the other parts matter more than an archive
             print(f"gpu-check: {error}", file=sys.stderr)
     print(f"\n== summary ({summary['seconds']} s), also in {out / 'summary.json'}")
     for outcome in outcomes.values():

@@ -77,9 +77,9 @@ def _build(python: str, nvcc: str | None) -> list[Part]:
 
 def _tests(python: str, has: Collection[str]) -> list[Part]:
     # Only the plugins that are asked for, and warnings as text: other versions than ours must not fail every test.
-    # Failures are told when they happen, and not again; files that cannot be read, and what is skipped, at the end.
+    # Failures are reported when they happen, and not again; unreadable files and skipped tests, at the end.
     pytest = [python, "-m", "pytest", "-q", "-rEs", "-p", "gpu_tests", "-W", "default", "--tb=no", "--gpu-only"]
-    if "pytest-timeout" in has:  # for a lock that is never released; by a thread, which ends what waits in the driver
+    if "pytest-timeout" in has:  # for a lock that is never released; a thread also ends calls in the driver
         pytest += ["-p", "pytest_timeout", "--timeout=90", "--timeout-method=thread"]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SPEEDSWAP_TEST_DEVICE": "cuda"}
     cuda = {**env, "OMP_NUM_THREADS": "2"}

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import simulated_gpu  # noqa: E402
 
-# What moves rows, and what trains over them: kernels, engines, the steps' waits and launches, lookahead.
+# Moving rows, and training over them: kernels, engines, the steps' waits and launches, lookahead.
 CORE = [
     "tests/kernels",
     "tests/tables/test_stores.py",
@@ -46,7 +46,7 @@ ALL = {
         "tests/benchmarks/test_ceilings.py",
         "tests/benchmarks/test_large_tables.py",
         *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/apps/test_word2vec_*.py"))),
-        *("-k", "not cache"),  # what takes long there is long for the sake of caches, which are not simulated
+        *("-k", "not cache"),  # slow tests there are long for the sake of caches, which are not simulated
     ],
     "ahead": [
         "tests/kernels/test_engines.py",

@@ -175,7 +175,7 @@ def _many_recoveries(deep: Deep, memory: Memory, fits: int, *, count: int) -> di
     inputs, targets = deep.batch(2 * fits)
     failures, seconds, over_time = Failures(), [], []
     with memory.limited():
-        for number in range(count + 1):  # the first one is not counted: it makes what is made once
+        for number in range(count + 1):  # the first one is not counted: it does the one-time work
             splitter = speedswap.BatchSplitter(deep.model, callbacks=[failures] if number else [])
             began = time.perf_counter()
             splitter.backward(deep.loss, inputs, targets)

@@ -29,7 +29,7 @@ def create(folder: Path, rows: int, dim: int) -> float:
     Raises:
         WrongResultError: its rows are not those of a table in memory.
     """
-    with _trainer(1, dim):  # torch imports half of itself for the first optimizer
+    with _trainer(1, dim):  # the first optimizer imports half of torch
         init = speedswap.init.normal(std=0.1)
     begin = time.perf_counter()
     embedding = speedswap.Embedding(rows, dim, storage="disk", path=folder / "made", init=init, seed=_SEED)

@@ -73,7 +73,7 @@ def _ours(capacity: int, evict: str | None, batches: Sequence[Tensor]) -> speeds
 def _pandas(batches: Sequence[Tensor]) -> tuple[Any, Any]:
     import pandas
 
-    codes, keys = pandas.factorize(torch.cat([*batches]).numpy())  # which cannot go on from batch to batch
+    codes, keys = pandas.factorize(torch.cat([*batches]).numpy())  # which has no state from batch to batch
     return codes, keys
 
 
@@ -129,7 +129,7 @@ def verify(one: Contestant, batches: Sequence[Tensor], capacity: int) -> None:
     else:
         distinct = keys.unique()
         of_distinct = one.rows(found, distinct)
-        # TorchRec puts all that it has no row for into the last one; ours has 0 for them.
+        # TorchRec maps all keys without a row to the last row; ours maps them to 0.
         nowhere = capacity - 1 if isinstance(found, torch.nn.Module) else 0
         kept = of_distinct[of_distinct != nowhere]
         is_right = torch.equal(of_distinct[torch.searchsorted(distinct, keys)], rows) and 0 < len(kept)

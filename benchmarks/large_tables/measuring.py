@@ -126,7 +126,7 @@ def measure(
                 continue
             try:
                 measured = bench.ours(kind, some, profile_to if "profile" not in found else None)
-            except Exception as error:  # the figures of the others are worth keeping
+            except Exception as error:  # keep the figures of the others
                 found["failed"].append(f"{kind.name}, {tables}: {type(error).__name__}: {error}")
                 print(traceback.format_exc(), file=sys.stderr)
                 keep(found)
@@ -134,7 +134,7 @@ def measure(
         if "profile" in measured:
             found["profile"] = measured.pop("profile")
         result["trainers"] |= measured.pop("trainers")
-        for key, value in measured.items():  # of the first tables, which are worth most
+        for key, value in measured.items():  # of the first tables, the most valuable ones
             result.setdefault(key, value)
         keep(found)
     for result in found["optimizers"].values():
@@ -214,7 +214,7 @@ class _Bench:
                     for name, took in seconds.items()
                 },
             }
-            for name, took in seconds.items():  # what a run that is cut short has told
+            for name, took in seconds.items():  # kept if the run is cut short
                 print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
             if profile_to is not None:
                 trainer.ahead = 1

@@ -30,7 +30,7 @@ from speedswap.tables.memory import available_bytes
 __all__ = ["Plan", "run"]
 
 _SHARE_OF_MEMORY = 0.7
-_SHARE_OF_TIME = 0.5  # for faulting a table in and registering it; filling it comes to that
+_SHARE_OF_TIME = 0.5  # for faulting a table in and registering it; filling it takes as long
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -127,7 +127,7 @@ def run(
         for kind in kinds if device == "cuda" else ("cpu", "memory"):
             try:
                 found[kind] = kinds[kind]()
-            except Exception as error:  # the figures of the others are worth keeping
+            except Exception as error:  # keep the figures of the others
                 found["failed"].append(f"{kind}: {type(error).__name__}: {error}")
                 print(traceback.format_exc(), file=sys.stderr)
             keep(found)

@@ -33,12 +33,12 @@ STEPS_PER_SAVE = 20.0
 _NONE = -1
 RESTART = "start over (--restart)"
 
-_OWN = {  # content that the checkpoints of one command alone have
+_OWN = {  # content in the checkpoints of one command only
     "word2vec": {"device", "corpus"},
     "ncf": {"split", "ratings_checksum"},
     "dlrm": {"bottom", "top"},
 }
-_OF_ALL = {"settings", "place", "progress"}  # that those of every command have
+_OF_ALL = {"settings", "place", "progress"}  # in those of every command
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
@@ -160,7 +160,7 @@ class Checkpoint:
             raise CheckpointError(f"output {output} has the checkpoints of {writer}, not of {command}: give {where}")
         try:
             return cls(found.path, found.step, cls.checked(found.extra))
-        except Exception as error:  # contents that do not fit together raise anything
+        except Exception as error:  # inconsistent contents may raise any error
             problem = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise CheckpointError(
                 f"checkpoint {found.path} cannot be read ({problem}): remove it to go on from an earlier one"

@@ -76,7 +76,7 @@ def _is_there(path: Path) -> bool:
 
 def _check_writable(folder: Path, wrong: str) -> None:
     try:
-        with tempfile.TemporaryFile(dir=folder):  # some directories grant the rights, and still take no files
+        with tempfile.TemporaryFile(dir=folder):  # some directories grant the rights, and still refuse files
             pass
     except OSError as error:
         raise SettingsError(

@@ -154,7 +154,7 @@ def begun(device: torch.device) -> Iterator[tuple[Job, Stop]]:
     Args:
         device: to compute on.
     """
-    with Stop() as stop, joined(device) as job:  # signals are as usual again when the ranks have come to their end
+    with Stop() as stop, joined(device) as job:  # signals act as usual again once the ranks have ended
         stop.job = job
         try:
             yield job, stop

@@ -172,7 +172,7 @@ def write_places(folder: Path) -> list[Path]:
     (place / "loop").symlink_to(place / "loop")
     os.mkfifo(place / "pipe")
     (place / "linked").symlink_to(folder)
-    for name in ("vectors.txt", "run.json", "model.pt", "training.png"):  # where files are to be
+    for name in ("vectors.txt", "run.json", "model.pt", "training.png"):  # in place of files
         (place / "taken" / name).mkdir(parents=True)
     (place / "checkpointed").mkdir()
     (place / "checkpointed" / "checkpoints").write_text("")
@@ -351,7 +351,7 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.end()
         self._connection.close()
-        self._process.kill()  # it would see the end only once no other process has the connection open
+        self._process.kill()  # it sees the end only once no other process has the connection open
         self._process.wait()
 
 
@@ -403,7 +403,7 @@ def serve(connection: socket.socket) -> None:
     while True:
         asked, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
         if not asked:
-            os._exit(0)  # the ordinary end of so large a process takes seconds
+            os._exit(0)  # a normal exit of such a large process takes seconds
         child = os.fork()
         if child == 0:
             run(main, *json.loads(asked), *files)

@@ -52,7 +52,7 @@ def train(directory: Path, epochs: int) -> None:
     replica = DistributedDataParallel(model)
     splitter = BatchSplitter(replica, micro_batch_size=max(plan.micro_batch_sizes))
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
-    history: list[dict[str, object]] = []  # what each step that a checkpoint knows of has done
+    history: list[dict[str, object]] = []  # the record of each checkpointed step
 
     checkpoint = directory / "checkpoint.pt"
     if checkpoint.exists():

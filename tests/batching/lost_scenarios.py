@@ -18,7 +18,7 @@ def check_a_rank_that_dies_in_the_middle_of_a_batch_is_missed(rank, world_size):
 
     def loss_fn(x):
         if rank == world_size - 1:
-            os._exit(0)  # torchrun takes it for finished, and leaves the others alone
+            os._exit(0)  # torchrun takes it for finished, and does not stop the others
         return ddp(x).square().mean()
 
     error = raised(lambda: splitter.backward(loss_fn, torch.zeros(4, 6).double()))

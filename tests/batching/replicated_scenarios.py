@@ -58,7 +58,7 @@ def check_p15_one_all_reduce_for_each_bucket(rank, world_size):
     batch = torch.randn(3 + rank, 1100, dtype=torch.float64)
     with counted("all_reduce") as calls:
         splitter.backward(lambda x: ddp(x).square().mean(), batch)
-    # One more, of one number, for the loss; the splitter's own talk has its own group.
+    # One more, of one number, for the loss; the splitter communicates in a separate group.
     assert sum(group is ddp.process_group for group in calls) == 2 + 1
 
 

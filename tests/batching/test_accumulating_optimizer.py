@@ -354,7 +354,7 @@ def test_p11_error_of_half_precision_gradients_does_not_grow_with_their_number(d
         in_half[steps] = ((naive - exact).norm() / exact.norm()).item()
     rounding = torch.finfo(dtype).eps
     assert max(errors.values()) < 0.5 * rounding
-    assert in_half[512] > 2 * errors[512]  # what an accumulator in the gradients' own dtype makes of it
+    assert in_half[512] > 2 * errors[512]  # the result of an accumulator in the gradients' dtype
 
 
 def test_p11_accumulators_are_float32_for_half_precision_and_otherwise_as_the_gradient(device):

@@ -13,7 +13,7 @@ from speedswap.batching import is_out_of_memory
 from speedswap.batching.memory import forget, free_bytes, release_cached_memory
 from speedswap.errors import BatchError, MemoryBudgetError, TableTooLargeError
 
-# What the libraries say, with as much around it as they say; (…) stands for what differs from machine to machine.
+# The libraries' messages in full; (…) stands for parts that differ between machines.
 OUT_OF_MEMORY = {
     "torch's CUDA allocator": "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
     "torch's CUDA allocator, before 2.0": "CUDA out of memory. Tried to allocate 2.00 MiB (GPU 0; 7.9 GiB total)",

@@ -49,7 +49,7 @@ def batch_in(memory: Memory, **options):
     return retry.batch(take, **{"key": object(), **options})
 
 
-# What is called with what.
+# Calls and their arguments.
 
 
 def test_a_batch_starts_again_with_half():
@@ -255,7 +255,7 @@ def test_retried_functions_may_call_each_other_and_themselves():
     assert retry.range(lambda start, stop: batch_in(memory, initial=stop - start)(), initial=4)(0, 8) == [2, 2]
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize("initial", [0, -1, True, 2.0, "8"])
@@ -314,7 +314,7 @@ def test_a_tensor_without_that_dimension_is_refused(value):
         body(value)
 
 
-# What is remembered.
+# Remembered sizes.
 
 
 def test_what_fitted_is_where_the_same_line_begins_the_next_time():
@@ -522,7 +522,7 @@ def test_threads_share_what_they_learn_and_all_results_are_right():
     assert pool.left == 24
 
 
-# What stays behind.
+# Memory after the call.
 
 
 class Watched(torch.Tensor):

@@ -79,7 +79,7 @@ def test_figures_say_what_was_run(device, capsys):
     for line, asked in zip(found["acceptance"], (7e-3, 15e-3, 11e-3), strict=True):
         assert line["asked_seconds"] == asked
         assert line["reached_seconds"] > 0
-        assert not line["full_size"]  # and so nothing is met, however fast it was
+        assert not line["full_size"]  # so no goal is met, however fast it was
         assert not line["met"]
     assert found["published"]["measured_here"] is False
     printed = capsys.readouterr().out

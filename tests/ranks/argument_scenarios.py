@@ -327,6 +327,6 @@ def bad_calls(group, folder, only=""):
             warnings.simplefilter("ignore")
             said = error_of(bad) if is_bad else error_of(lambda good=good: (good(), meet()))
         took = time.monotonic() - begun
-        dist.barrier(group)  # after which only an error that came at once leaves the ranks at one place
+        dist.barrier(group)  # after which ranks are in step only if the error came at once
         found[name] = said, took, error_of(meet)
     return found

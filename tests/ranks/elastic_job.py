@@ -63,10 +63,10 @@ def launch(training: Training, world_size: int) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks find the addresses of those before them
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise ranks find the addresses of former ones
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # the ranks look at their own objects alone
+    gc.freeze()  # the ranks collect only their own objects
     job = Training(Path(sys.argv[1]), STEPS)
     began = time.time()
     killed = {size: launch(job, size) for size in (4, 3, 5)}

@@ -19,7 +19,7 @@ import speedswap
 ROWS, DIM, BATCH = 60, 4, 10
 PACKAGE = str(Path(speedswap.__file__).parent)
 CRITICAL = ("_interrupts.py",)  # the deferral of signals, whose own failures would be Python's
-LIMIT = 5.0  # seconds in which every rank has to raise
+LIMIT = 5.0  # seconds within which every rank must raise
 
 
 class Injected(Exception):
@@ -102,7 +102,7 @@ class Life:
         self.net = Net(self.group)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05, foreach=True)
         self.done = []  # the batches of the steps that were completed
-        self.is_over = False  # the ranks cannot go on together
+        self.is_over = False  # the ranks cannot continue together
         self.is_torn = False  # and their tables are of different steps
 
     def rows(self):
@@ -127,7 +127,7 @@ class Life:
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         if changed:
             self.done.append(number)
-            self.is_torn = len(changed) < 6  # else the whole step was done, and the error came after it
+            self.is_torn = len(changed) < 6  # otherwise the step was complete, and the error came after it
         return text
 
 

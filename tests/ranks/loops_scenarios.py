@@ -262,7 +262,7 @@ def begins_in_inference_mode(group, in_mode):
     for number in range(2):
         for each in items:
             each(torch.arange(number, 9)).square().sum().backward()
-        many = torch.arange(2000) % 40  # more than a line has room for
+        many = torch.arange(2000) % 40  # more than fits into a line
         items[0](many).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from rank_pool import RankPool
 
 SIZE = 3
-UNNAMED = re.compile(r"'table-\d+'")  # told apart among ranks
+UNNAMED = re.compile(r"'table-\d+'")  # distinguished among ranks
 
 
 def test_loops_train_as_in_one_process(ranks: RankPool) -> None:

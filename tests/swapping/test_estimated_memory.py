@@ -28,7 +28,7 @@ def test_estimating_counts_no_table_and_leaves_no_gradient(made: bool, model: nn
     assert estimate.optimizer_state < 4 * estimate.parameters
     assert model[0].weight.grad is None
     assert torch.equal(model[0].table.read(), before)
-    # A batch of training is as if there had been no trial.
+    # A training batch behaves as if there had been no trial.
     twin = nn.Sequential(speedswap.Embedding(ROWS, DIM, seed=1), nn.Flatten(), nn.Linear(2 * DIM, 1))
     twin[2].load_state_dict(model[2].state_dict())
     for each in (model, twin):

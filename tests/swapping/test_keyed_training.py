@@ -115,7 +115,7 @@ def test_an_evicted_row_starts_anew(name: str, evict: str, device: str) -> None:
     made = items.table.read()
     optimizer = OPTIMIZERS[name](items.parameters())
     train(items, optimizer, [torch.tensor([1, 2, 2], device=device)] * 3)
-    fresh = {name: items.table.read(0, 1, column=name) for name in items.table.columns}  # nobody trains row 0
+    fresh = {name: items.table.read(0, 1, column=name) for name in items.table.columns}  # row 0 is never trained
     assert not torch.equal(items.table.read(1, 2), made[1:2])
     optimizer.zero_grad()
     items(torch.tensor([3], device=device))

@@ -102,7 +102,7 @@ class Training:
 
     def load(self, *, optimizer_first: bool = False) -> None:
         if self.saved:
-            model, optimizer = copy.deepcopy(self.saved)  # torch's optimizers train on in what they are given
+            model, optimizer = copy.deepcopy(self.saved)  # torch's optimizers train the given tensors in place
             if optimizer_first:
                 self.optimizer.load_state_dict(optimizer)
             self.model.load_state_dict(model)

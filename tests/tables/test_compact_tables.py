@@ -90,7 +90,7 @@ def test_initial_values_are_float32s_rounded_to_nearest(stored: torch.dtype, ini
     with Table.create(70_000, 6, init=init, seed=5) as plain:
         expected = through(plain.read(), stored)
     expected[11] = 0
-    # The order of columns in the record matters to nothing.
+    # The order of columns in the record does not matter.
     with Table.create(70_000, 6, init=init, seed=5, stored_dtype=stored, zero_row=11, **place) as table:
         table.add_columns([Column("other", (3,), torch.float64, speedswap.init.constant(2))])
         assert torch.equal(table.read(), expected)

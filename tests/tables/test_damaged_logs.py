@@ -31,7 +31,7 @@ def test_every_group_of_a_damaged_log_is_right_or_named_by_an_error(seed):
     files = story.rest(30)
     found: Counter[str] = Counter()
     tries = 0
-    while tries < 60 or (len(found) < 3 and tries < 600):  # threads decide what is written when, and so what is hit
+    while tries < 60 or (len(found) < 3 and tries < 600):  # thread timing decides what is damaged
         tries += 1
         way, hostile = damaged(files, draw)
         found[read_through(hostile, story.timeline, story.slots, writable=draw.random() < 0.3, what=way)] += 1

@@ -203,7 +203,7 @@ def test_a_table_is_opened_to_read_while_columns_are_added(tmp_path: Path, monke
     real, waiting = opened.LogCache, [LATE]
 
     def cache(*args: object, **settings: object) -> object:
-        if waiting and not settings["writable"]:  # the manifest was read, and the log is not open
+        if waiting and not settings["writable"]:  # the manifest was read, but the log is not open
             table.add_columns([waiting.pop()])
             table.write(0, torch.full((10, 64), 3.0))
             table.flush()

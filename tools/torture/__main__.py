@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-# What is attacked is the speedswap of PYTHONPATH or of the installation, not whatever lies in the working directory.
+# Attack the speedswap of PYTHONPATH or of the installation, not a package in the working directory.
 if not getattr(sys.flags, "safe_path", False) and sys.path[0] in ("", os.getcwd()):
     sys.path.append(sys.path.pop(0))
 

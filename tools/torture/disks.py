@@ -76,7 +76,7 @@ def _plays(
     player.play()
     disk.make_room()
     player.is_full = False
-    player.steps()  # it goes on once there is room
+    player.steps()  # training continues once there is room
     player.flush()
     if ending == "closed":
         player.attempt("close", player.table.close)
@@ -170,7 +170,7 @@ class _Player:
     def path(self) -> Path:
         return self.disk.path / "table"
 
-    # what may happen
+    # the possible events
 
     def steps(self) -> None:
         if self.table is None:
@@ -258,7 +258,7 @@ class _Player:
 def _check(disk: Disk, reference: Reference, what: str) -> None:
     with speedswap.Table.open(disk.path / "table") as table:
         _compare(table, reference, f"{what}, opened")
-        # What a table has not been written to is computed again when columns are added.
+        # Rows that were never written are recomputed when columns are added.
         table.add_columns([speedswap.Column("more", (1,), torch.float32, speedswap.init.zeros())])
         _compare(table, reference, f"{what}, columns added")
     with contextlib.suppress(FileNotFoundError), speedswap.Table.open(disk.path / "saved"):

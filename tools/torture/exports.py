@@ -60,7 +60,7 @@ def _round(seed: int, folder: Path) -> str:
             _require(_read(folder, back if imports else out), values, what)
     if imports and back.exists():
         Table.open(back).remove()
-    work()  # whatever was left
+    work()  # with any leftovers
     _require(_read(folder, back if imports else out), values, f"{what}, then again")
     _require_nothing_else(folder, {given.name, out.name, back.name, "log"}, f"{what}, then again")
     return f"{'import' if imports else 'export'} {how}"

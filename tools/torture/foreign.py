@@ -20,7 +20,7 @@ from torture.attack import Attack, Broken
 from torture.processes import child
 
 ROWS, DIM = 20, 4
-# What a round may take, where nothing may hang.
+# The longest a round may take.
 _SECONDS = 10.0
 _NAMES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "rows.log", "HEAD", "keys-0.bin")
 

@@ -137,7 +137,7 @@ def _child(
     try:
         flaw = _DEEDS[deed](items, optimizer, expected)
     except SpeedswapError:
-        flaw = []  # refused, which is right for all but exits; what is refused changes nothing, as the parent sees
+        flaw = []  # refused, which is right for all but exits; refusals change nothing, as the parent checks
     except Exception as error:
         flaw = [f"{type(error).__name__} in a forked child", f"{error}\n{traceback.format_exc()}"]
     tell(json.dumps(flaw))

@@ -24,7 +24,7 @@ from torture.processes import Child, child
 from torture.reference import OPTIMIZERS, Reference, batch
 
 DIM = 6
-# Those after which everything must be there, as after a close.
+# Endings after which everything must be in the files, as after a close.
 ORDERLY = ("return", "return with globals", "SystemExit", "error", "freed", "closed", "closed later", "flushed, killed")
 ABRUPT = ("killed", "killed", "killed", "killed", "_exit", "SIGTERM")
 _kept: list[Any] = []

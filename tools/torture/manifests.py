@@ -15,7 +15,7 @@ from speedswap.errors import SpeedswapError
 from torture.attack import Attack, Broken
 
 ROWS, DIM = 40, 4
-# Of every type that JSON has, and numbers that lie just outside what fits somewhere.
+# Of every JSON type, and numbers just outside various ranges.
 _VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 41, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, float("inf"),
     float("nan"), "", "x", "weight", "float32", "data-0.bin", "../data-0.bin", "data-x.bin", "/etc/passwd", "\x00",
@@ -95,7 +95,7 @@ def _open(path: Path, mode: str, expected: dict[str, torch.Tensor], detectable: 
         with speedswap.Table.open(path, mode=mode) as table:
             if detectable:
                 raise Broken(f"a damaged manifest was taken for a good one\n{damaged!r}")
-            # What its checksum confirms is believed; the table must be usable as what it says it is.
+            # A manifest with a valid checksum is believed; the table must be usable as described.
             for name in table.columns:
                 table.read(column=name)
             table.gather(torch.tensor([0, table.num_embeddings - 1]))

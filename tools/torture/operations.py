@@ -169,7 +169,7 @@ def _round(seed: int, folder: Path) -> str:
     calls, seconds = _completed(operation, whole, folder / "log-whole")
     new = states(whole)
     how = draw.choice(["before a call", "after a call", "any time"])
-    for _ in range(draw.choice([1, 1, 2])):  # what cleans up after a kill may be killed itself
+    for _ in range(draw.choice([1, 1, 2])):  # the cleanup after a kill may be killed too
         number = draw.randrange(1, calls + 1)
         with child(_dies, operation, killed, 0 if how == "any time" else number, how, log=folder / "log") as process:
             if process.line() is not None and how == "any time":
@@ -178,7 +178,7 @@ def _round(seed: int, folder: Path) -> str:
             if process.wait() == 1:
                 said = process.said()
                 if "exists" in said.splitlines()[-1] or "TableFormatError" in said:
-                    break  # the kill before had left something there; what it is is checked below
+                    break  # the previous kill left something there, which is checked below
                 raise Broken(f"an operation failed after a kill\n{name}: {said}")
     _check(operation, name, how, whole, killed, old, new)
     return name

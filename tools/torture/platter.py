@@ -72,7 +72,7 @@ class Platter:
             gone = {id(one) for one in covered}
             self.unsynced = [one for one in self.unsynced if id(one) not in gone]
 
-    # what is left
+    # the disk afterwards
 
     def killed(self, draw: random.Random) -> tuple[Platter, dict[str, bytes]]:
         """Return the disk after the process was killed, and the files as the next process reads them.

@@ -21,7 +21,7 @@ from torture.operations import DIM, OPERATIONS, ROWS, Operation, check_tables, l
 from torture.processes import child
 
 _IMAGE_BYTES = 128 << 20  # a log takes 20 MiB from its first row on
-# They say nothing of durability: that is what a flush is for.
+# They promise no durability: that takes a flush.
 _LATER_DURABLE = ("reset_columns", "write", "first scatter")
 
 

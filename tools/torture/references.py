@@ -179,7 +179,7 @@ def _checked(run: Run, known: _Known, least: int, what: str) -> int:
     for where in ("in memory", "in place"):
         table = run.opened() if where == "in place" else None
         items, optimizer = run.trained(table)
-        for step in [*run.saved, *run.saved[::-1], *run.saved]:  # an older one leaves the newer ones as they are
+        for step in [*run.saved, *run.saved[::-1], *run.saved]:  # an older one leaves the newer ones unchanged
             run.load(items, optimizer, step)
             _compare(items, known.after(step), f"{step}, {where}, {what}")
         if step < least:

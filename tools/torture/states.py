@@ -214,7 +214,7 @@ def _change_and_check(
                 expected[touched] = found
             elif found is not None or not torch.equal(after[column], expected):
                 raise Broken(f"column {column!r}, left as {_words(found)}, was taken without an error: {text}")
-        elif outcome == "taken":  # torch has stepped on it: what it makes of it, in the batch's rows alone
+        elif outcome == "taken":  # torch has stepped on it: its result, in the batch's rows alone
             expected[touched] = after[column][touched]
         if not torch.equal(after[column].nan_to_num(7e7), expected.nan_to_num(7e7)):
             rows = (after[column] != expected).any(1).nonzero().flatten().tolist()
@@ -246,7 +246,7 @@ def _go_on(items: Any, optimizer: Any, before: dict[str, Tensor], text: str) -> 
         items(ids).square().sum().backward()
         optimizer.step()
     except (SpeedswapError, TypeError, ValueError, RuntimeError, KeyError, AttributeError):
-        pass  # state that is not Adam's is nothing that Adam could go on with
+        pass  # Adam cannot continue with state that is not its own
     others = torch.ones(len(before["weight"]), dtype=torch.bool)
     others[ids] = False
     for column, values in before.items():

@@ -39,7 +39,7 @@ class _Call:
     do: Callable[[], Any]
     expected: Callable[[], Any] | None = None
     guard: _Guard | None = None
-    nothing: bool = False  # no ids: whatever the other arguments are, nothing is to be done
+    nothing: bool = False  # no ids: nothing to do, whatever the other arguments
 
 
 def _round(seed: int, folder: Path) -> str:

@@ -107,7 +107,7 @@ class Worker:
     def _reaped(self) -> str:
         """Wait for the process, and report how it ended."""
         assert self._pid is not None
-        with contextlib.suppress(ProcessLookupError):  # what it has started
+        with contextlib.suppress(ProcessLookupError):  # its children
             os.killpg(self._pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         for fd in (self._orders, self._replies, self._pidfd):

@@ -58,7 +58,7 @@ def measure(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
         before = _taken(device)
         try:
             table = make()
-        except Exception as error:  # a peer's pool that asks for more than is free: that is a finding too
+        except Exception as error:  # a peer's pool that asks for more than is free is a finding too
             entry["skipped"] = f"{type(error).__name__}: {error}"
             continue
         taken = zip(_KEYS, _taken(device), before, strict=True)
@@ -109,7 +109,7 @@ def _taken(device: str) -> tuple[int, int, int, int]:
     on_device = 0
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # torch keeps freed memory, and would make the next table of it
+        torch.cuda.empty_cache()  # torch keeps freed memory, and would use it for the next table
         free, total = torch.cuda.mem_get_info()
         on_device = total - free
     anonymous = kib.get("RssAnon", 0) + kib.get("RssShmem", 0)

@@ -160,7 +160,7 @@ def run_segment(
     """Train until the next evaluation within the epoch, its end, or until stopped; return True in the first case."""
     settings, device = result.settings, result.settings.compute_device()
     every = settings.evaluate_every
-    if is_due(result, at):  # it failed in the run that this one goes on from
+    if is_due(result, at):  # it failed in the run that this one resumes
         return True
     started, before = time.perf_counter(), at.done
     # Stopped before the lookahead, so that no id map has seen a batch that is not trained on.

@@ -51,7 +51,7 @@ def test_users_choose_by_taste():
     taken = np.zeros(400 * 100)
     taken[split.train.keys()] = 1
     taken = taken.reshape(400, 100)
-    shuffled = np.random.default_rng(0).permuted(taken, axis=0)  # as popular, but by nobody's taste
+    shuffled = np.random.default_rng(0).permuted(taken, axis=0)  # the same popularity, without tastes
 
     def explained(matrix):
         values = np.linalg.svd(matrix - matrix.mean(axis=0), compute_uv=False) ** 2

@@ -61,7 +61,7 @@ def test_every_file_that_is_cut_or_missing_is_noticed(saved: Path, copied: Path)
         if name.name in ("LOCK", "OWNER"):
             continue
         raw = (saved / name).read_bytes()
-        # A log ends in room that is not used, and its heads are there twice.
+        # A log ends in unused space, and has two copies of its heads.
         in_log = name.name in ("rows.log", "HEAD")
         for cut in (None, 0, 1, *(() if in_log else (len(raw) // 2, len(raw) - 1))):
             os.unlink(copied / name)

@@ -156,7 +156,7 @@ def test_a_step_costs_the_same_for_any_number_of_tables(kind: str, form: str, ah
         costs.append(so_far())
     few, many = costs
     assert few.round_trips == many.round_trips > 0 < few.launches
-    if not ahead:  # where the number of pending writes that forward their rows depends on the threads' time
+    if not ahead:  # where thread timing decides how many pending writes forward their rows
         assert few.operations == many.operations
         assert few == many
 
