@@ -142,7 +142,7 @@ class ShardedStep(RowStep):
             ahead = self._rows_ahead(request)
             return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead)[:2]
         if self.is_unsettled and self._optimizer_steps != BatchRows.steps_anywhere:
-            self.settle()  # missed by an optimizer's step: drop them
+            self.settle()  # an optimizer stepped without these gradients
             self._optimizer_steps = BatchRows.steps_anywhere
         with nullcontext() if at_own_pace else self.store.task(Kind.LOOK_UP) as task:
             try:

@@ -228,7 +228,7 @@ class BatchRows:
             self._steps_before = steps
 
     def is_zeroed(self, grad: Tensor) -> bool:
-        """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""
+        """Return whether ``zero_grad(set_to_none=False)`` zeroed a gradient, so that its rows have left the step."""
         if grad._version == self._grad_version:
             return False
         with as_plain():  # this rank's rows, if ranks own them

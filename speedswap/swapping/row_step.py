@@ -1,10 +1,9 @@
 """A training step of a batch's rows, from the gradient's arrival to the scatter.
 
-A :class:`RowStep` belongs to one embedding. Its parameter ``weight`` is a placeholder of one row that an optimizer can
-hold. The backward pass hands it the batch's rows and their gradient; just before the optimizer's own step the rows'
-state joins them in ``optimizer.state``, and the weight becomes an ordinary parameter; just after it, weight and state
-go to the table in one scatter, and the weight stands for the whole table again. The table changes there and nowhere
-else.
+A :class:`RowStep` belongs to one embedding. Its parameter ``weight`` is a one-row placeholder that an optimizer can
+hold. The backward pass gives it the batch's rows and their gradient; just before the optimizer's step the rows' state
+is added to ``optimizer.state``, and the weight becomes an ordinary parameter; just after the step, weight and state are
+written to the table in one scatter, and the weight stands for the whole table again. The table changes only there.
 
 ::
 
@@ -56,11 +55,11 @@ class _Status(enum.Enum):
 
 
 class Leaving(NamedTuple):
-    """Values that an optimizer's step has left for the table.
+    """Values that an optimizer's step produced for the table.
 
     Attributes:
-        values: by column.
-        more: state that the table has no columns for yet.
+        values: values by column.
+        more: state for which the table has no columns yet.
     """
 
     values: dict[str, Tensor]
@@ -71,16 +70,16 @@ class RowStep(Locked):
     """Rows and gradient of an embedding's current training step.
 
     Args:
-        state: the optimizer's state, with the table and the placeholder parameter that it belongs to.
+        state: the optimizer's state, with the table and the placeholder parameter it belongs to.
         padding: rows that get no gradient.
 
     Attributes:
-        lookaheads: under way; while there are any, rows may be written behind the next step.
+        lookaheads: active lookaheads; while there are any, rows may be written during the next step.
         announced: the lookups of the current batch, inside a lookahead.
     """
 
     is_sharded = False
-    group: RankGroup | None = None  # that owns the rows; None where this process does
+    group: RankGroup | None = None  # the ranks that own the rows; None if this process does
 
     def __init__(self, state: OptimizerState, padding: Padding) -> None:
         super().__init__()
@@ -93,9 +92,9 @@ class RowStep(Locked):
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
         self._in_closure = False
-        self._thread = 0  # that is inside the optimizer's step
+        self._thread = 0  # the thread inside the optimizer's step
         self._abandoned = 0  # times
-        self._renewed: list[tuple[int, Tensor]] = []  # since the last step: the table's version then, and the rows
+        self._renewed: list[tuple[int, Tensor]] = []  # since the last step: the table's version after it, and the rows
         self._replaced: weakref.ref[Tensor] | None = None
         self.weight._keeper = weakref.ref(self)
         _by_weight[id(self.weight)] = self
@@ -104,7 +103,7 @@ class RowStep(Locked):
         """Return the step of a deep copy of the table, which its module and its optimizer share.
 
         Raises:
-            TypeError: the table is not copied implicitly; the message says what to do instead.
+            TypeError: the table cannot be copied implicitly; the message says what to do instead.
         """
         if id(self) not in memo:
             table = copy.deepcopy(self.table, memo)
@@ -118,16 +117,15 @@ class RowStep(Locked):
     # ------------------------------------------------------------------ lookups
 
     def look_up(self, request: Request | Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
-        """Bring the distinct rows of a lookup to the device where they are needed.
+        """Gather the distinct rows of a lookup to the device that needs them.
 
         Args:
-            request: the lookup; or its ids, where no lookahead is under way and this process owns the rows.
-            trains: whether the rows get a gradient.
+            request: the lookup; or just its ids, if no lookahead is active and this process owns the rows.
+            trains: True if the rows get a gradient.
 
         Returns:
-            The rows' weights, shape (n, embedding_dim), which are a fresh leaf if they are trained: its gradient comes
-            back here; and each id's place among them, int64, of the ids' shape; or of the shape in which they were
-            announced.
+            The rows' weights, shape (n, embedding_dim), a new leaf if they are trained, whose gradient arrives here;
+            and each id's index among them, int64, of the ids' shape, or of the shape in which they were announced.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -143,28 +141,28 @@ class RowStep(Locked):
         weight = block.columns["weight"]
         if not trains:
             return weight, local
-        leaf = weight.detach()  # a hook of the block's own tensor would keep it alive for ever
+        leaf = weight.detach()  # a hook on the block's tensor would keep it alive forever
         self._leaf(leaf)
         received = functools.partial(self.receive, block, self.table.store.notes.version)
         leaf.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return leaf, local
 
     def _leaf(self, weight: Tensor) -> Tensor:
-        """Let rows get a gradient, which belongs to this step."""
+        """Make rows a leaf whose gradient belongs to this step."""
         weight.requires_grad = True
         weight.gradient_keeper = self  # type: ignore[attr-defined]
         return weight
 
     def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
-        """Lease the distinct rows of ids from the table; return them and each id's place among them."""
+        """Lease the distinct rows of ids from the table; return them and each id's index among them."""
         table = self.state.whole
         rows, local = kernels.find_rows(ids, table.num_embeddings, f"table {table.name!r}")
         return table.lease(rows, columns=columns, device=ids.device), local
 
     def _lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
-        """Return the rows that a lookahead has gathered for a lookup, if they are current; or gather them now.
+        """Return a lookup's rows as gathered by a lookahead, if they are current; otherwise gather them now.
 
-        The ids of an announced lookup are not asked for again.
+        The ids of an announced lookup are not computed again.
         """
         if self.announced is None or not request.given:
             return self.lease(request.ids_of(), columns)
@@ -179,14 +177,14 @@ class RowStep(Locked):
         return self.lease(request.ids_of(), columns)
 
     def begin_lookahead(self, depth: int) -> None:
-        """Let rows be written behind the next step, and lookups be announced ``depth`` batches ahead."""
+        """Allow rows to be written during the next step, and lookups to be announced ``depth`` batches ahead."""
         self.lookaheads += 1
 
     def end_announcements(self, *, failed: bool) -> None:
-        """Note that there are no more lookups to be announced; ``failed``: because of an error."""
+        """Record that no more lookups will be announced; ``failed``: because of an error."""
 
     def end_lookahead(self) -> None:
-        """Forget the lookups of batches that have not had their turn."""
+        """Drop the lookups of batches that have not had their turn."""
         self.lookaheads -= 1
         self.announced = None
 
@@ -196,8 +194,8 @@ class RowStep(Locked):
         """Check that the rows can be trained, and that the previous training step reached the table.
 
         Raises:
-            OptimizerError: they are for lookup only.
-            LostUpdateError: it did not, and never will; its rows and gradients are dropped.
+            OptimizerError: the rows are for lookup only.
+            LostUpdateError: the step did not and never will; its rows and gradients are dropped.
             ThreadError: another thread is inside the optimizer's step.
         """
         if not self.state.is_trainable:
@@ -224,11 +222,11 @@ class RowStep(Locked):
                 weight.__class__ = TableWeight
 
     def receive(self, block: Block, version: int, leaf: Tensor) -> None:
-        """Take the gradient that a backward pass has summed up in a forward's leaf.
+        """Take the gradient that a backward pass accumulated in a forward pass's leaf.
 
         Args:
-            block: the rows that the forward looked up.
-            version: the table's, when it gathered them.
+            block: the rows that the forward pass looked up.
+            version: the table's version when they were gathered.
             leaf: the rows' weights, with their gradient.
         """
         grad, leaf.grad = leaf.grad, None
@@ -243,7 +241,7 @@ class RowStep(Locked):
             self._take(block, version, grad)
 
     def _take(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
-        """Add a gradient to that of the step, while the lock is held; arguments are those of :meth:`BatchRows.add`."""
+        """Add a gradient to the step's, with the lock held; arguments are those of :meth:`BatchRows.add`."""
         self._require_no_other_step()
         weight = self.weight
         weight.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -257,33 +255,33 @@ class RowStep(Locked):
             weight.__class__ = TableWeight
 
     def _accept(self, *, is_first: bool) -> None:
-        """Account for the gradient that has come, which no optimizer step has missed; ``is_first``: none waits yet."""
+        """Accept an arrived gradient as one that no optimizer step missed; ``is_first``: no other awaits a step."""
         self._rows.accept_gradient(BatchRows.steps_anywhere, is_first=is_first)
 
     def settle(self) -> None:
-        """Let the gradients of all backward passes be in the weight's, before it is looked at."""
+        """Merge the gradients of all backward passes into the weight's, before it is read."""
 
     def begin_step(self, sign: str) -> None:
-        """Note that the training loop begins another step.
+        """Record that the training loop begins another step.
 
         Args:
-            sign: of that, such as ``zero_grad``.
+            sign: the sign of it, such as ``zero_grad``.
         """
 
     def drop_gradient(self, rows: Tensor) -> None:
-        """Let rows that have started anew in the table lose the gradient of lookups before."""
+        """Drop the gradient, from earlier lookups, of rows that were reset in the table."""
         with self.lock, self._rows.opened():
             self._renewed.append((self.table.version, rows))
-            block, grad = self._rows.block, _tensor.grad.__get__(self.weight)  # without a look for more to come
+            block, grad = self._rows.block, _tensor.grad.__get__(self.weight)  # without checking for further gradients
             if self._status is _Status.READY and grad is not None and block is not None:
                 drop(grad, block.rows, rows)
                 self._rows.accept()
 
     def save_gradient(self) -> Callable[[], None]:
-        """Note the gradient, and the rows that it belongs to, before a backward pass that may have to be undone.
+        """Save the gradient and its rows before a backward pass that may have to be undone.
 
         Returns:
-            A function that puts both back, as long as no optimizer has stepped since. Abandoned rows stay so.
+            A function that restores both, unless an optimizer has stepped since. Abandoned rows stay abandoned.
         """
         with self.lock:
             status, put_back, abandoned = self._status, self._rows.save(), self._abandoned
@@ -301,13 +299,13 @@ class RowStep(Locked):
     # ------------------------------------------------------------------ the optimizer's step
 
     def replace(self, weight: Tensor) -> None:
-        """Note that the rows have replaced a parameter, which an optimizer may still hold."""
+        """Record that the rows have replaced a parameter, which an optimizer may still hold."""
         key = id(weight)
         self._replaced = weakref.ref(weight, lambda _: _by_replaced.pop(key, None))
         _by_replaced[key] = weakref.ref(self)
 
     def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        """Raise LostUpdateError if an optimizer holds the parameter that these rows have replaced, in their place."""
+        """Raise LostUpdateError if an optimizer still holds the parameter that these rows have replaced."""
         is_waiting = self._status is _Status.READY and self._replaced is not None and self._replaced() is parameter
         if is_waiting and not self._rows.may_be_stepped(self.state.optimizer):
             raise LostUpdateError(
@@ -317,12 +315,12 @@ class RowStep(Locked):
             )
 
     def takes_part(self) -> bool:
-        """Return whether rows wait for the optimizer's step. A gradient that came from no lookup leaves it.
+        """Return whether rows await the optimizer's step. A gradient that came from no lookup is removed from it.
 
-        torch.distributed.checkpoint takes a step with gradients of zeros, to see what state an optimizer makes.
+        torch.distributed.checkpoint takes a step with zero gradients to make an optimizer create its state.
 
         Raises:
-            LostUpdateError: such a gradient is not zero. It is dropped, before anything was changed.
+            LostUpdateError: a gradient from no lookup is not zero. It is dropped before anything changes.
         """
         grad = self.weight.grad
         if self._rows.block is not None or grad is None:
@@ -338,7 +336,7 @@ class RowStep(Locked):
         return False
 
     def with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that also swaps the state in after ``closure``, whose backward pass comes first."""
+        """Return a closure that swaps the state in after ``closure`` and its backward pass."""
 
         def evaluated() -> Any:
             self._in_closure = True
@@ -353,7 +351,7 @@ class RowStep(Locked):
         return evaluated
 
     def swap_in(self, optimizer: Optimizer) -> None:
-        """Give the optimizer the rows' state, just before its own step."""
+        """Give the optimizer the rows' state, just before its step."""
         with self.lock:
             self._require_no_other_step()
             weight = self.weight
@@ -372,12 +370,12 @@ class RowStep(Locked):
         if rows.block is None or grad is None:
             return
         if self._status is _Status.STEPPING:
-            self.state.put_back()  # the step before raised; this one starts over
+            self.state.put_back()  # the previous step raised; start over
         if self._status is not _Status.READY and self._is_zeroed(grad):
             self.weight.grad = None  # lazily: rows without a gradient are not touched
             return
         if self._status is not _Status.READY or not rows.are_current:
-            # A second step with one gradient, or after one that raised, or the table has changed: it has the truth.
+            # A second step with the same gradient, a step after a failed one, or a changed table: read the table again.
             rows.renew(grad)
         block = rows.block
         leased = block.columns["weight"]
@@ -387,31 +385,31 @@ class RowStep(Locked):
                 f"{tuple(grad.shape)}, but the batch has {len(block.rows)} rows of {self.table.embedding_dim}; change "
                 "it in place, or keep its shape"
             )
-        # The rows that a graph has saved are about to change; their data has a version of its own.
+        # The rows saved by a graph are about to change, and their data has a separate version counter.
         torch.autograd.graph.increment_version(leased)
         state = self.state.save_scalars(optimizer)
         self._thread = threading.get_ident()
-        self._status = _Status.STEPPING  # from here on, undo takes back what a Ctrl-C leaves half done
+        self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
         self.state.put_in(optimizer, block, state)
 
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
     ) -> AbstractContextManager[Callable[[], None]]:
-        """Surround what is done for an optimizer's step, before and after it, so that all ranks write or none.
+        """Surround the work before and after an optimizer's step, so that all ranks write or none does.
 
         Args:
-            steps: of all embeddings that the optimizer trains, this one among them.
-            optimizer: the one that has stepped; it is not looked at before its step.
+            steps: steps of all embeddings that the optimizer trains, including this one.
+            optimizer: the optimizer that has stepped; it is not read before its step.
 
         Yields:
-            A function to be called when nothing can fail any more but the writing. It raises PeerError if another rank
-            has failed, and RanksError if their optimizers have other settings. What fails after it leaves the ranks'
-            tables at different steps, and ends their work together.
+            A function to call once only the writing can still fail. It raises PeerError if another rank has failed, and
+            RanksError if optimizer settings differ. A later failure leaves the ranks' tables at different steps, and
+            makes the group unusable.
         """
         return nullcontext(lambda: None)
 
     def call_of_ranks(self, steps: Sequence[RowStep]) -> AbstractContextManager[bool]:
-        """Surround a call about embeddings, whose errors other ranks learn of; provide whether ranks own their rows."""
+        """Surround a call about embeddings, report its errors to other ranks, and yield whether ranks own the rows."""
         return nullcontext(False)
 
     def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
@@ -421,14 +419,14 @@ class RowStep(Locked):
     top_rows = staticmethod(top_rows)  # of the whole table
 
     def _is_zeroed(self, grad: Tensor) -> bool:
-        """Return whether a gradient that has been stepped with was zeroed since."""
+        """Return whether a gradient was zeroed since it was stepped with."""
         return self._rows.is_zeroed(grad)
 
     def check_out(self, optimizer: Optimizer) -> Leaving | None:
-        """Return what the optimizer's step has left for the table, before :meth:`swap_out` of any table.
+        """Return the values that the optimizer's step produced, before :meth:`swap_out` of any table.
 
         Raises:
-            OptimizerError: it does not fit the table. Nothing was written, and the next forward pass begins anew.
+            OptimizerError: they do not fit the table. Nothing was written, and the next forward pass starts over.
         """
         with self.lock:
             if self._status is not _Status.STEPPING:
@@ -440,11 +438,11 @@ class RowStep(Locked):
             return Leaving(values, more)
 
     def _fitting(self, column: Column, value: Any) -> Tensor:
-        """Return what a step has left of a column, once it is known to be the rows'."""
+        """Return a step's values of a column, after checking that they fit the rows."""
         block = self._rows.block
         assert block is not None
         leased = block.columns.get(column.name)
-        # In the very memory that was leased, as steps leave it, it fits.
+        # Values still in the leased memory, as steps leave them, fit.
         if (
             leased is not None
             and type(value) is Tensor
@@ -464,7 +462,7 @@ class RowStep(Locked):
         elif not kernels.has_memory(value):
             found = "a tensor without memory for its items"
         elif self.lookaheads and value.untyped_storage().nbytes() > value.nbytes and not self._rows.contain(value):
-            return value.clone()  # the rest of that memory is somebody's, who may write to all of it
+            return value.clone()  # other users of that memory may write to all of it
         else:
             return value
         raise OptimizerError(
@@ -474,7 +472,7 @@ class RowStep(Locked):
         )
 
     def add_columns(self, leaving: Leaving) -> None:
-        """Give the table the columns that it lacks, before any table of the step is written."""
+        """Add the columns that the table lacks, before any table of the step is written."""
         if leaving.more is not None:
             self.state.add(leaving.more)
 
@@ -482,8 +480,8 @@ class RowStep(Locked):
         """Write weight and state to the table, and leave only scalars in the optimizer.
 
         Args:
-            optimizer: the one that stepped.
-            leaving: what :meth:`check_out` has returned.
+            optimizer: the optimizer that stepped.
+            leaving: the result of :meth:`check_out`.
             commit: the end of the step, over all tables of the optimizer.
         """
         with self.lock:
@@ -502,13 +500,13 @@ class RowStep(Locked):
 
     @property
     def is_stepping(self) -> bool:
-        """True inside of an optimizer's step, and after one that has raised unnoticed."""
+        """True inside an optimizer's step, and after one that raised unnoticed."""
         return self._status is _Status.STEPPING
 
     def undo(self) -> None:
-        """Take the optimizer's step back, as far as it has not reached the table.
+        """Undo the optimizer's step, as far as it has not reached the table.
 
-        Rows and gradient stay, for a second try; the next forward pass drops them.
+        Rows and gradient stay for a second try; the next forward pass drops them.
         """
         with self.lock:
             if self._status is _Status.STEPPING:
@@ -517,13 +515,13 @@ class RowStep(Locked):
                 self.weight.__class__ = TableWeight
 
     def abandon(self) -> None:
-        """Forget rows and gradients, and what a step that was not completed has done to the optimizer's scalars."""
+        """Drop rows and gradients, and revert an incomplete step's changes to the optimizer's scalars."""
         with self.lock, self._rows.opened():
             self._abandon()
 
     @property
     def _has_failed(self) -> bool:
-        """True if the last step did not come to its end, so that its rows and gradient are of no more use."""
+        """True if the last step did not complete, so that its rows and gradient are useless."""
         return self._status in (_Status.STEPPING, _Status.FAILED) and not self._in_closure
 
     def _abandon(self) -> None:
@@ -533,7 +531,7 @@ class RowStep(Locked):
         self._release()
 
     def _require_no_other_step(self) -> None:
-        """Raise if another thread is inside the optimizer's step for these rows, which this one would undo."""
+        """Raise if another thread is inside the optimizer's step for these rows, which this thread would undo."""
         if self._status is not _Status.STEPPING or self._in_closure or self._thread == threading.get_ident():
             return
         raise ThreadError(
@@ -557,11 +555,11 @@ def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
 
 _WEIGHT = ("weight",)
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
-_by_replaced: dict[int, weakref.ref[RowStep]] = {}  # without entries in nearly every program
+_by_replaced: dict[int, weakref.ref[RowStep]] = {}  # empty in nearly every program
 
 
 def require_no_replaced(optimizer: Optimizer) -> None:
-    """Raise LostUpdateError if an optimizer holds a parameter in whose place rows of a table wait for a step."""
+    """Raise LostUpdateError if an optimizer holds a parameter that was replaced by a table's rows awaiting a step."""
     if not _by_replaced:
         return
     for parameter in parameters_of(optimizer):
@@ -571,7 +569,7 @@ def require_no_replaced(optimizer: Optimizer) -> None:
 
 
 def step_of(parameter: Tensor) -> RowStep | None:
-    """Return the training step of an embedding whose weight a parameter is; None for any other parameter."""
+    """Return the training step of the embedding that a parameter is the weight of; None for other parameters."""
     step = _by_weight.get(id(parameter))
     return step if step is not None and step.weight is parameter else None
 
@@ -582,7 +580,7 @@ def steps_of(optimizer: Optimizer) -> list[RowStep]:
         step
         for group in optimizer.param_groups
         for parameter in group["params"]
-        # Of an open weight too, which is an ordinary parameter.
+        # Includes opened weights, which are ordinary parameters.
         if (keeper := getattr(parameter, "_keeper", None)) is not None
         and (step := keeper()) is not None
         and step.weight is parameter
@@ -590,5 +588,5 @@ def steps_of(optimizer: Optimizer) -> list[RowStep]:
 
 
 def every_step() -> list[RowStep]:
-    """Return the steps of all embeddings that are alive; other threads may make embeddings meanwhile."""
+    """Return the steps of all live embeddings; other threads may create embeddings in the meantime."""
     return [step for reference in _by_weight.valuerefs() if (step := reference()) is not None]

@@ -1,4 +1,4 @@
-"""Load a checkpoint: everything is checked, then its tables are put in place, then the dense half."""
+"""Load a checkpoint: check everything, then load its tables, then the dense half."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from speedswap.tables.store import Commits
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was loaded."""
+    """A loaded checkpoint."""
 
     step: int
     extra: Any
@@ -78,30 +78,30 @@ def load_checkpoint(
     extra: Mapping[str, Any] | None = None,
     random_state: bool = True,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint of :func:`save_checkpoint` into a model and its optimizers; training then goes on.
+    """Load a checkpoint of :func:`save_checkpoint` into a model and its optimizers, to resume training.
 
-    The model is made as it was for the training, with any storage: rows that were saved from memory can go to a disk,
-    and back. Its tables take the rows of the checkpoint, whatever they held. Everything is checked before anything is
-    changed; files from anywhere are safe to load. A checkpoint of any number of ranks that own tables together is
-    loaded by any other, each of which calls this, and by one process; and one of a process by ranks.
+    Build the model as for the training, with any storage: rows saved from memory can be loaded to disk, and vice versa.
+    Its tables get the checkpoint's rows, whatever they held. Everything is checked before anything is changed;
+    untrusted files are safe to load. A checkpoint of tables owned by ranks can be loaded by any number of ranks, each
+    of which must call this, or by one process; and a checkpoint of one process by ranks.
 
     Args:
         path: as for :func:`save_checkpoint`; or the folder of one checkpoint.
-        model: with the same parameters, buffers and tables. None to read step and extra alone, such as the settings
-            that the model is to be made with.
-        optimizer: as many as were saved, of the same classes, in their order; they take the settings of the checkpoint.
-            None to load the model alone: an optimizer that trains it keeps all of its state.
+        model: a model with the same parameters, buffers and tables. None to read only step and extra, such as the
+            settings to build the model with.
+        optimizer: the optimizers, matching the saved ones in number, class and order; they get the checkpoint's
+            settings. None to load only the model: an optimizer that trains it keeps all of its state.
         step: load the newest checkpoint of this step; by default the newest.
-        extra: objects with a ``load_state_dict()``, and ``torch.Generator``, that take what was saved under their keys.
-        random_state: put the global random generators back too.
+        extra: objects with a ``load_state_dict()``, and ``torch.Generator``, to load what was saved under their keys.
+        random_state: also restore the global random generators.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model. Nothing was changed.
+        CheckpointError: it does not exist, is damaged, or belongs to another model. Nothing was changed.
         TableClosedError: a table of the model is closed. Nothing was changed.
-        TypeError: what is in extra cannot take what was saved. Nothing was changed.
-        ValueError: model is None, but there are objects that are to take what was saved. Nothing was changed.
+        TypeError: an object in extra cannot load what was saved. Nothing was changed.
+        ValueError: model is None, but other objects to load were given. Nothing was changed.
         PeerError: another rank has failed.
-        TableFullError: the disk of a table has no room for its rows.
+        TableFullError: a table's disk has no room for its rows.
 
     Example:
         >>> import tempfile, torch, speedswap
@@ -162,7 +162,7 @@ def load_checkpoint(
             ranks.wait()  # nothing else has changed yet, on any rank
         for table in tables:
             table.load()
-        ranks.wait()  # before dense parameters are divided, which all take part in
+        ranks.wait()  # before dense parameters are split, in which all take part
         load_dense(model, content["model"], optimizers, states)
         for table in tables:
             if table.trainer is not None:
@@ -175,14 +175,15 @@ def load_checkpoint(
 
 
 def _take_settings(tables: Iterable[TableToLoad], state_of: Mapping[Optimizer, dict[str, Any]]) -> None:
-    """Make room for the state that optimizers keep with the settings of a checkpoint, and not with their present ones.
+    """Add columns for state that optimizers keep only with a checkpoint's settings, not with their present ones.
 
     Args:
         tables: every table of the checkpoint.
-        state_of: the optimizers' state in the checkpoint, which is not loaded yet.
+        state_of: the optimizers' state in the checkpoint, not loaded yet.
 
     Raises:
-        CheckpointError, OptimizerError: with these settings they keep other state than was saved. No table has changed.
+        CheckpointError, OptimizerError: with these settings they keep different state than was saved. No table has
+            changed.
     """
     found: list[tuple[OptimizerState, FoundState]] = []
     for table in tables:
@@ -202,10 +203,10 @@ def _tables(
     """Return the tables of a checkpoint, each checked.
 
     Args:
-        modules: those of the model's tables, one each; others over the same tables may have had their place.
+        modules: one module for each of the model's tables; the saving model may have named another over the same table.
 
     Raises:
-        CheckpointError: one is damaged, or they are not those of the model.
+        CheckpointError: a table is damaged, or they do not match the model's.
     """
     names = [saved.name for saved in manifest.tables]
     every, of_store = modules_of(model), {module.table.store: module for module in modules.values()}
@@ -230,7 +231,7 @@ def _tables(
 
 
 class _Source(NamedTuple):
-    """Rows of a checkpoint's table: all, or those of one of the ranks that have saved it."""
+    """Rows of a checkpoint's table: all, or those saved by one rank."""
 
     saved: SavedTable
     path: Path
@@ -238,17 +239,17 @@ class _Source(NamedTuple):
 
 
 class TableToLoad:
-    """A table of a checkpoint on its way into a model.
+    """A table of a checkpoint being loaded into a model.
 
     Args:
-        saved: the table.
-        module: over the model's table that takes its place.
+        saved: the table's description.
+        module: a module over the model's table to load into.
         tensors: the checkpoint's files.
-        token: of the checkpoint.
+        token: the checkpoint's token.
 
     Attributes:
-        columns: that were saved, by name.
-        trainer: the optimizer that goes on with the rows' state; None where it is not loaded.
+        columns: the saved columns, by name.
+        trainer: the optimizer that resumes the rows' state; None if the state is not loaded.
 
     Raises:
         CheckpointError: it is damaged.
@@ -259,7 +260,7 @@ class TableToLoad:
         self.trainer: Optimizer | None = None
         self._folder, self._tensors, self._token = tensors.folder, tensors, token
         self._where = f"table {module.table.name!r} of the model ({saved.name or 'itself'})"
-        self._target = target = own_shard(module.table)  # the rows that are in this process
+        self._target = target = own_shard(module.table)  # the rows in this process
         owners = Owners(saved.num_embeddings, len(saved.shards)) if saved.shards else InOrder(saved.num_embeddings)
         self._is_as_saved = owners == target.owners
         self._sources = [
@@ -268,15 +269,15 @@ class TableToLoad:
             if len(owners.places_shared(rank, target.owners, target.rank))
         ]
         self.columns = self._sources[0].shard.table.columns
-        self._id_maps = ExitStack()  # which changes no map if it is never closed
+        self._id_maps = ExitStack()  # changes no map if never closed
 
     @property
     def goes_on(self) -> bool:
-        """True if the table takes its state up again although it may not be trained at present."""
+        """True if the table resumes its state although it may not be trained at present."""
         return not self.saved.is_initial and self.module.table.columns["weight"].stored_dtype != torch.int8
 
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
-        """Open the files of some rows, and check that they are those of the checkpoint."""
+        """Open the files of some rows, and check that they belong to the checkpoint."""
         path = self._folder / part.copy if part.copy else path_in(self._folder, part.path)
         if not part.copy and not path.exists():
             which = f"table {self.saved.name!r}" if self.saved.name else "the table"
@@ -316,7 +317,7 @@ class TableToLoad:
             last = int(rows[-1])
 
     def check(self) -> None:
-        """Check that the table fits the model's.
+        """Check that the table matches the model's.
 
         Raises:
             CheckpointError: the message names the difference.
@@ -346,10 +347,10 @@ class TableToLoad:
             )
 
     def check_columns(self, columns: Iterable[Column]) -> None:
-        """Check that columns that the model's table has, or will have, are those that were saved.
+        """Check that the model table's present or future columns match the saved ones.
 
         Raises:
-            CheckpointError: one is not.
+            CheckpointError: a column does not match.
         """
         for column in columns:
             theirs = self.columns.get(column.name)
@@ -365,10 +366,10 @@ class TableToLoad:
 
         Args:
             key: the map's name.
-            parts: its bytes, of each rank that has saved some.
+            parts: its bytes, from each rank that saved some.
 
         Raises:
-            CheckpointError: it is damaged, or is of a map with other settings.
+            CheckpointError: it is damaged, or belongs to a map with other settings.
         """
         table = self.module.table
         what = f"the id map of table {(key or table.name)!r} in checkpoint {self._folder}"
@@ -382,14 +383,14 @@ class TableToLoad:
             raise CheckpointError(f"{error}, in {self._where}") from error
 
     def load(self) -> None:
-        """Replace the rows of the model's table, its id maps and its attributes; of one that ranks own this rank's.
+        """Replace the model table's rows, id maps and attributes; if ranks own it, this rank's part.
 
-        The state stays that an attached optimizer keeps there, unless it is the one that goes on.
+        An attached optimizer's state stays, unless that optimizer resumes the saved state.
         """
         table, step = self.module.table, self.module._step
         keeps_state = self.trainer is None and step.state.optimizer is not None
         step.abandon()
-        with table.lock, self._target.table.lock:  # no rows of the next batch are gathered from a part of it
+        with table.lock, self._target.table.lock:  # no prefetch may read a half-loaded table
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
             commits = None if keeps_state else self._commits_to_return_to(own)

@@ -45,7 +45,7 @@ from speedswap.tables.shards import InOrder, own_shard
 from speedswap.tables.shards.parts import remove_former
 from speedswap.tables.store import Commits
 
-_MOST_DELTAS = 0.5  # of the bytes of the copy; beyond that, another copy is written
+_MOST_DELTAS = 0.5  # share of the copy's bytes beyond which a new copy is written
 _MOST_HELD = 2  # commits that a table keeps
 
 
@@ -70,39 +70,39 @@ def save_checkpoint(
     keep: int | Iterable[int] | None = 1,
     tables: str = "auto",
 ) -> SavedCheckpoint:
-    """Save a training as of one moment: it goes on from there to the same bits as if it had not been interrupted.
+    """Save a consistent snapshot of a training, which resumes from it bit for bit as if uninterrupted.
 
-    Saved are the tables of the model with their optimizer state and id maps, every other parameter and buffer, the
+    A checkpoint holds the model's tables with their optimizer state and id maps, every other parameter and buffer, the
     optimizers' state and parameter groups, the global random generators of torch, NumPy and Python, and ``extra``. Call
-    it between two steps, also inside a :func:`lookahead`.
+    this between two steps; inside a :func:`lookahead` is fine.
 
-    A checkpoint is a folder in ``path``, named like ``000007-step-500``. It gets that name, by one rename, when it is
-    complete and durable, and was read back: a process killed at any instant, or a full disk, leaves those before, which
-    are removed afterwards. So the disk needs room for one more than ``keep``. What has not changed since the one before
-    is not written again: a tensor with the same bytes, and rows of a table in memory as long as this process trains it
-    and fewer than half of them have changed; folders share such files by hard links. Nothing is pickled: tensors are in
-    safetensors files, the rest is JSON.
+    A checkpoint is a folder in ``path``, named like ``000007-step-500``. It gets that name, with one rename, once it is
+    complete, durable and verified by reading it back: a kill at any instant, or a full disk, leaves the earlier
+    checkpoints, which are removed only afterwards. So the disk needs room for one more than ``keep``. Data unchanged
+    since the previous checkpoint is not written again: tensors with the same bytes, and rows of a table in memory as
+    long as this process trains it and fewer than half of them have changed; folders share these files by hard links.
+    Nothing is pickled: tensors are in safetensors files, the rest is JSON.
 
     Args:
-        path: the directory for the checkpoints of one training, made if need be. In a job of several processes each
-            gives its own; ranks that own tables together, who save one checkpoint and all call this, give one that
-            they share.
-        model: any module. Ranks that save together put what ``fully_shard`` divides together; each loads its part.
-        optimizer: the optimizer, or several; those whose state is in the tables are attached.
-        step: the number of steps taken, 0 or more, for the reader.
+        path: the directory for the checkpoints of one training, created if needed. In a job of several processes each
+            passes its own directory; ranks that own tables together save one checkpoint, must all call this, and pass a
+            shared directory.
+        model: any module. Ranks that save together gather what ``fully_shard`` splits; each loads its shard.
+        optimizer: one or several optimizers; those whose state is in the tables are attached.
+        step: the number of steps taken, at least 0, for information.
         extra: anything else: numbers, text, lists, dicts, tensors, arrays; and objects that have a ``state_dict()``,
             such as a learning rate scheduler or a GradScaler, and ``torch.Generator``.
-        tables: ``"auto"`` to refer to tables on disk as of a commit that they keep, or ``"copy"``. A checkpoint refers
-            to a table where that is: it is restored only while the table's files are there. They keep one commit for
-            all checkpoints, in ``path`` or elsewhere, beside the one to come: with a larger ``keep``, or with
+        tables: ``"auto"`` to reference tables on disk by a held commit, or ``"copy"``. A referenced table stays where
+            it is: the checkpoint can be restored only while the table's files exist. A table holds one commit for all
+            checkpoints, in ``path`` or elsewhere, in addition to the one being saved: with a larger ``keep``, or with
             checkpoints in two directories, some have copies.
-        keep: the checkpoints that stay: the newest ``keep``, or this one and the newest of these steps; None for all.
-            Damaged ones do not count.
+        keep: the checkpoints to keep: the newest ``keep``, or this one and the newest of each of these steps; None for
+            all. Damaged ones do not count.
 
     Raises:
-        CheckpointError: another process is saving there, or the disk has other bytes than were written.
+        CheckpointError: another process is saving there, or the bytes read back differ from those written.
         PeerError: another rank has failed.
-        TableFullError: the disk has no room. The checkpoints before are whole.
+        TableFullError: the disk has no room. Earlier checkpoints are intact.
         TypeError: extra, or some state, cannot be written without pickle.
         ValueError: extra contains itself, or is nested too deeply; step, keep or tables is out of range.
             Nothing was written.
@@ -155,7 +155,7 @@ def save_checkpoint(
                         for index, (name, module) in enumerate(modules.items())
                         if ranks.rank == 0 or module._step.is_sharded
                     )
-                    ranks.wait()  # none that has failed is missed where parts of dense parameters are put together
+                    ranks.wait()  # a failed rank is noticed before dense parameters are gathered
                     content = content_of(model, optimizers, extra, encoder, ranks.rank)
                 name = f"tensors-{number}{suffix}.safetensors"
                 tensors = files.write_changed(name, encoder.tensors, existing[-1] if existing else None)
@@ -172,7 +172,7 @@ def save_checkpoint(
                     with _says_unreadable(folders):
                         Manifest.read(files.directory)
             except BaseException:
-                ranks.give_up()  # the others have ended when the folder goes
+                ranks.give_up()  # the others have finished when the folder is removed
                 if saving is not None:
                     saving.give_up()
                 raise
@@ -196,13 +196,13 @@ def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | Non
     Raises:
         CheckpointError: no number is left.
     """
-    Encoder().encode(extra, "extra")  # what cannot be written is an error before tables are
+    Encoder().encode(extra, "extra")  # report what cannot be written before writing tables
     found = folders.found()
     if not found:
         return 1
     number, newest = found[-1].number + 1, found[-1].manifest()
     if newest is not None and newest.token == Folders.known_sound:
-        folders.remove_but(keep)  # which a killed process has not come to
+        folders.remove_but(keep)  # left undone by a killed process
     if number >= 10**18:
         raise CheckpointError(
             f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"
@@ -212,7 +212,7 @@ def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | Non
 
 @contextmanager
 def _says_unreadable(folders: Folders) -> Iterator[None]:
-    """Raise CheckpointError, which names the remedy, where what was written cannot be read back."""
+    """Raise CheckpointError, with the remedy, if what was written cannot be read back."""
     try:
         yield
     except (CheckpointError, TableFormatError) as error:
@@ -223,10 +223,10 @@ def _says_unreadable(folders: Folders) -> Iterator[None]:
 
 
 def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
-    """Return the checkpoints that stay: how many of the newest, or of which steps.
+    """Return the checkpoints to keep: how many of the newest, or of which steps.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: ``keep`` is neither.
     """
     if keep is None or isinstance(keep, range):
         return keep
@@ -243,13 +243,13 @@ def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
 
 
 class TablesToSave:
-    """The tables of a model on their way into a checkpoint.
+    """The tables of a model being saved to a checkpoint.
 
     Args:
-        files: of the checkpoint.
-        number, token: of it.
-        existing: the checkpoints there, each with its folder, oldest first.
-        suffix: of the names of this rank's files.
+        files: the checkpoint's files.
+        number, token: the checkpoint's.
+        existing: the existing checkpoints, each with its folder, oldest first.
+        suffix: suffix of this rank's file names.
         copies: True to copy tables on disk too.
     """
 
@@ -269,13 +269,13 @@ class TablesToSave:
         self._held: list[tuple[Table, Commits, int]] = []
 
     def save(self, index: int, name: str, module: TableModule, encoder: Encoder) -> SavedTable:
-        """Write a table, or its changes; of one that ranks own the rows of this rank.
+        """Write a table, or its changes; if ranks own it, this rank's rows.
 
         Args:
-            index: of the table among those of the model.
-            name: of the module, in the model.
-            module: it.
-            encoder: takes tensors.
+            index: the table's index in the model.
+            name: the module's name in the model.
+            module: the module.
+            encoder: collects tensors.
         """
         table, owners, rank = own_shard(module.table)
         store, shard = table.store, "" if isinstance(owners, InOrder) else "/" + shard_name(rank, owners.world_size)
@@ -303,7 +303,7 @@ class TablesToSave:
         return replace(saved, copy=copy, deltas=deltas)
 
     def _hold(self, table: Table) -> int | None:
-        """Begin a commit of a table on disk that stays; return its number, or None where the table has to be copied."""
+        """Begin a held commit of a table on disk; return its number, or None if the table must be copied."""
         commits = table.store.commits
         if self._copies or table.path is None or commits is None:
             return None
@@ -318,19 +318,19 @@ class TablesToSave:
         return commit
 
     def wait(self) -> None:
-        """Return when the commits that were begun are durable."""
+        """Wait until the begun commits are durable."""
         for table, _, _ in self._held:
             table.flush()
 
     def give_up(self) -> None:
-        """Let go of the commits of a checkpoint that will not be."""
+        """Release the commits of an abandoned checkpoint."""
         for table, commits, commit in self._held:
-            with suppress(Exception):  # the error that led here counts
+            with suppress(Exception):  # the original error matters
                 table.flush()
                 commits.let_go(commit)
 
     def _copied(self, name: str, table: Table, index: int, shard: str) -> tuple[str, tuple[Delta, ...]]:
-        """Write a copy of a table, or link the one before and write the changes since.
+        """Write a copy of a table, or link the previous copy and write the changes since.
 
         Args:
             shard: the path of this rank's rows within the copy.
@@ -353,7 +353,7 @@ class TablesToSave:
         return copy, ()
 
     def _before(self, name: str, table: Table, shard: str) -> SavedTable | None:
-        """Return the table in the checkpoint before, if what has changed since is known."""
+        """Return the table in the previous checkpoint, if the changes since are known."""
         saved = copied.get(table.store)
         if self._previous is None or saved is None or table.store.notes.changes is not saved.changes:
             return None
@@ -368,7 +368,7 @@ class TablesToSave:
         return None
 
     def _delta(self, table: Table, rows: Tensor, index: int) -> Delta:
-        """Write some rows, as they are stored."""
+        """Write some rows in their stored form."""
         name = f"rows-{self._number}-{index}{self._suffix}.safetensors"
         columns = table.columns.values()
         shapes = {each.name: (each.stored_dtype, (len(rows), *each.row_shape)) for each in columns}
@@ -385,7 +385,7 @@ class TablesToSave:
         return Delta(name, len(rows), {key: digest.hexdigest() for key, digest in digests.items()})
 
     def published(self) -> None:
-        """Note that the checkpoint is complete: later ones need only what changes from now on."""
+        """Record that the checkpoint is complete: later ones need only the changes from now on."""
         for store, changes in self._changes.items():
             if changes is None:
                 copied.pop(store, None)

@@ -1,6 +1,6 @@
 """The tables of a model in a checkpoint, and the ranks that own them.
 
-A table is referred to as of a commit, or copied, and later the rows that have changed since.
+A table is either referenced by a commit, or copied; after a copy, only changed rows are saved.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from speedswap.tables.notes import ChangedRows
 
 _PIECE_BYTES = 8 << 20
 ROWS = "rows"
-# Among a table's attributes, of the last checkpoint that refers to it: its token, and the directory that it is in.
+# A table's attributes for the last checkpoint that references it: the checkpoint's token and directory.
 TOKEN, KEEPER = "checkpoint", "checkpoints"
 
 
 class CopiedIn(NamedTuple):
-    """The checkpoint that has a store as it was before these changes."""
+    """The checkpoint that holds a store as it was before these changes."""
 
     token: str
     changes: ChangedRows
@@ -52,8 +52,8 @@ def tables_of(
 
     Args:
         model: their model.
-        optimizers: of several modules over one table, the one is preferred that these are to train;
-        names: then one with such a name.
+        optimizers: among several modules over one table, prefer the one that these train;
+        names: then one with one of these names.
     """
     every = modules_of(model)
 
@@ -69,7 +69,7 @@ def tables_of(
 
 
 def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
-    """Hold every table until the stack is closed, so that all are saved as of one moment."""
+    """Lock every table until the stack is closed, so that all are saved consistently."""
     with ExitStack() as held:
         for table in sorted({module.table for module in modules.values()}, key=id):
             held.enter_context(table.lock)
@@ -78,12 +78,12 @@ def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
 
 
 def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int = 0) -> None:
-    """Let go of the commits of a table on disk that no checkpoint refers to any more, there or in another directory.
+    """Release commits of a table on disk that no checkpoint, here or in another directory, still references.
 
     Args:
-        table: it.
-        existing: the checkpoints there.
-        after: this commit and earlier ones stay.
+        table: the table.
+        existing: the existing checkpoints.
+        after: keep this commit and earlier ones.
     """
     commits = table.store.commits
     if commits is None or not any(commit > after for commit in commits.held):
@@ -92,14 +92,14 @@ def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int =
     known = commits_of(existing, table)
     for commit in commits.held:
         if commit > after and commit not in known:
-            keeper = commits.attributes_of(commit).get(KEEPER)  # the directory for whose checkpoint it was held
+            keeper = commits.attributes_of(commit).get(KEEPER)  # the directory of the checkpoint that held it
             kept = Folders(table.path / keeper).manifests() if table.path and isinstance(keeper, str) else []
             if commit not in commits_of(kept, table):
                 commits.let_go(commit)
 
 
 def commits_of(existing: Iterable[tuple[Manifest, Path]], table: Table) -> set[int]:
-    """Return the commits of a table on disk that checkpoints refer to."""
+    """Return the commits of a table on disk that checkpoints reference."""
     files = table.store.files
     return {
         part.commit
@@ -111,12 +111,12 @@ def commits_of(existing: Iterable[tuple[Manifest, Path]], table: Table) -> set[i
 
 
 def path_from(here: Path, there: Path, above: Path) -> str:
-    """Return a path: relative to another one where both lie in one directory and move together, without a link between.
+    """Return a path, relative if both are in the same directory, without links between, and so move together.
 
     Args:
-        here: what it is relative to.
-        there: what it leads to.
-        above: the directory.
+        here: the path to be relative to.
+        there: the target.
+        above: the common directory.
     """
     near = os.path.relpath(there, here)
     moves = here.is_relative_to(above) and there.is_relative_to(above)
@@ -124,18 +124,18 @@ def path_from(here: Path, there: Path, above: Path) -> str:
 
 
 def path_in(folder: Path, path: str) -> Path:
-    """Return where a table is that a checkpoint refers to.
+    """Return the path of a table that a checkpoint references.
 
     Args:
         folder: the checkpoint's, or a link to it.
-        path: as it stands in the checkpoint.
+        path: the path stored in the checkpoint.
     """
     near = folder.parent / path
     return near if near.exists() else Path(os.path.realpath(folder)).parent / path
 
 
 def descriptions_of(table: Table) -> dict[str, list[Any]]:
-    """Return what must be equal where rows are copied, by column, as JSON has it."""
+    """Return, by column, the properties that must be equal to copy rows, as plain data."""
     columns = table.columns.values()
     return {each.name: [list(each.row_shape), _word(each.dtype), _word(each.stored_dtype)] for each in columns}
 
@@ -149,13 +149,13 @@ def piece_rows(table: Table) -> int:
 
 
 class SavingRanks:
-    """The ranks of a model's tables.
+    """The ranks that own a model's tables.
 
     Args:
-        group: theirs; None for a process alone.
+        group: the ranks; None for a single process.
 
     Attributes:
-        rank: of this process among them; one alone is the first.
+        rank: this process's index among them; 0 for a single process.
     """
 
     def __init__(self, group: RankGroup | None) -> None:
@@ -168,7 +168,8 @@ class SavingRanks:
         """Return the ranks that own the tables of a model.
 
         Raises:
-            ValueError: a table is each rank's own, so that there is no one state of it; or they are of several groups.
+            ValueError: a table is local to each rank, so that it has no common state; or tables belong to several
+                groups.
         """
         groups = {each.table.ranks for each in modules.values()} - {None}
         if len(groups) > 1:
@@ -185,12 +186,12 @@ class SavingRanks:
         return cls(next(iter(groups), None))
 
     def once(self, work: Callable[[], Any], elsewhere: Callable[[], Any]) -> Any:
-        """Let the first rank do what is done once for all, and the others something else."""
+        """Run one function on the first rank, and another on the others."""
         return work() if self.rank == 0 else elsewhere()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Surround what the ranks do together: what fails in it is an error of all."""
+        """Surround work that the ranks do together: a failure in it raises on all."""
         if self._group is None:
             yield
             return
@@ -199,19 +200,19 @@ class SavingRanks:
             self._task.finish()
 
     def wait(self) -> None:
-        """Return when all ranks have come here, and nothing has failed."""
+        """Wait until all ranks have arrived here without failure."""
         if self._task is not None:
             self._task.round()
 
     def give_up(self) -> None:
-        """Let the others fail in their next round, and return when they have come there."""
+        """Make the others fail in their next round, and wait until they have."""
         if self._task is not None:
             self._task.give_up()
 
     def share(self, data: Any) -> list[Any]:
-        """Return the data of all ranks, in their order.
+        """Return the data of all ranks, in rank order.
 
         Args:
-            data: of this one, as JSON can hold it.
+            data: this rank's data, plain data for JSON.
         """
         return [data] if self._task is None else self._task.share(data)
