@@ -1,7 +1,7 @@
-"""The state that an optimizer keeps for a table's rows: columns of the table, and scalars beside them.
+"""An optimizer's state for a table's rows: columns of the table, and scalars.
 
 Between steps the optimizer itself holds only scalars (``step``). They outlive it with the table: in its files, and in
-memory for the next optimizer of the same class that finds a table with state.
+memory for the next optimizer of the same class that is attached to a table with state.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ATTRIBUTE = "optimizer"
 
 
 class Scalars:
-    """Scalars that go with the rows' state, read when the table is saved, and after each step of one in files.
+    """Scalars that belong to the rows' state, read when the table is saved, and after each step of a table in files.
 
-    A training function may have returned by then, and its optimizer be gone. So the state is held here, by reference:
-    optimizers count their steps in place, and nothing has to be copied in a step. Neither the table nor the optimizer
-    is known, which would keep them alive.
+    By then a training function may have returned and its optimizer been freed. So this holds the state by reference:
+    optimizers count their steps in place, and no step has to copy anything. It holds neither the table nor the
+    optimizer, to not keep them alive.
 
     Args:
         optimizer: the name of its class.
@@ -46,12 +46,12 @@ class Scalars:
         self._state: dict[str, Any] | None = None
 
     def remember(self, names: Collection[str], state: dict[str, Any]) -> None:
-        """Keep in mind the state that goes with the rows as the table has them now, and which of it is scalar."""
+        """Remember the state that belongs to the table's present rows, and which of it is scalar."""
         self._names = names
         self._state = state
 
     def forget(self) -> None:
-        """Note that the rows have only the state that they start with."""
+        """Record that the rows have only their initial state."""
         self._state = None
 
     def __call__(self) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ class Scalars:
 
 
 class FoundState(NamedTuple):
-    """Row state that the probe has found, and the columns that are to hold it."""
+    """Row state found by the probe, and the columns to hold it."""
 
     row_state: RowState
     columns: list[Column]
@@ -75,11 +75,11 @@ class OptimizerState:
 
     Args:
         table: the full rows.
-        weight: the parameter that an optimizer holds for them.
-        state_dtype: in which the table stores float32 state as wide as the weight; by default as it has it already, or
-            as float32.
-        rounding: of such state; stochastic by default.
-        whole: the table as the weight stands for it, where the full rows here are some of those.
+        weight: the parameter that an optimizer holds for the rows.
+        state_dtype: the dtype in which the table stores float32 state as wide as the weight; by default as it does
+            already, or float32.
+        rounding: the rounding of such state; stochastic by default.
+        whole: the table that the weight stands for, if ``table`` holds only some of its rows.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class OptimizerState:
         self.weight = weight
         self._stored_as = state_dtype, rounding
         self.is_trainable = table.columns["weight"].stored_dtype != torch.int8
-        self.attached: Callable[[], Optimizer | None] = _nobody  # a weak reference, once there is one
+        self.attached: Callable[[], Optimizer | None] = _nobody  # a weak reference, once attached
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
-        self._is_initial = True  # torch initializes the state of the rows itself
+        self._is_initial = True  # torch initializes the rows' state itself
         self._scalars = Scalars("")
-        self._before: dict[str, Any] = {}  # the scalars before the step that is under way
+        self._before: dict[str, Any] = {}  # the scalars before the current step
         self._after: dict[str, Any] = {}  # the optimizer's state after it
-        self.warning: str | None = None  # to log, unless a state is loaded before the next step
-        self._is_copied = False  # with the table, for a copy of the optimizer
+        self.warning: str | None = None  # logged unless a state is loaded before the next step
+        self._is_copied = False  # copied with the table, for a copy of the optimizer
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
@@ -128,13 +128,13 @@ class OptimizerState:
     # ------------------------------------------------------------------ in a step
 
     def save_scalars(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Note the scalars that :meth:`put_back` returns to, before a step; return the optimizer's state, if any."""
+        """Save the scalars that :meth:`put_back` restores, before a step; return the optimizer's state, if any."""
         state = optimizer.state.get(self.weight)
         self._before = {key: _copy(state[key]) for key in state} if state else {}
         return state
 
     def notice_cleared(self, optimizer: Optimizer) -> None:
-        """Let every row's state start over if the optimizer's was cleared, as by ``optimizer.state.clear()``."""
+        """Reset every row's state if the optimizer's was cleared, as by ``optimizer.state.clear()``."""
         if self.weight not in optimizer.state:
             self.load(None)
 
@@ -144,7 +144,7 @@ class OptimizerState:
         Args:
             optimizer: the attached one.
             block: the rows.
-            state: what :meth:`save_scalars` has returned.
+            state: the result of :meth:`save_scalars`.
         """
         if state is None:
             self.load(None)  # it was cleared
@@ -158,13 +158,13 @@ class OptimizerState:
                 state[key] = _copy(row_state.scalars[key])
             value = state[key]
             if type(value) is Tensor and value.device != device and self._kernels_count(optimizer):
-                state[key] = value.to(device)  # a module was moved since
+                state[key] = value.to(device)  # the module was moved since
         for column in row_state.columns:
             state[column.name] = columns[column.name]
         self._scalars.remember(row_state.scalars, self._before)
 
     def _kernels_count(self, optimizer: Optimizer) -> bool:
-        """Return whether kernels count the optimizer's steps: they read any address as one of their own device."""
+        """Return whether kernels count the optimizer's steps: they take any address for one on their device."""
         return any(
             group.get("fused") or group.get("capturable")
             for group in optimizer.param_groups
@@ -172,18 +172,18 @@ class OptimizerState:
         )
 
     def take(self, optimizer: Optimizer) -> tuple[list[tuple[Column, Any]], FoundState | None]:
-        """Return what the optimizer's step has left of each column, and columns that the table lacks, if any."""
+        """Return each column's values after the optimizer's step, and new columns that the table lacks, if any."""
         state, row_state, more = optimizer.state[self.weight], self._row_state, None
         self._after = state
         if not state.keys() <= row_state.names:
-            # A setting changed, and the optimizer keeps more state than it did.
+            # A setting changed, and the optimizer now keeps more state.
             more = self._probe(optimizer)
             row_state = more.row_state
         columns = [column for column in row_state.columns if column.name in state]
         return [(column, state[column.name]) for column in columns if state[column.name] is not None], more
 
     def keep_scalars(self, optimizer: Optimizer, written: Iterable[str], commit: Commit) -> None:
-        """Leave only scalars in the optimizer, now that the table has the columns of these names."""
+        """Leave only scalars in the optimizer, now that the table has the named columns."""
         state = self._after
         held = [name for name in written if name in state]
         for name in held:
@@ -195,19 +195,19 @@ class OptimizerState:
         self._before = self._after = {}
 
     def put_back(self) -> None:
-        """Give the optimizer the scalars from before a step that has not reached the table."""
+        """Restore the optimizer's scalars from before a step that did not reach the table."""
         optimizer = self.optimizer
         if optimizer is not None and self.weight in optimizer.state:
             optimizer.state[self.weight] = self.scalars_before()
 
     def scalars_before(self) -> dict[str, Any]:
-        """Return the scalars from before the step that is under way."""
+        """Return the scalars from before the current step."""
         return dict(self._before)
 
     # ------------------------------------------------------------------ attaching an optimizer
 
     def examine(self, optimizer: Optimizer) -> FoundState:
-        """Find an optimizer's row state, before it is attached. Nothing changes.
+        """Find an optimizer's row state before attaching it, without changing anything.
 
         Raises:
             OptimizerError: the optimizer cannot train these rows.
@@ -225,24 +225,24 @@ class OptimizerState:
         return found
 
     def attach(self, optimizer: Optimizer, found: FoundState, loaded: dict[str, Any] | None = None) -> None:
-        """Let the optimizer's row state live in the table from now on.
+        """Store the optimizer's row state in the table from now on.
 
         Args:
-            optimizer: the one that trains the rows.
-            found: what :meth:`examine` has returned for it.
-            loaded: state that will be written next; by default that which the optimizer holds is.
+            optimizer: the optimizer that trains the rows.
+            found: the result of :meth:`examine` for it.
+            loaded: state that will be written next; by default the state that the optimizer holds.
         """
         replaced, is_first = self.optimizer, self.attached is _nobody
         existing = self.add(found)
         noted = self._noted_scalars()
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
-        if self._is_copied:  # a new optimizer of a copied model begins anew, as in torch; a copied one goes on
+        if self._is_copied:  # as in torch, a new optimizer of a copied model starts over; a copied one continues
             is_first = resumes = resumes and self.goes_on(optimizer)
         state = optimizer.state.get(self.weight, {}) if loaded is None else loaded
         starts_over = not resumes and not self._is_whole(state)
         if starts_over:
-            # An interrupted attach is none, and the next one comes here again.
-            self._note_scalars_of(optimizer)  # none yet, before the state that they went with is gone
+            # An interrupted attach does not count, and the next one repeats this.
+            self._note_scalars_of(optimizer)  # none yet, before the state they belong to is gone
             self.table.reset_columns(existing)
         with deferred_interrupts():
             self.attached = weakref.ref(optimizer)
@@ -263,36 +263,36 @@ class OptimizerState:
             self._take_state_of(optimizer)
 
     def warn(self) -> None:
-        """Log why an earlier run's state is not what it seems, if so: a step is about to be taken."""
+        """Before a step, log if an earlier run's state is not what it seems."""
         if self.warning is not None:
             _log.warning(self.warning)
             self.warning = None
 
     def add(self, found: FoundState) -> list[Column]:
-        """Give the table these columns, for an optimizer's row state; return those that it had already."""
+        """Add columns for an optimizer's row state to the table; return those that it had already."""
         have = self.table.columns
         self.table.add_columns([column for column in found.columns if column.name not in have], commit=False)
         self._row_state = found.row_state
         return [column for column in found.columns if column.name in have]
 
     def _probe(self, optimizer: Optimizer) -> FoundState:
-        """Find the optimizer's row state, and the columns that are to hold it.
+        """Find the optimizer's row state, and the columns to hold it.
 
         Raises:
-            OptimizerError: its state does not go into this table. Nothing has changed.
+            OptimizerError: this table cannot hold its state. Nothing has changed.
         """
         held = optimizer.state.get(self.weight, {})
-        # A copy of an attached optimizer has its scalars and no rows; what was loaded is nothing that rows start with.
+        # A copy of an attached optimizer has its scalars and no rows, and loaded state is not initial state.
         left = held.keys() <= self._row_state.scalars.keys()
         is_loaded = bool(held) and not any(_is_made_of_weight(value) for value in held.values())
         asked = optimizer, self.weight, self.table.embedding_dim, self.table.dtype
         try:
             row_state = probe(*asked, fresh=left or is_loaded)
-        except OptimizerError:  # its constructor alone makes state, as Adagrad's does before torch 2.13
+        except OptimizerError:  # only its constructor makes state, as Adagrad's does before torch 2.13
             if not left and is_loaded:
                 row_state = probe(*asked)
             elif left and held and self._noted_scalars().get("class") == type(optimizer).__name__:
-                row_state = self._row_state  # it was found when the original was examined
+                row_state = self._row_state  # found when the original was examined
             else:
                 raise
         columns = [self._as_stored(column) for column in row_state.columns]
@@ -318,7 +318,7 @@ class OptimizerState:
         return FoundState(row_state, columns)
 
     def _as_stored(self, column: Column) -> Column:
-        """Return the column in the form in which the table is to store it. One number per row is left as it is."""
+        """Return the column in the form that the table will store; one number per row stays as it is."""
         state_dtype, rounding = self._stored_as
         if state_dtype is None or column.dtype != torch.float32 or column.width == 1:
             return column
@@ -326,13 +326,13 @@ class OptimizerState:
         return replace(column, stored=state_dtype, rounding=rounding)
 
     def _noted_scalars(self) -> dict[str, Any]:
-        """Return what the table has kept of an optimizer's scalars so far."""
+        """Return the optimizer scalars that the table has kept so far."""
         source = self.table.live_attributes.get(_ATTRIBUTE)
         noted = (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})
-        return noted if _are_scalars(noted) else {}  # a file may say anything
+        return noted if _are_scalars(noted) else {}  # a file may contain anything
 
     def _note_scalars_of(self, optimizer: Optimizer) -> None:
-        """Let the table keep the scalars of this optimizer from now on; it has none yet."""
+        """Make the table keep this optimizer's scalars from now on; it has none yet."""
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._scalars = Scalars(type(optimizer).__name__)
         self.table.live_attributes[_ATTRIBUTE] = self._scalars
@@ -347,7 +347,7 @@ class OptimizerState:
         self._scalars.remember(self._row_state.scalars, state)
 
     def _take_state_of(self, optimizer: Optimizer) -> None:
-        """Leave only scalars in the optimizer: what it holds by row goes to the table, or was the placeholder's."""
+        """Leave only scalars in the optimizer: its row state moves to the table, or was the placeholder's."""
         state = optimizer.state.get(self.weight)
         if not state:
             return
@@ -359,7 +359,7 @@ class OptimizerState:
         self._write(state)
 
     def goes_on(self, optimizer: Optimizer) -> bool:
-        """Return whether the table was copied, and an optimizer with it: it has the scalars that go with the state."""
+        """Return whether the optimizer was copied with the table: it has the scalars that belong to the state."""
         if not self._is_copied or self._noted_scalars().get("class") != type(optimizer).__name__:
             return False
         state = optimizer.state.get(self.weight)
@@ -378,13 +378,13 @@ class OptimizerState:
     # ------------------------------------------------------------------ state_dict
 
     def read(self, *, initial: bool = False) -> dict[str, Any]:
-        """Return every state column, whole.
+        """Return every state column, for the whole table.
 
         Args:
-            initial: also where no step was taken yet, and then with the scalars.
+            initial: True to include state, with the scalars, even before the first step.
 
         Raises:
-            TableTooLargeError: they do not fit into memory.
+            TableTooLargeError: they do not fit in memory.
         """
         if self._is_initial and not initial:
             return {}
@@ -394,18 +394,18 @@ class OptimizerState:
         return {**scalars, **columns}
 
     def check_loaded(self, optimizer: Optimizer, state: dict[str, Any] | None) -> FoundState | None:
-        """Check a parameter's state that is to be loaded, if there is one.
+        """Check a parameter's state, if any, before loading it.
 
         Args:
-            optimizer: the attached one, with the settings that go with the state.
+            optimizer: the attached optimizer, with the settings that belong to the state.
             state: the parameter's.
 
         Returns:
-            What it keeps with these settings, where that is not what it has kept so far; for :meth:`load`.
+            The state that it keeps with these settings, if that differs from the present state; for :meth:`load`.
 
         Raises:
-            ValueError: a tensor's shape is not that of the table, or a column is missing.
-            OptimizerError: the columns do not go into this table. In all cases nothing has changed.
+            ValueError: a tensor's shape does not match the table, or a column is missing.
+            OptimizerError: this table cannot hold the columns. In all cases nothing has changed.
         """
         if state is None:
             return None
@@ -424,11 +424,11 @@ class OptimizerState:
         return found
 
     def load(self, state: dict[str, Any] | None, found: FoundState | None = None) -> None:
-        """Write the columns of a parameter's state; without one, every row's state starts over.
+        """Write the columns of a parameter's state; without state, reset every row's state.
 
         Args:
             state: the parameter's.
-            found: what :meth:`check_loaded` has returned for it.
+            found: the result of :meth:`check_loaded` for it.
 
         Raises:
             ValueError: a tensor's shape is not that of the table. Nothing was written.
@@ -450,11 +450,11 @@ class OptimizerState:
 
     @property
     def is_initial(self) -> bool:
-        """True until a step: the optimizer makes the rows' state itself."""
+        """True until the first step: the optimizer creates the rows' state itself."""
         return self._is_initial
 
     def resume(self, optimizer: Optimizer, *, initial: bool) -> None:
-        """Go on with the columns and scalars that table and optimizer were given from a checkpoint.
+        """Resume with the columns and scalars that table and optimizer got from a checkpoint.
 
         Args:
             optimizer: the attached one.
@@ -470,7 +470,7 @@ class OptimizerState:
         self.table.commit()
 
     def _write(self, state: dict[str, Any]) -> None:
-        """Take the columns of a whole table out of a parameter's state and write them."""
+        """Remove a whole table's columns from a parameter's state and write them."""
         found = self._columns_in(state, self._row_state)
         if not found:
             return
@@ -484,12 +484,12 @@ class OptimizerState:
         self._scalars.remember(self._row_state.scalars, {key: _copy(value) for key, value in state.items()})
 
     def _forget_scalars(self) -> None:
-        """Let the table keep none, before the state that they go with changes."""
+        """Make the table forget its scalars, before the state they belong to changes."""
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._scalars.forget()
 
     def _columns_in(self, state: dict[str, Any], row_state: RowState) -> dict[Column, Tensor]:
-        """Return the columns that are in a parameter's state, for the whole table.
+        """Return the columns in a parameter's state, for the whole table.
 
         Raises:
             ValueError: a tensor's shape is not that of the table.
@@ -507,11 +507,11 @@ class OptimizerState:
 
 
 def _nobody() -> None:
-    """Return no optimizer: none was attached yet."""
+    """Return None: no optimizer was attached yet."""
 
 
 def _are_scalars(value: object) -> bool:
-    """Return whether an attribute is what a table keeps of an optimizer's scalars."""
+    """Return whether an attribute has the form of a table's kept scalars."""
     if not isinstance(value, dict) or not isinstance(value.get("class"), str):
         return False
     scalars = value.get("scalars")
@@ -519,7 +519,7 @@ def _are_scalars(value: object) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a value of an optimizer's state that later steps do not change."""
+    """Copy a value of an optimizer's state, so that later steps do not change it."""
     if type(value) is Tensor and not value.requires_grad:
         return value.clone()
     return value.detach().clone() if isinstance(value, Tensor) else value

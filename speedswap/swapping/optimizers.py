@@ -1,9 +1,9 @@
-"""Torch's optimizers: the parameters and settings of one, and the state that it keeps per row.
+"""Torch's optimizers: their parameters, settings, and state per row.
 
-An optimizer can train a table's rows if a row's update depends on that row alone. That is tested here rather than
-looked up in a list: a copy of the optimizer, with its settings, takes a few steps on a small random parameter, again
-with one row changed, and again with only some of the rows. The results of the other rows must not change. The
-gradients are generic random ones: special ones (of rank one, say) may hide that an optimizer mixes rows.
+An optimizer can train a table's rows if a row's update depends only on that row. This is tested rather than looked up
+in a list: a copy of the optimizer, with its settings, takes a few steps on a small random parameter, again with one row
+changed, and again with only some of the rows. The results of the other rows must not change. Gradients are random:
+special ones (of rank one, say) may hide that an optimizer mixes rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
 from speedswap.tables.init import seeded
 
-_OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # ways to the same result
+_OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # settings with the same result
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -44,13 +44,13 @@ def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
 
 
 def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:
-    """Return what an optimizer's step with a parameter group depends on, as text that can be compared.
+    """Return the settings that an optimizer's step with a parameter group depends on, as comparable text.
 
-    Numbers have six digits, so that one that two machines round apart is the same. What is neither a number, a string
-    nor None, nor a sequence of those, is left out, as are tensors on a GPU, which it would have to wait for.
+    Numbers have six digits, so that different rounding on two machines does not matter. Anything but numbers, strings,
+    None and sequences of these is left out, as are tensors on a GPU, which would have to be waited for.
 
     Args:
-        optimizer: of the group.
+        optimizer: the group's optimizer.
         group: one of its parameter groups.
 
     Returns:
@@ -76,17 +76,17 @@ def _text_of(value: Any) -> str | None:
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that takes the steps: the one that another holds as its ``optimizer``, or itself."""
+    """Return the optimizer that takes the steps: the one that a wrapper holds as ``optimizer``, or itself."""
     inner = getattr(optimizer, "optimizer", None)
     return innermost(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 @contextmanager
 def saved_settings(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[None]:
-    """Give an optimizer's parameter groups the settings of a saved state, until the block ends.
+    """Apply a saved state's settings to an optimizer's parameter groups, for the block.
 
     Args:
-        optimizer: with as many groups.
+        optimizer: an optimizer with the same number of groups.
         state: its ``state_dict`` in a checkpoint.
     """
     groups = optimizer.param_groups
@@ -104,30 +104,30 @@ def saved_settings(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[None
 _STEPS = 3
 _SEED = 20_190_901
 _LR = 0.01
-# Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
+# Attributes that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
 _NOT_COPIED = frozenset({"state", "step", "__deepcopy__", "_speedswap_step"})
 
 
 class _Thread(threading.local):
-    """A flag per thread, true while an optimizer that is tried out steps; others take steps of their own meanwhile."""
+    """A flag per thread, true while a probed optimizer steps; other threads may take real steps meanwhile."""
 
     probing = False
 
 
 this_thread = _Thread()
-# The random generators of a probe are those of the process. A forked child finds the lock free.
+# A probe uses the process's random generators. A forked child finds the lock free.
 _one_at_a_time = Locked()
 
 
 @dataclass(frozen=True)
 class RowState:
-    """An optimizer's state for one parameter, divided.
+    """An optimizer's state for one parameter, split into columns and scalars.
 
     Attributes:
         columns: state tensors that have a row for each row of the parameter, with their initial values.
         scalars: everything else (``step``), at its initial value.
-        from_gradient: columns that the optimizer makes out of its first gradient, as SGD does its momentum. Rows that
-            come after its first step start them from zero.
+        from_gradient: columns that the optimizer initializes from its first gradient, such as SGD's momentum. Rows
+            first seen after the first step start from zero.
     """
 
     columns: tuple[Column, ...]
@@ -182,10 +182,10 @@ def probe(
         weight: the parameter that stands for the rows.
         embedding_dim: items per row.
         dtype: of the rows.
-        fresh: begin without the state that the optimizer has for the weight: it is the rest of an attached one's.
+        fresh: start without the optimizer's state for the weight, which is a leftover of an attached optimizer's.
 
     Raises:
-        OptimizerError: it mixes rows, takes sparse gradients only, or keeps state that has no rows.
+        OptimizerError: it mixes rows, only takes sparse gradients, or keeps state without rows.
     """
     with _one_at_a_time.lock:
         return _probe(optimizer, weight, embedding_dim, dtype, fresh)
@@ -250,7 +250,7 @@ def _probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype
 
 
 def _first_value(key: str, sample: _Run, other: _Run) -> init.Initializer | None:
-    """Return the initializer of a state that starts as a constant or as a copy of the weight; None for any other."""
+    """Return the initializer of state that starts as a constant or a copy of the weight; None for other state."""
     first, first_other = sample.first.get(key), other.first.get(key)
     if isinstance(first, Tensor) and isinstance(first_other, Tensor):
         if torch.equal(first, first_other) and _is_uniform(first):
@@ -261,10 +261,10 @@ def _first_value(key: str, sample: _Run, other: _Run) -> init.Initializer | None
 
 
 def _starts_from_zero(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], exact: _Run) -> bool:
-    """Return whether zero serves as the state of a row that was not in the first step.
+    """Return whether zero is valid state for a row that was not in the first step.
 
-    SGD makes its momentum from the first gradient. For a row that comes later, zero must do the same as a first step
-    without a gradient, or as one with it; weight decay aside, which would be a gradient of its own.
+    SGD initializes its momentum from the first gradient. For a row seen later, zero must act like a first step without
+    a gradient, or like one with it; ignoring weight decay, which would act as a gradient.
     """
     zeros = {
         key: torch.zeros_like(value) if isinstance(value, Tensor) and value.dim() else exact.first.get(key, value)
@@ -319,9 +319,9 @@ def _run(
     """Take steps with a copy of the optimizer on ``values[0]``, with the other values as gradients.
 
     Args:
-        start: the state to begin with.
+        start: the initial state.
         decay: False to switch weight decay off.
-        moving: replace a learning rate of 0, with which a warm-up begins: the weight would show nothing.
+        moving: replace a learning rate of 0, as at the start of a warm-up, with which the weight would not move.
     """
     toy = nn.Parameter(values[0].clone())
     clone = _clone(optimizer, weight, toy)
@@ -348,8 +348,8 @@ def _run(
 
 
 def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
-    """Let an optimizer that is tried out step, which no table takes for a training step."""
-    this_thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
+    """Step a probed optimizer without any table taking that for a training step."""
+    this_thread.probing = True  # not a context manager, which Ctrl-C at its start may leave open
     try:
         type(optimizer).step(optimizer, *args)
     finally:
@@ -357,7 +357,7 @@ def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
 
 
 def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Optimizer:
-    """Copy an optimizer, settings and all; the copy holds ``toy`` for ``weight``, and nothing for other parameters."""
+    """Copy an optimizer with its settings; the copy holds ``toy`` in place of ``weight``, and no other parameters."""
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -366,7 +366,7 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
     clone.state = defaultdict(_FirstValues)
     memo[id(optimizer.state)] = clone.state
     for key, value in optimizer.state.get(weight, {}).items():
-        # State that was made with the optimizer (Adagrad) begins so; state loaded into it goes to the table, every row.
+        # State created by the constructor (Adagrad) is initial state; loaded state goes to the table, every row.
         if is_divided(value):
             value = torch.zeros(1, *value.shape[1:], dtype=value.dtype)
         if isinstance(value, Tensor) and value.dim():
@@ -406,7 +406,7 @@ def _closure(toy: nn.Parameter, grad: Tensor) -> Callable[[], Tensor]:
 
 
 def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], error: Exception) -> OptimizerError:
-    """Return the error for an optimizer that could not step; it may take sparse gradients only."""
+    """Return the error for an optimizer that could not step; perhaps it only takes sparse gradients."""
     name = type(optimizer).__name__
     toy = nn.Parameter(values[0].clone())
     toy.grad = values[1].to_sparse(1)

@@ -47,7 +47,7 @@ _Self = TypeVar("_Self", bound="TableModule")
 
 
 class TableModule(nn.Module):
-    """Owner of a table, of the placeholder parameter for its rows, and of the rows' training step.
+    """A module that owns a table, the placeholder parameter for its rows, and their training step.
 
     The arguments are those of :class:`speedswap.Embedding`.
     """
@@ -62,7 +62,7 @@ class TableModule(nn.Module):
     # Until there is a table:
     _make: Callable[[Tensor | None], Table] | None = None
     _map_to_keep: IdMap | None = None
-    _assigned: weakref.ref[nn.Parameter] | None = None  # the parameter that has given the rows
+    _assigned: weakref.ref[nn.Parameter] | None = None  # the parameter that the rows came from
 
     @of_all_ranks
     def __init__(
@@ -86,7 +86,7 @@ class TableModule(nn.Module):
         id_map: IdMap | None = None,
         **former: Any,
     ) -> None:
-        nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
+        nn.Module.__init__(self)  # torch's embeddings would create a weight
         callee = type(self).__name__
         refuse_torchs(callee, torchs, former)
         if table is not None:
@@ -109,7 +109,7 @@ class TableModule(nn.Module):
             padding_idx = 0
         rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
         _check_dtypes(rows_dtype, state_dtype)
-        place = _device_of_weights(device)  # raises where there is no such device, before a table is made
+        place = _device_of_weights(device)  # raises if the device does not exist, before a table is created
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         if ranks is not None and local_to_rank:
@@ -119,7 +119,7 @@ class TableModule(nn.Module):
         self.padding_idx = padding_idx
         self.local_to_rank = local_to_rank
         if ranks is not None:
-            # By the name, ranks notice that they make tables in another order.
+            # The name reveals ranks that create tables in a different order.
             settings = {"class": callee, "name": name, "rounding": rounding}
             state = {"state_dtype": state_dtype, "id_map": id_map is not None}
             ranks.require_same_settings(
@@ -164,7 +164,7 @@ class TableModule(nn.Module):
         self._begin(table, TableWeight(table, "cpu" if place.type == "meta" else place))
 
     def _begin(self, table: Table, weight: TableWeight) -> None:
-        """Look up and train the rows of a table from now on."""
+        """Use the rows of a table for lookups and training from now on."""
         self.table = table
         self._parameters["weight"] = weight
         padding = Padding([] if self.padding_idx is None else [self.padding_idx])
@@ -176,7 +176,7 @@ class TableModule(nn.Module):
     # ------------------------------------------------------------------ without a table, on the meta device
 
     def _create(self, rows: Tensor | None = None) -> Table:
-        """Make the table, with given rows in place of its initial values."""
+        """Create the table, with given rows in place of its initial values."""
         assert self._make is not None
         with torch.device("cpu"):
             table = self._make(rows)
@@ -186,20 +186,20 @@ class TableModule(nn.Module):
 
     @property
     def _is_on_meta(self) -> bool:
-        """True if there is no table yet: it is made as rows are loaded."""
+        """True if the table does not exist yet: it is created when rows are loaded."""
         return self._make is not None and self.weight.is_meta
 
     def _make_table(self, device: torch.device, rows: Tensor | None = None) -> None:
-        """Make the table of a module on the meta device, with given rows or its initial values."""
+        """Create the table of a module on the meta device, from given rows or its initial values."""
         before, table = self.weight, self._create(rows)
         self._begin(table, TableWeight(table, device))
         self.weight.requires_grad_(before.requires_grad)
         vars(self.weight).update(vars(before))
 
     def _take_rows(self, rows: Tensor) -> bool:
-        """Make the table of a module on the meta device; return whether it has the rows already.
+        """Create the table of a module on the meta device; return whether it has the rows already.
 
-        Keys that get a row later need its initial values, and ranks may have a part of the rows each.
+        With an id map, later keys need initial values, and ranks may each have only part of the rows.
         """
         if self._map_to_keep is not None or is_divided(rows):
             self._make_table(rows.device)
@@ -208,7 +208,7 @@ class TableModule(nn.Module):
         return True
 
     def _adopt(self) -> None:
-        """Make the table of rows that were put into the parameters in place of a weight on the meta device."""
+        """Create the table from rows that replaced a weight on the meta device."""
         weight = self.weight
         if not isinstance(weight, MetaWeight) or weight.is_meta:
             raise WeightError(
@@ -221,7 +221,7 @@ class TableModule(nn.Module):
             write_all(table, rows)
         self._begin(table, TableWeight.in_place_of(weight, table))
 
-    # A module with a table has these in its dictionary.
+    # A module with a table has these in its ``__dict__``.
     @functools.cached_property
     def table(self) -> Table:
         """The rows."""
@@ -241,7 +241,7 @@ class TableModule(nn.Module):
     # ------------------------------------------------------------------ with a table
 
     def _alike(self) -> dict[str, object]:
-        """Return further settings that have to be the same on all ranks that own the rows together."""
+        """Return further settings that must be equal on all ranks that own the rows together."""
         return self._settings()
 
     def _keyed_by(self, id_map: IdMap | None) -> KeyedRows | None:
@@ -250,29 +250,29 @@ class TableModule(nn.Module):
         is_new = self.table.id_map is None
         self.table.set_id_map(id_map)
         if is_new and self.table.ranks is None:
-            self.table.flush()  # no kill leaves rows on disk without their map, to be looked up by keys as ids
+            self.table.flush()  # a kill must not leave rows on disk without their map, or keys would be used as ids
         assert self.table.id_map is not None
         return self._step.keyed(self.table.id_map, self.table)
 
     @property
     def ranks(self) -> RankGroup | None:
-        """The ranks that own the rows together; None for a process alone."""
+        """The ranks that own the rows together; None for a single process."""
         return None if self._is_on_meta else self.table.ranks
 
     @property
     def id_map(self) -> IdMap | None:
-        """The map from the keys that are looked up to rows; None where ids are rows."""
+        """The map from looked-up keys to rows; None if ids are rows."""
         if self._make is not None:
             return self._map_to_keep
         return None if self._keyed is None else self._keyed.id_map
 
     @of_all_ranks
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
-        """Give every row its initial values again; the optimizer's state stays as it is.
+        """Reset every row to its initial values; the optimizer's state is unchanged.
 
         Args:
-            init: one of :mod:`speedswap.init` or a function of ``torch.nn.init``; by default the one that the embedding
-                was made with. The same initializer gives the same values again: they depend on the table's seed.
+            init: one of :mod:`speedswap.init` or a function of ``torch.nn.init``; by default the embedding's
+                initializer. The same initializer gives the same values again: they depend on the table's seed.
 
         Raises:
             ValueError: ``init`` is None, and the rows were not initialized by this embedding but came with a table or
@@ -296,7 +296,7 @@ class TableModule(nn.Module):
         r"""Copy rows out of the table, without a gradient; :meth:`forward` is for training.
 
         Args:
-            ids: of any integer dtype, any shape, on any device; or one number; all rows by default.
+            ids: a tensor of any integer dtype and shape, on any device; or one number; by default all rows.
 
         Returns:
             Shape (\*ids.shape, embedding_dim) on the ids' device; (embedding_dim,) for one number; for all rows
@@ -304,7 +304,7 @@ class TableModule(nn.Module):
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
-            TableTooLargeError: all rows were asked for, and do not fit into free memory.
+            TableTooLargeError: all rows were requested, and do not fit in free memory.
 
         Example:
             >>> import torch, speedswap
@@ -318,25 +318,26 @@ class TableModule(nn.Module):
     def score(self, queries: Tensor, k: int = 10, *, chunk: int | None = None, exclude: Exclude = None) -> Scored:
         """Find the rows with the largest inner products in the whole table: ``(queries @ all_rows.T).topk(k)``.
 
-        Rows are brought a chunk at a time, once, from wherever they are stored to the queries' device. Memory is
-        bounded: beside queries, result and ``exclude`` it takes about 32 MiB on the CPU and 128 MiB on a GPU, or twice
-        the bytes of ``chunk`` rows. There is no gradient; :meth:`forward` is for training. Ranks that own the rows call
-        this together, each with queries of its own, of any number; each scores its own rows for all of them.
+        Rows are copied once, a chunk at a time, from wherever they are stored to the queries' device. Memory is
+        bounded: in addition to queries, result and ``exclude`` it takes about 32 MiB on the CPU and 128 MiB on a GPU,
+        or twice the bytes of ``chunk`` rows. There is no gradient; :meth:`forward` is for training. Ranks that own the
+        rows must call this together, each with its own queries, of any number; each scores its own rows for all of
+        them.
 
         Args:
-            queries: shape (q, embedding_dim), or (embedding_dim,) for one; of a floating-point dtype, and converted to
-                the table's, in which products are computed, also under autocast.
+            queries: shape (q, embedding_dim), or (embedding_dim,) for one; of a floating-point dtype, converted to the
+                table's dtype, in which products are computed even under autocast.
             k: rows to return per query.
-            chunk: rows to bring at a time; by default chosen by the bytes of a row and the number of queries.
+            chunk: rows to copy at a time; by default chosen from the bytes per row and the number of queries.
             exclude: rows to leave out of the result: a mask, bool, shape (num_embeddings,); or ids, int32 or int64:
-                (n,) for all queries, (q, m) for one query each, padded with -1, or a list of q tensors of ids.
+                (n,) for all queries; (q, m) per query, padded with -1; or a list of q tensors of ids.
 
         Returns:
-            ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. Among
-            equal ones the lower id comes first, whatever ``chunk`` is. (A product is rounded as torch's matrix product
-            rounds it, whose last bit may depend on the shape.) The row of ``padding_idx`` is not returned. If fewer
-            than k rows are left, id -1 and value -inf fill up; a row whose product is -inf counts as left out. NaN
-            comes first, as in ``torch.topk``, so that rows that have become NaN are seen.
+            ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. Ties go
+            to the lower id, whatever ``chunk`` is. (A product is rounded as torch's matrix product rounds it, whose
+            last bit may depend on the shape.) The row of ``padding_idx`` is not returned. If fewer than k rows are
+            left, the result is filled up with id -1 and value -inf; a row whose product is -inf counts as excluded. NaN
+            comes first, as in ``torch.topk``, so that rows that have become NaN are noticed.
 
         Raises:
             ValueError, TypeError: k, chunk, or a shape or dtype does not fit.
@@ -354,18 +355,18 @@ class TableModule(nn.Module):
         return self._step.top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
     def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
-        """Return the lookups that forward makes with a tensor of ids, or with each of several, for a lookahead.
+        """Return the lookups that forward makes with one or several tensors of ids, for a lookahead.
 
         Args:
-            given: int32 or int64, any shape, on the device of the lookup, or on the CPU with ``weight`` on it. With an
-                id map: keys, to which it gives their rows now if the lookup is a training one.
+            given: int32 or int64, any shape, on the lookup's device, or on the CPU with ``weight`` on that device. With
+                an id map: keys, which get their rows now if the lookup is a training lookup.
 
         Returns:
-            This module with each of its lookups; none for a tensor without ids, nor for keys that are owned by ranks,
-            which are looked up when the batch's turn comes.
+            This module with each of its lookups; none for a tensor without ids, or for keys owned by ranks, which are
+            looked up at the batch's turn.
 
         Raises:
-            TypeError: ``given`` is something else.
+            TypeError: ``given`` has another type.
             IdMapFullError: the map has no rows for the keys.
         """
         if self._keyed is not None and self._keyed.is_over_ranks:
@@ -393,10 +394,10 @@ class TableModule(nn.Module):
     # ------------------------------------------------------------------ inside a lookahead
 
     def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
-        """Let a batch have its turn, whose lookups were announced and prefetched.
+        """Begin the turn of a batch whose lookups were announced and prefetched.
 
         Returns:
-            Whether it has its turn: not where the rows are owned by ranks, one of which has no batch any more.
+            False if the rows are owned by ranks, one of which has no more batches.
         """
         self._step.announced = lookups
         if self._keyed is not None:
@@ -404,7 +405,7 @@ class TableModule(nn.Module):
         return all(each.has_turn() for each in lookups)
 
     def _end_lookahead(self) -> None:
-        """Forget the lookups of batches that have not had their turn."""
+        """Drop the lookups of batches that have not had their turn."""
         self._step.end_lookahead()
         if self._keyed is not None:
             self._keyed.end()
@@ -412,34 +413,34 @@ class TableModule(nn.Module):
     # ------------------------------------------------------------------ a lookup
 
     def _is_one(self, given: Any) -> bool:
-        """Return whether ids or keys are those of one lookup, not of several."""
+        """Return whether ids or keys are for one lookup, not for several."""
         if isinstance(given, Tensor):
             return True
         is_list_of_keys = isinstance(given, (list, tuple)) and (not given or is_single_key(given[0]))
         return self._keyed is not None and (is_list_of_keys or not isinstance(given, (list, tuple)))
 
     def _target(self, ids: Any) -> torch.device:
-        """Return the device where a lookup of ids or keys will need its rows."""
+        """Return the device on which a lookup of ids or keys will need its rows."""
         is_there = isinstance(ids, Tensor) and ids.device.type != "cpu"
         return ids.device if is_there else self.weight.device
 
     def _adds(self) -> bool:
-        """Return whether a lookup now is a training one, which gives new keys their rows."""
+        """Return whether a lookup now is a training lookup, which assigns rows to new keys."""
         return self.training and self.weight.requires_grad and torch.is_grad_enabled()
 
     def _of_one_commit(self, look_up: Callable[[], _Found]) -> _Found:
-        """Return what a lookup of ids or keys finds, with keys and rows of one moment."""
+        """Return the result of a lookup of ids or keys, with keys and rows from the same commit."""
         return look_up() if self._keyed is None else of_one_commit([self._keyed], look_up)
 
     def _rows_of(self, keys: Any) -> Tensor:
-        """Return the rows of keys, where a lookup of them needs them; ids are rows already where there is no map."""
+        """Return the rows of keys, on the lookup's device; without a map, ids are rows already."""
         if self._keyed is None:
             return cast(Tensor, keys)
         device = keys.device if isinstance(keys, Tensor) else self.weight.device
         return self._keyed.rows(keys, device, adds=self._adds())
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up ids where they are; as :meth:`_looked_up`, with positions of the ids' shape."""
+        """Look up ids on their device, like :meth:`_looked_up`, with positions of the ids' shape."""
         if type(ids) is not Tensor and not isinstance(ids, Tensor):
             kernels.require_dense(ids, "ids")
         step = self._step
@@ -450,13 +451,13 @@ class TableModule(nn.Module):
         return weight, local if local.shape == ids.shape else local.view(ids.shape)
 
     def _looked_up(self, request: Request | Tensor) -> tuple[Tensor, Tensor]:
-        """Return a lookup's rows and each id's place among them, as :meth:`RowStep.look_up` does.
+        """Return a lookup's rows and each id's index among them, as :meth:`RowStep.look_up` does.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
             LostUpdateError: the previous training step did not reach the table.
             RanksError: rows are trained in a job of several processes without ``local_to_rank``.
-            WeightError: the weight was replaced by a tensor that does not fit; or rows are trained inside of
+            WeightError: the weight was replaced by a tensor that does not fit; or rows are trained inside
                 ``torch.func``.
         """
         weight, step = self.weight, self._step
@@ -477,7 +478,7 @@ class TableModule(nn.Module):
         return step.look_up(request, trains=trains)
 
     def _require_untied(self) -> None:
-        """Raise WeightError if the parameter that gave the rows is still held, and would be trained beside them."""
+        """Raise WeightError if the parameter that the rows came from is still held, and would be trained separately."""
         if self._assigned is not None and self._assigned() is not None:
             raise WeightError(
                 f"weight was assigned a parameter, whose values are in table {self.table.name!r} now, but something "
@@ -486,14 +487,14 @@ class TableModule(nn.Module):
         self._assigned = None
 
     def _is_replacement(self, weight: Tensor) -> bool:
-        """Return whether to look up in a tensor that ``torch.func.functional_call`` has put in the weight's place."""
+        """Return whether to look up in a tensor that ``torch.func.functional_call`` substituted for the weight."""
         wanted = (self.num_embeddings, self.embedding_dim)
         is_parameter = isinstance(weight, nn.Parameter)
         if not is_parameter and tuple(weight.shape) == wanted:
             return True
         is_trained = is_parameter and weight.requires_grad and torch.is_grad_enabled()
         if is_trained or (is_in_job() and is_parameter and tuple(weight.shape) != wanted):
-            return False  # wrappers for several processes put placeholders there; training through them is refused
+            return False  # distributed wrappers put placeholders there; training through them is refused
         raise WeightError(
             f"weight was replaced by {a_kind(weight)} of shape {tuple(weight.shape)}, which are not the rows of table "
             f"{self.table.name!r}; give a tensor of shape {wanted} not an nn.Parameter, or leave it out to look up "
@@ -501,8 +502,8 @@ class TableModule(nn.Module):
         )
 
     def _in_place_of_table(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all rows of a tensor that replaces the table's, and each id's place among them."""
-        if not in_transform():  # where torch's own lookup checks them
+        """Return all rows of a tensor that replaces the table's, and each id's index among them."""
+        if not in_transform():  # torch's own lookup checks them
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
             kernels.require_dense(weight, "weight")
         if self._step.padding:
@@ -541,7 +542,7 @@ class TableModule(nn.Module):
         return module
 
     def _settings(self) -> dict[str, Any]:
-        """Return the arguments, beside the table, that make a module like this one."""
+        """Return the arguments, apart from the table, that make a module like this one."""
         return {"padding_idx": self.padding_idx, "local_to_rank": self.local_to_rank}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -666,7 +667,7 @@ class TableModule(nn.Module):
         self._handed_out = None
         with of_map:  # both, or neither
             write_all(self.table, values)
-            if self.id_map is not None:  # the rows of the gradient are those of other keys
+            if self.id_map is not None:  # the gradient's rows belong to other keys
                 self._step.abandon()
 
 
@@ -688,7 +689,7 @@ def load_assigned(module: nn.Module, weight: nn.Parameter) -> None:
 
 
 def _device_of_weights(device: torch.device | str | None) -> torch.device:
-    """Return where a module's parameters are now: also of modules whose parameters accelerate moves to meta."""
+    """Return the device of a module's parameters, even if accelerate has moved them to meta."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.empty(0, device=device))
     return module.weight.device
@@ -701,7 +702,7 @@ def _step_over(
     state_dtype: torch.dtype | None,
     rounding: str | None,
 ) -> RowStep:
-    """Return the training step of a table's rows, or of those of them that this rank owns."""
+    """Return the training step of a table's rows, or of the rows that this rank owns."""
     if (joint := table.store.joint) is not None:
         step: RowStep = joint.make_step(table, weight, padding, state_dtype, rounding)
         return step
@@ -709,7 +710,7 @@ def _step_over(
 
 
 def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
-    """Raise TypeError unless rows of this dtype can be trained, with state that is stored as ``state_dtype``."""
+    """Raise TypeError unless rows of this dtype can be trained with state stored as ``state_dtype``."""
     if not dtype.is_floating_point and not dtype.is_complex:
         raise TypeError(f"dtype is {dtype}; an embedding is trained, so give a floating-point one")
     if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
@@ -719,7 +720,7 @@ def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
 
 
 def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless an existing table stores its weights as was asked for."""
+    """Raise ValueError unless an existing table stores its weights as requested."""
     stored = table.columns["weight"].stored_dtype
     if stored_dtype not in (None, stored):
         raise ValueError(

@@ -1,7 +1,7 @@
 """The parameter of an embedding whose rows are in a table, and the operations that it supports.
 
 A model and an optimizer hold an embedding's ``weight``, but the tensor behind it is one row, or the rows of the last
-batch. Outside an optimizer's step it therefore answers only for the whole table (shape, dtype) and for the batch's
+batch. So outside an optimizer's step it supports only queries about the whole table (shape, dtype) and the batch's
 gradient (``grad``, ``requires_grad``). Filling it in place fills the table. Everything else raises
 :class:`speedswap.errors.WeightError`, which names the call to use instead. docs/design/weight.md says why.
 """
@@ -25,16 +25,16 @@ from speedswap.swapping.refusals import name_of, refusal
 from speedswap.tables import Table, init
 from speedswap.tables.table import put, require_alike
 
-# Inside of this, weights are the tensors behind them.
+# Inside this context, weights are the tensors behind them.
 as_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def _nobody() -> None:
-    """Return no step: the weight has none yet."""
+    """Return None: the weight has no step yet."""
 
 
 class _Rows:
-    """The common part of a table's weight and of some of its rows: both answer for the table, or refuse."""
+    """The common base of a table's weight and of views of its rows."""
 
     _table: weakref.ref[Table]
     _within: tuple[int, int] | None = None  # rows of the table; all of them by default
@@ -69,7 +69,7 @@ class _Rows:
 
     @property
     def ranks(self) -> RankGroup | None:
-        """The ranks that own the rows together; None for a process alone."""
+        """The ranks that own the rows together; None for a single process."""
         return self._of.ranks
 
     @property
@@ -108,7 +108,7 @@ class _Rows:
 
     @of_all_ranks
     def _fill(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Apply an in-place function that treats each value by itself to the table, chunk by chunk."""
+        """Apply an elementwise in-place function to the table, chunk by chunk."""
         self._require_no_graph(func)
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and (isinstance(value, _Rows) or value.dim()):
@@ -125,7 +125,7 @@ class _Rows:
                 func(init.as_rows_of(chunk, table.num_embeddings), *args, **kwargs)
             if first == start:  # and the function takes them
                 require_alike(table, given, f"arguments of {name_of(func)} for")
-            put(table, first, chunk)  # random values are those of the rows' owners
+            put(table, first, chunk)  # the rows' owners draw random values
         return self
 
     @of_all_ranks
@@ -154,7 +154,7 @@ class _Rows:
         self._select(index)._copy(value)
 
     def _require_no_graph(self, func: Any) -> None:
-        """Raise WeightError for a change in place that autograd would have to record, as torch does."""
+        """Raise WeightError for an in-place change that autograd would have to record, as torch does."""
         with as_plain():
             if torch.is_grad_enabled() and self.requires_grad and func not in _FROM_TORCH_INIT:
                 raise WeightError(
@@ -165,12 +165,12 @@ class _Rows:
     # ------------------------------------------------------------------ tensors like it, and the gradient
 
     def _like(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return one value in the table's shape, in the memory of one value."""
+        """Return one value expanded to the table's shape, without more memory."""
         with as_plain():
             one = self.new_empty((1,) * len(self._shape))  # type: ignore[attr-defined]
         return func(one, *args, **kwargs).expand(self._shape)
 
-    # Every step asks for this and for grad, and a property answers four times as fast as a torch function.
+    # Every step reads this and grad, and a property is four times as fast as a torch function.
     @property
     def requires_grad(self) -> bool:
         with as_plain():
@@ -217,18 +217,18 @@ class TableRows(_Rows, torch.Tensor):  # type: ignore[misc]
 
 
 class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
-    """The parameter that stands for a table's rows, which it does not keep alive.
+    """The parameter that stands for a table's rows; it does not keep the table alive.
 
-    In an optimizer's step its class is ``nn.Parameter``, and it is the batch's rows: torch's own code then costs no
-    more than for any parameter.
+    In an optimizer's step its class is ``nn.Parameter``, and it is the batch's rows, so that torch's code costs no more
+    than for any parameter.
 
     Args:
         table: the rows.
         device: the device of the batch's rows.
 
     Attributes:
-        may_be_taken: whether something has asked what an optimizer asks of its own parameters, since an optimizer that
-            holds this one was last known.
+        may_be_taken: True if something has queried it as an optimizer queries its parameters, since an optimizer was
+            last known to hold it.
     """
 
     may_be_taken = False
@@ -241,7 +241,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @classmethod
     def in_place_of(cls, weight: MetaWeight, table: Table) -> TableWeight:
-        """Let a parameter, which an optimizer may hold already, stand for the table that has its values."""
+        """Make a parameter, which an optimizer may hold already, stand for the table that has its values."""
         weight.data = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=weight.device)
         weight.__class__ = cls  # type: ignore[assignment]
         return cast(TableWeight, weight)._standing_for(table)
@@ -252,7 +252,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         self._keeper = _nobody
         return self
 
-    # A property sees who asks; a torch function may be called by a mode instead, as under torch.set_default_device.
+    # A property sees its caller; a torch function may be called by a mode instead, as under torch.set_default_device.
     @property
     def is_leaf(self) -> bool:  # type: ignore[override,unused-ignore]
         self.may_be_taken = True  # Optimizer.add_param_group asks
@@ -261,7 +261,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     @property
     def grad(self) -> Tensor | None:
         keeper, drops = self._keeper(), False
-        if keeper is not None and keeper.group is not None:  # ranks meet for a look, but not to drop the gradient
+        if keeper is not None and keeper.group is not None:  # ranks meet to read the gradient, but not to drop it
             drops = sys._getframe(1).f_code.co_name == _ZERO_GRAD
             keeper.forget_passes() if drops else keeper.settle()
         with as_plain():
@@ -291,14 +291,14 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @property
     def gradient_keeper(self) -> Any:
-        """The training step that gradients go to; it saves them, and puts them back, with the rows they belong to."""
+        """The training step that gradients go to; it saves and restores them with their rows."""
         return self._keeper()
 
 
 class MetaWeight(nn.Parameter):
-    """The weight of a module on the meta device, in the table's shape; or the rows that took its place there.
+    """The weight of a module on the meta device, in the table's shape; or the rows that replaced it.
 
-    Libraries make another parameter of its class out of the rows that they load, and put that into the module.
+    Libraries create a parameter of the same class from the rows they load, and put it into the module.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> MetaWeight:
@@ -321,7 +321,7 @@ def is_one_value(tensor: Tensor) -> bool:
 
 
 def _table_among(values: Sequence[Any]) -> Table | None:
-    """Return the table of the first weight, or rows, among a call's arguments and the lists among these."""
+    """Return the table of the first weight, or view of rows, among a call's arguments and lists in them."""
     for value in values:
         if isinstance(value, _Rows):
             return value._table()
@@ -347,7 +347,7 @@ _tensor: Any = Tensor  # its attributes are descriptors here
 
 _ZERO_GRAD = Optimizer.zero_grad.__name__  # and Module's
 
-# True of the tensor behind a weight and of the whole table, or about a batch's gradient.
+# Valid both for the tensor behind a weight and for the whole table, or about a batch's gradient.
 _PLAIN = (
     _functions(
         "grad _grad grad_dtype requires_grad requires_grad_ retains_grad is_leaf grad_fn device dtype layout itemsize "
@@ -384,7 +384,7 @@ _INITIALIZERS = {function.__name__: function for function in _FROM_TORCH_INIT}
 _OVERWRITING = _FROM_TORCH_INIT | _functions(
     "bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_", Tensor
 )
-# Each value of the result depends on one value of the tensor.
+# Elementwise functions.
 _IN_PLACE = _OVERWRITING | _functions(
     "abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ div_ divide_ erfinv_ exp_ log_ mul_ multiply_ nan_to_num_ neg_ pow_ "
     "round_ sigmoid_ sign_ sqrt_ sub_ subtract_ tanh_ true_divide_",

@@ -1,6 +1,6 @@
-"""All rows of a table in a ``state_dict``, or left out of it for a checkpoint, which has them apart.
+"""All rows of a table in a ``state_dict``, or left out of it for a checkpoint, which saves them separately.
 
-Of a table that ranks own, a state_dict holds a part on each of them.
+If ranks own a table, each rank's state_dict holds a part.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from speedswap.tables import Table
 
 
 def read_all(table: Table, column: str = "weight") -> Tensor:
-    """Copy all rows of a column; of a table that ranks own, every rank calls this and gets its part.
+    """Copy all rows of a column; if ranks own the table, every rank must call this and gets its part.
 
     Returns:
-        Shape (num_embeddings, ...), in host memory; a DTensor where ranks own the rows, which ``full_tensor()`` makes
-        whole.
+        Shape (num_embeddings, ...), in host memory; if ranks own the rows, a DTensor, of which ``full_tensor()``
+        returns all.
 
     Raises:
-        TableTooLargeError: they do not fit into free memory.
+        TableTooLargeError: they do not fit in free memory.
     """
     joint = table.store.joint
     return table.read(column=column) if joint is None else joint.read_part(column)
 
 
 def write_all(table: Table, values: Tensor, column: str = "weight") -> None:
-    """Overwrite all rows of a column, as a part of a step; of a table that ranks own, every rank calls this.
+    """Overwrite all rows of a column, as part of a step; if ranks own the table, every rank must call this.
 
     Args:
         table: the table.
-        values: shape (num_embeddings, ...), whole on every rank, or a DTensor.
+        values: shape (num_embeddings, ...), the whole column on every rank, or a DTensor.
         column: its name.
     """
     joint = table.store.joint
@@ -50,9 +50,9 @@ def write_all(table: Table, values: Tensor, column: str = "weight") -> None:
 
 
 class HandedOut:
-    """A copy of a table's rows in a state_dict, of which only the count of its changes in place is kept.
+    """A record of a copy of a table's rows in a state_dict, which keeps only its count of in-place changes.
 
-    With torch's layers such a change is one of the layer. Here it is lost, unless it is loaded.
+    With torch's layers, changing the copy changes the layer. Here the change is lost unless it is loaded.
 
     Args:
         rows: the copy.
@@ -76,7 +76,7 @@ class HandedOut:
 class MapBytes(Tensor):
     """An id map in a state_dict, which torch.distributed.checkpoint saves as an object.
 
-    It loads a tensor only where one of the same shape is, but a map's bytes are as many as its keys take.
+    It loads tensors only into tensors of the same shape, but a map's size depends on its keys.
     """
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
@@ -94,7 +94,7 @@ class MapBytes(Tensor):
 
 
 def is_divided(value: object) -> bool:
-    """Return whether a value is a DTensor, of which this rank has a part."""
+    """Return whether a value is a DTensor, of which this rank holds a part."""
     return hasattr(value, "full_tensor")
 
 
@@ -103,7 +103,7 @@ _apart = ContextVar("rows_apart", default=False)
 
 @contextmanager
 def rows_apart() -> Iterator[None]:
-    """Let modules and optimizers leave out the rows of their tables as they save and load a state_dict."""
+    """Make modules and optimizers leave their tables' rows out when they save and load a state_dict."""
     token = _apart.set(True)
     try:
         yield
@@ -118,7 +118,7 @@ def rows_are_apart() -> bool:
 
 @contextmanager
 def says_checkpoint() -> Iterator[None]:
-    """Name the remedy where a table is too large for a state_dict."""
+    """Add the remedy to the error for a table that is too large for a state_dict."""
     try:
         yield
     except TableTooLargeError as error:

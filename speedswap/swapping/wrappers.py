@@ -1,4 +1,4 @@
-"""Tables in a job of several processes, which ranks own together, or each by itself if ``local_to_rank`` says so."""
+"""Tables in a job of several processes, owned by the ranks together, or by each alone with ``local_to_rank``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def parameters_to_ignore(model: nn.Module) -> set[nn.Parameter]:
     """Return the weights of a model's embeddings, which wrappers for several processes must leave alone.
 
-    They stand for a batch's rows, different ones on every rank, so they can be neither sharded nor averaged.
+    They stand for a batch's rows, which differ between ranks, so they can be neither sharded nor averaged.
 
     Args:
         model: any module; its :class:`speedswap.Embedding` and :class:`speedswap.EmbeddingBag` are found.
@@ -38,10 +38,10 @@ def parameters_to_ignore(model: nn.Module) -> set[nn.Parameter]:
 
 
 def ignore_in_ddp(model: _Model) -> _Model:
-    """Let DistributedDataParallel leave the weights of a model's embeddings alone.
+    """Make DistributedDataParallel ignore the weights of a model's embeddings.
 
     Args:
-        model: the module that will be wrapped, before it is. Parameters that it ignores already are kept.
+        model: the module, before it is wrapped. Parameters that are ignored already stay ignored.
 
     Returns:
         The model.
@@ -65,13 +65,13 @@ def is_in_job() -> bool:
 
 
 def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Parameter, local_to_rank: bool) -> None:
-    """Check, before rows are looked up for training in a job, that they are meant to be trained by this process alone.
+    """Check, before a training lookup in a job, that the rows are meant to be trained by this process alone.
 
     Args:
-        table: its name.
+        table: the table's name.
         weight: the module's weight.
         step_weight: the parameter that the table trains.
-        local_to_rank: True if the table was declared this process's own.
+        local_to_rank: True if the table was declared local to this process.
 
     Raises:
         RanksError: they are not, or a wrapper would mix them with other ranks'; the message has the remedy.

@@ -410,7 +410,7 @@ class TableToLoad:
                 joint.torn = None
 
     def _commits_to_return_to(self, table: Table) -> Commits | None:
-        """Return the commits of a table that goes back to the checkpoint's, which no later one of another forbids."""
+        """Return the commits of a table that can be rolled back to the checkpoint's; None if a later one is held."""
         source, files, commits = self._sources[0], table.store.files, table.store.commits
         if not self._is_as_saved or not source.saved.path or files is None or not files.lives_at(source.path):
             return None
