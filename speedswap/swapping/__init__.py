@@ -1,10 +1,10 @@
 """A training step over tables: the lookup, the optimizer's state for the batch's rows, and the write-back.
 
-:class:`Embedding` and :class:`EmbeddingBag` are used as torch's; :func:`attach` lets an optimizer's row state live in
+:class:`Embedding` and :class:`EmbeddingBag` are used like torch's; :func:`attach` stores an optimizer's row state in
 their tables; :func:`lookahead` prefetches the next batch's rows while this one is computed; :func:`convert` replaces
-torch's embeddings by these. :class:`EmbeddingBagCollection` and :class:`EmbeddingCollection` are many tables in one
-step. :func:`save_checkpoint` and :func:`load_checkpoint` save a training and go on with it. :func:`ignore_in_ddp` and
-:func:`parameters_to_ignore` keep wrappers for several processes off their weights. :class:`ModelFactory` and
+torch's embeddings with these. :class:`EmbeddingBagCollection` and :class:`EmbeddingCollection` train many tables in one
+step. :func:`save_checkpoint` and :func:`load_checkpoint` save and resume a training. :func:`ignore_in_ddp` and
+:func:`parameters_to_ignore` make distributed wrappers ignore their weights. :class:`ModelFactory` and
 :class:`OptimizerFactory` swap rows by hand, for models with a plain ``nn.Embedding``.
 """
 

@@ -16,60 +16,62 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """A lookup table like ``nn.Embedding``, whose rows and optimizer state live in a :class:`speedswap.Table`.
 
     ``weight`` stands for the whole table: it has the table's shape, and initializers fill the table through it. Within
-    an optimizer's step it is the batch's rows, whose gradient ``weight.grad`` is. Any other use of it as a tensor is a
-    :class:`~speedswap.errors.WeightError`, since the table's rows are not on the device.
+    an optimizer's step it is the batch's rows, and ``weight.grad`` their gradient. Any other use of it as a tensor
+    raises :class:`~speedswap.errors.WeightError`, since the table's rows are not on the device.
 
     Forward gathers the batch's rows, weight and optimizer state together, to the device of the ids. The optimizer that
     holds ``weight`` attaches itself at its first step; nothing else in a training loop changes. Rows outside the batch
-    are not touched: no weight decay, no momentum drift. For SGD without momentum and Adagrad, without weight decay,
-    that is the dense result; for Adam it is the idea of ``torch.optim.SparseAdam``. Weight decay is warned of (SW401).
+    are not touched: no weight decay, no momentum drift. For SGD without momentum and for Adagrad, without weight decay,
+    the result equals dense training; for Adam it is the idea of ``torch.optim.SparseAdam``. Weight decay triggers
+    warning SW401.
 
-    ``state_dict`` has the whole table as ``weight``, as ``nn.Embedding`` would, and this is one:
+    ``state_dict`` has the whole table as ``weight``, as for ``nn.Embedding``, of which this is a subclass:
     ``isinstance(items, nn.Embedding)``.
 
     A training step that does not reach the table is an error in the next training forward pass: the weight is in no
-    optimizer although one has stepped since, or its rows were changed in place outside of an optimizer's step. Changes
-    that raise no version counter (C++ code that writes through a raw pointer) are not found.
+    optimizer although one has stepped since, or its rows were changed in place outside an optimizer's step. Changes
+    that increment no version counter (C++ code that writes through a raw pointer) go undetected.
 
-    Threads may train modules of their own, and look up in any module under ``torch.no_grad()``. One module is trained
-    in one thread at a time, as with torch's: backward passes of several threads add up, and what would undo another
-    thread's optimizer step raises :class:`~speedswap.errors.ThreadError`.
+    Threads may train different modules, and look up in any module under ``torch.no_grad()``. A module must be trained
+    by one thread at a time, as in torch: backward passes of several threads add up, and an operation that would undo
+    another thread's optimizer step raises :class:`~speedswap.errors.ThreadError`.
 
     Args:
-        num_embeddings: rows of the table.
+        num_embeddings: number of rows.
         embedding_dim: items per row.
         padding_idx: a row that starts as zeros and gets no gradient.
-        torchs: ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``, by place or by name: refused with
-            an alternative.
+        torchs: ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``, by position or by name: refused,
+            with an alternative in the error.
         storage: where the rows live: :class:`speedswap.Device`, :class:`speedswap.Pinned`, :class:`speedswap.Pageable`,
             :class:`speedswap.Disk`, or :class:`speedswap.Ranks`: the processes of a job, which own them together; or
             the name of one (see :meth:`speedswap.Table.create`).
-        path: the directory of a table on disk, for short.
-        dtype: of the weights; torch's default dtype by default.
+        path: shorthand for a table on disk in this directory.
+        dtype: the weights' dtype; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in
             ``nn.Embedding``, by default.
         seed: of the initial values; drawn from torch's random generator by default.
-        name: of the table, for messages.
-        table: an existing table to use; of the arguments above only the first three then matter, and a place or a path
-            is refused: it goes to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
-        device: of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids. On ``meta``, also by
-            ``with torch.device("meta")`` or accelerate's ``init_empty_weights``, there is no table, and no memory is
-            taken, until ``load_state_dict`` (or a library) loads rows, or ``to_empty`` draws the initial values.
+        name: the table's name, for messages.
+        table: an existing table to use; then only the first three arguments above matter, and a place or a path is
+            refused: pass it to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
+        device: the device of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids. On
+            ``meta``, also by ``with torch.device("meta")`` or accelerate's ``init_empty_weights``, there is no table,
+            and no memory is taken, until ``load_state_dict`` (or a library) loads rows, or ``to_empty`` draws the
+            initial values.
         stored_dtype: ``torch.bfloat16`` or ``torch.float16``, to store float32 weights in half the bytes; or
             ``torch.int8``, with a scale per row, in a quarter, for lookup only. Looked-up rows are float32.
         state_dtype: the same for the optimizer's float32 state, without int8; state of one number per row stays
             float32. ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
-        rounding: of trained values that are stored so: ``"stochastic"`` (the default: small updates survive in the
-            mean) or ``"nearest"``.
-        local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it, or
-            :class:`speedswap.Ranks`, a training forward is refused there: nothing would keep the ranks' tables alike.
-            The wrapper of the model must leave ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`,
+        rounding: how trained values are rounded to these dtypes: ``"stochastic"`` (the default: small updates survive
+            on average) or ``"nearest"``.
+        local_to_rank: True lets each process of a torch.distributed job train a separate table. Without it, or
+            :class:`speedswap.Ranks`, a training forward pass is refused in a job, since nothing would keep the ranks'
+            tables in sync. The model's wrapper must also ignore ``weight`` (:func:`speedswap.ignore_in_ddp`,
             :func:`speedswap.parameters_to_ignore`).
-        id_map: an :class:`speedswap.IdMap` that gives keys their rows; ``num_embeddings`` is its ``capacity``, and the
-            table has one row more: row 0, the padding row, for keys without a row. A training lookup (in training mode,
-            of a weight that requires a gradient, with gradients enabled) adds new keys. A row that goes to another key
-            starts anew, and takes no part in what is left of a step that its old key is in. The map is kept with the
-            table: an existing ``table`` brings its own.
+        id_map: an :class:`speedswap.IdMap` from keys to rows; ``num_embeddings`` is its ``capacity``, and the table has
+            one more row: row 0, the padding row, for keys without a row. A training lookup (in training mode, of a
+            weight that requires a gradient, with gradients enabled) adds new keys. A row that passes to another key is
+            reset, and drops out of a step under way for its old key. The map is kept with the table: an existing
+            ``table`` comes with its map.
         former: arguments of version 0.1, with a DeprecationWarning.
 
     Shape:
@@ -80,7 +82,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         IdError: in the forward pass, for an id outside the table. Nothing was read.
         IdMapError, IdMapFullError: in the forward pass, if the map is frozen, or has no row for a new key.
         LostUpdateError: in the forward pass, if the training step before could not reach the table.
-        RanksError: in the forward pass, if it is to be trained in a job of several processes without ``local_to_rank``.
+        RanksError: in a training forward pass, in a job of several processes without ``local_to_rank``.
 
     Example:
         >>> import torch, speedswap
@@ -108,12 +110,12 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             freeze: True if they are for lookup only.
             padding_idx: a row that gets no gradient.
             torchs: as for the class.
-            settings: keyword arguments of the class: ``storage``, ``path``, ``name``, ``stored_dtype`` and the like.
-                Ranks that own the rows together all give the same ones.
+            settings: keyword arguments of the class: ``storage``, ``path``, ``name``, ``stored_dtype`` and so on. Ranks
+                that own the rows together must pass the same ones.
 
         Raises:
-            ValueError, TypeError: an argument of torch's is not supported, or the rows are no matrix or are integers.
-                Nothing was made.
+            ValueError, TypeError: a torch argument is not supported, or the rows are not a floating-point matrix.
+                Nothing was created.
 
         Example:
             >>> import torch, speedswap
@@ -130,7 +132,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         """Look rows up.
 
         Args:
-            input: ids, int32 or int64, any shape, on the device that the rows are wanted on; or keys, with an id map.
+            input: ids, int32 or int64, any shape, on the device that needs the rows; or keys, with an id map.
 
         Returns:
             Shape (*input.shape, embedding_dim).

@@ -23,13 +23,13 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     ``weight`` stands for the whole table: it has the table's shape, is the batch's rows within an optimizer's step, and
     refuses any other use as a tensor, as that of :class:`speedswap.Embedding` does.
 
-    The rows of a bag are never side by side in memory: they are added up as they are read, forward and backward.
-    With an id map, ``input`` holds keys, int32 or int64; those without a row count in no bag.
+    A bag's rows are never materialized: they are summed as they are read, forward and backward. With an id map,
+    ``input`` holds keys, int32 or int64; keys without a row count in no bag.
 
     Args:
-        num_embeddings: rows of the table.
+        num_embeddings: number of rows.
         embedding_dim: items per row.
-        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
+        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused, with an alternative in the error.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         include_last_offset: True if offsets have one more item, the number of ids.
         padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
@@ -42,15 +42,15 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
           it too.
         - → (bags, embedding_dim) on input's device.
 
-        A TorchRec ``KeyedJaggedTensor`` may stand for all three, and so may anything else with its ``keys()``,
-        ``values()``, ``stride()``, ``offsets()`` or ``lengths()`` and, if it likes, ``weights_or_none()``. Its keys are
-        looked up in this one table: → (stride, keys · embedding_dim), key after key, as in TorchRec's ``KeyedTensor``.
+        A TorchRec ``KeyedJaggedTensor`` may replace all three, and so may any object with its ``keys()``, ``values()``,
+        ``stride()``, ``offsets()`` or ``lengths()`` and, optionally, ``weights_or_none()``. Its keys are looked up in
+        this one table: → (stride, keys · embedding_dim), key by key, as in TorchRec's ``KeyedTensor``.
 
     Raises:
         IdError: in the forward pass, for an id outside the table. Nothing was read.
         ValueError, TypeError: in the forward pass, for offsets or weights that do not fit. Nothing was read.
         LostUpdateError: in the forward pass, if the training step before could not reach the table.
-        RanksError: in the forward pass, if it is to be trained in a job of several processes without ``local_to_rank``.
+        RanksError: in a training forward pass, in a job of several processes without ``local_to_rank``.
 
     Example:
         >>> import torch, speedswap
@@ -120,7 +120,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         """Look bags up; the arguments' shapes and the errors are those of the class.
 
         Args:
-            input: ids; or a ``KeyedJaggedTensor``, which has offsets and weights of its own.
+            input: ids; or a ``KeyedJaggedTensor``, which includes offsets and weights.
             offsets: the start of each bag, for ids of one dimension.
             per_sample_weights: a factor per id.
         """
@@ -267,7 +267,7 @@ def _require_dense(thing: Any, name: str) -> None:
 
 
 def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:
-    """Return the start of each bag, and the number of ids, int64, once they are known to ascend from 0."""
+    """Return the start of each bag, and the number of ids, int64, after checking that they ascend from 0."""
     _require_dense(offsets, "offsets")
     if offsets.dtype not in _INDEX:
         raise TypeError(f"offsets has dtype {offsets.dtype}; convert it to torch.int64 or torch.int32")

@@ -1,4 +1,4 @@
-"""Lookups under ``torch.compile``, ``torch.export`` and ``torch.func``: rows come from outside of any graph."""
+"""Lookups under ``torch.compile``, ``torch.export`` and ``torch.func``: rows come from outside any graph."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a method from graphs, as ``torch.compiler.disable`` does.
 
-    That is called only once a compiler is loaded: importing one takes as long as torch itself.
+    ``torch.compiler.disable`` is called only once a compiler is loaded: importing one takes as long as torch itself.
 
     Raises:
-        WeightError: in the method, while its module is exported.
+        WeightError: from the method, while its module is exported.
     """
 
     @functools.wraps(function)
@@ -58,7 +58,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Leave ``torch.func`` for a block: tensors from outside of it are plain there, and so are those made in it."""
+    """Leave ``torch.func`` for a block: tensors from outside, and those created in the block, are plain."""
     if not in_transform():
         yield
         return
@@ -69,7 +69,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 def leaving_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run in :func:`outside_transforms`."""
+    """Wrap a function to run in :func:`outside_transforms`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -82,7 +82,7 @@ def leaving_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_training(table: str) -> None:
-    """Raise WeightError: gradients of transforms do not come where an optimizer finds them."""
+    """Raise WeightError: an optimizer cannot see the gradients of transforms."""
     raise WeightError(
         f"rows of table {table!r} were to be trained inside of torch.func (grad, vjp, jvp, vmap, functionalize), whose "
         "gradients do not reach the table; look them up outside and pass what the embedding returns, freeze it with "
@@ -95,14 +95,14 @@ def constant_rows(ids: Tensor, gather: _Gather) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int32 or int64, any shape.
-        gather: returns the distinct rows of plain ids, and each id's place among them; under ``vmap`` it is called
+        gather: returns the distinct rows of plain ids, and each id's index among them; under ``vmap`` it is called
             once, with the ids of all samples.
 
     Returns:
-        The rows' weights, and each id's place among them.
+        The rows' weights, and each id's index among them.
 
     Raises:
-        WeightError: inside of ``functionalize``, which records operators of torch's alone.
+        WeightError: inside ``functionalize``, which records only torch operators.
     """
     transforms = torch._C._functorch.get_interpreter_stack() or []
     if any(each.key() == torch._C._functorch.TransformType.Functionalize for each in transforms):

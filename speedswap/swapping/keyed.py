@@ -1,4 +1,4 @@
-"""The rows that an id map gives the keys of a module's lookups, also ahead of their turn."""
+"""Rows that an id map assigns to the keys of a module's lookups, possibly ahead of their turn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TRIES = 100
 
 
 class AskedLookup:
-    """A training lookup whose keys were given to the map ahead of its turn.
+    """A training lookup whose keys were added to the map ahead of its turn.
 
     Args:
         asked: the map's answer.
-        given: the keys as they were given.
+        given: the keys as passed by the caller.
         device: where the rows are needed.
     """
 
@@ -39,14 +39,14 @@ class AskedLookup:
 
     @property
     def rows(self) -> Tensor:
-        """The keys' rows: the same tensor as long as they are the same."""
+        """The keys' rows; the same tensor as long as they do not change."""
         if self._copied is not self.asked.rows:
             self._copied = self.asked.rows
             self._rows = self._copied.to(self._device)
         return self._rows
 
     def matches(self, given: Any, kind: str) -> bool:
-        """Return whether a lookup is of these keys."""
+        """Return whether a lookup has these keys."""
         if self._given is not None:
             return isinstance(given, Tensor) and self._given.equals(given)
         return _equal(as_keys(given, kind), self.asked.keys)
@@ -58,11 +58,11 @@ class KeyedRows:
     Args:
         id_map: keys to rows.
         table: its rows.
-        step: the module's training step, which rows that start anew leave.
-        first_row: of the table, among those of the step.
+        step: the module's training step, from which reset rows are dropped.
+        first_row: the table's first row within the step's rows.
 
     Attributes:
-        is_over_ranks: whether ranks own the keys; these are not asked for ahead of their turn.
+        is_over_ranks: True if ranks own the keys, which are then not added ahead of their turn.
     """
 
     is_over_ranks = False
@@ -72,17 +72,17 @@ class KeyedRows:
         self.first_row = first_row
         self.step = step
         self._table = table
-        # Lookups that have not been made, inside a lookahead: of any batch, and of the present one.
+        # Lookups not made yet, inside a lookahead: of all batches, and of the present one.
         self._asked: list[AskedAhead] = []
         self._turn: list[AskedLookup] = []
 
     @property
     def is_followed(self) -> bool:
-        """True if keys get other rows as another process trains, whose commits are read here."""
+        """True if keys may change rows because another process trains, whose commits are read here."""
         return self.id_map.evict is not None and self.id_map.frozen
 
     def follow(self) -> int:
-        """Bring map and rows up to date with another process that trains them; return the map's version."""
+        """Catch up map and rows with another process that trains them; return the map's version."""
         with self._table.lock:
             self._table.check_open()
             return self.id_map.version
@@ -97,7 +97,7 @@ class KeyedRows:
         Args:
             given: keys, as :meth:`speedswap.IdMap.lookup` takes them.
             device: where the rows are needed.
-            adds: True for a training lookup. Rows that go to another key then start anew in the table.
+            adds: True for a training lookup. Rows that pass to another key are then reset in the table.
         """
         if not adds:
             return find_all([KeyedLookup(self, given, device)])[0]
@@ -109,14 +109,14 @@ class KeyedRows:
         return self._add(as_keys(given, self.id_map.keys), device)
 
     def lookup(self, given: Any, device: torch.device) -> KeyedLookup:
-        """Return a training lookup that is to be made now."""
+        """Return a training lookup to be made now."""
         in_turn = next((each for each in self._turn if each.matches(given, self.id_map.keys)), None)
         return KeyedLookup(self, given, device, in_turn)
 
     def _take_turn(self, lookup: AskedLookup, device: torch.device) -> Tensor:
         self._turn.remove(lookup)
         self._asked = [each for each in self._asked if each is not lookup.asked]
-        with self._table.lock:  # no commit has the key without its row's new values
+        with self._table.lock:  # no commit may have the key without its row's new values
             self.renew(self.id_map.begin(lookup.asked), device)
         return lookup.rows.to(device)
 
@@ -132,12 +132,12 @@ class KeyedRows:
         return rows.to(device)
 
     def begin(self, lookups: Sequence[AskedLookup]) -> None:
-        """Let a batch have its turn; what the batch before did not look up never came."""
+        """Begin a batch's turn; lookups that the previous batch did not make are undone."""
         self._take_back([lookup.asked for lookup in self._turn])
         self._turn = [*lookups]
 
     def end(self) -> None:
-        """Leave a lookahead: batches that did not have their turn never came."""
+        """Leave a lookahead; batches that did not have their turn are undone."""
         self.begin([])
         if not self.step.lookaheads:
             self._take_back(self._asked)
@@ -148,7 +148,7 @@ class KeyedRows:
 
     @staticmethod
     def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-        """Return the rows of lookups in tables of this kind; see :func:`find_all`."""
+        """Look up rows in tables of this kind; see :func:`find_all`."""
         for each in lookups:
             if each.table.id_map.frozen:
                 each.table.follow()
@@ -156,13 +156,13 @@ class KeyedRows:
 
     @staticmethod
     def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-        """Return the rows of training lookups in tables of this kind; see :func:`take_all`."""
+        """Look up rows for training in tables of this kind; see :func:`take_all`."""
         takes: dict[int, Callable[[], Tensor]] = {}
         for place, (table, given, device, in_turn, _) in enumerate(lookups):
             if in_turn is not None:
                 takes[place] = functools.partial(table._take_turn, in_turn, device)
             elif table.id_map.waits:
-                # What is looked up out of turn counts before the batches that wait: it cannot wait as well.
+                # Lookups out of turn take precedence over waiting batches, so they cannot wait themselves.
                 takes[place] = functools.partial(table._add, as_keys(given, table.id_map.keys), device)
         others = [place for place in range(len(lookups)) if place not in takes]
         asked = IdMap.ask_all([lookups[n].table.id_map for n in others], [lookups[n].given for n in others])
@@ -176,7 +176,7 @@ class KeyedRows:
             raise
 
     def renew(self, rows: Tensor, device: torch.device) -> None:
-        """Let rows start anew: in the table, and without the gradient of lookups before."""
+        """Reset rows in the table, and drop their gradient from earlier lookups."""
         if not len(rows):
             return
         try:
@@ -192,11 +192,11 @@ class KeyedLookup(NamedTuple):
     """A training lookup of one table.
 
     Attributes:
-        table: its map.
+        table: the table's map.
         given: keys, as :meth:`speedswap.IdMap.lookup` takes them.
         device: where the rows are needed.
-        in_turn: the lookup of the present batch that was asked for ahead with these keys.
-        parts: the number of keys of each feature, where there are several.
+        in_turn: the present batch's lookup that was added ahead with these keys.
+        parts: the number of keys of each feature, if there are several.
     """
 
     table: KeyedRows
@@ -207,12 +207,12 @@ class KeyedLookup(NamedTuple):
 
     @property
     def rows(self) -> Tensor | None:
-        """The rows, where they are known before it is made."""
+        """The rows, if they are known before the lookup is made."""
         return None if self.in_turn is None else self.in_turn.rows.to(self.device)
 
 
 def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
-    """Add the keys of training lookups ahead of their turn: of all, or of none.
+    """Add the keys of training lookups ahead of their turn: of all lookups or of none.
 
     Raises:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.ask` does.
@@ -225,27 +225,27 @@ def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
 
 
 def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-    """Return the rows of lookups in several tables that give no key a row."""
+    """Return the rows of lookups in several tables, without adding keys."""
     return lookups[0].table.find_all(lookups) if lookups else []
 
 
 def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-    """Return the rows of training lookups in several tables; those that go to another key start anew in their table.
+    """Return the rows of training lookups in several tables, and reset rows that pass to another key.
 
     Raises:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed,
-            but one in which batches wait for their turn may have keys that were looked up out of turn.
+            except that a map with waiting batches may have gained keys that were looked up out of turn.
     """
     return lookups[0].table.take_all(lookups) if lookups else []
 
 
 def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) -> _Found:
-    """Return what a lookup of keys, and then of their rows, finds in tables of which both are of one moment.
+    """Look up keys and then their rows, both from the same commit of the tables.
 
-    Another process may give a key's row to another key between the two; then the lookup is repeated.
+    Another process may assign a key's row to another key in between; then the lookup is repeated.
 
     Raises:
-        TableBusyError: it happened each of many times.
+        TableBusyError: it happened on every one of many attempts.
     """
     followed = [each for each in tables if each.is_followed]
     if not followed:
@@ -266,7 +266,7 @@ def rows_for(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> int
     """Return the number of rows of an id map's table.
 
     Args:
-        id_map: of the table.
+        id_map: the table's id map.
         num_embeddings: the map's capacity, or its number of rows, which is one more.
         padding_idx: None, or the row of keys without a row.
 

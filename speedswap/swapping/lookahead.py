@@ -1,4 +1,4 @@
-"""Prefetch the next batch's rows while this one is computed with."""
+"""Prefetch the next batch's rows during the current step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Batch = TypeVar("Batch")
 
 
 class LooksUp(Protocol):
-    """A module that can tell its lookups ahead: an embedding, or one that holds several."""
+    """A module that can announce its lookups: an embedding, or a collection."""
 
     def lookups_of(self, given: Any, /) -> Sequence[tuple[TableModule, Announced]]:
-        """Return the lookups that a forward pass makes with what its batch's function returned."""
+        """Return the lookups that a forward pass makes with the result of its batch's function."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Return the module and all modules within it, as ``nn.Module`` does."""
@@ -37,38 +37,38 @@ GivenOf = Callable[[Batch], Any]
 def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
     """Iterate over a loader's batches, with the rows of the next ones already prefetched.
 
-    While a step computes, the rows of the batch after it are made unique, checked and gathered, weight and optimizer
-    state together: on a stream of their own for a GPU, by a background thread on the CPU. Rows that both batches have
-    are forwarded on the device when the step is done, and the rows that the step has changed are written to the table
-    while the next one computes. Every result is, bit for bit, that of the loop without it.
+    While a step computes, the next batch's ids are checked and deduplicated, and its rows gathered, weight and
+    optimizer state together: on a separate stream for a GPU, by a background thread on the CPU. Rows that both batches
+    share are forwarded on the device after the step, and the rows that the step changed are written to the table while
+    the next step computes. Results are bitwise identical to the plain loop's.
 
-    The batches are taken from the loader ``depth`` steps earlier than without, so a loader that draws from the same
-    random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
-    has every step that was completed; reading or changing it in between waits for pending writes.
+    Batches are taken from the loader ``depth`` steps earlier than in the plain loop, so a loader that shares a random
+    generator with the model's forward pass draws different numbers. After an exception, Ctrl-C or ``break`` the table
+    has every completed step; reading or changing it in between waits for pending writes.
 
-    Where ranks own the rows (:class:`speedswap.Ranks`), all of them iterate alike; ids go to the owners and rows come
-    back while a step computes, on the CPU. The ranks learn of the end of each other's batches one step early: with the
-    first rank whose loader ends, all stop, and ranks with more batches warn that they leave them out. An error of one
-    rank's loader or ids is raised on all ranks in the turn of its batch.
+    If ranks own the rows (:class:`speedswap.Ranks`), all of them must iterate in the same way; ids go to the owners and
+    rows come back while a step computes, on the CPU. The ranks learn of the end of each other's batches one step early:
+    when the first rank's loader ends, all stop, and ranks with more batches warn that they skip them. An error in one
+    rank's loader or ids is raised on all ranks at its batch's turn.
 
-    An embedding's id map is given the keys ``depth`` steps earlier than without, in the order of the batches. Until a
-    batch is looked up for training, everybody else sees the map without its keys; a batch that never is never came.
+    Keys are added to an embedding's id map ``depth`` steps earlier than in the plain loop, in batch order. Until a
+    batch is looked up for training, everyone else sees the map without its keys; if it never is, they are removed.
 
     Args:
-        loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.
+        loader: any iterable of batches, such as a ``DataLoader``; each iteration iterates over it again.
         ids: for each :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` a function from a batch to the
             ids that the model will look up with it: a tensor, int32 or int64, or one for each lookup; for an
             :class:`speedswap.EmbeddingBagCollection` or :class:`speedswap.EmbeddingCollection` one to the features that
-            it is called with. Other lookups work too, but are not prefetched. The ids are on the device of the lookup,
-            or on the CPU with the module's ``weight`` on the device of the lookup.
+            it is called with. Other lookups work too, but are not prefetched. The ids must be on the lookup's device,
+            or on the CPU with the module's ``weight`` on the lookup's device.
         depth: how many batches ahead; 0 for the plain loop.
 
     Returns:
         An iterable of the loader's batches; it has a length if the loader has one.
 
     Raises:
-        TypeError: ``loader`` is not iterable, a key of ``ids`` is another object, or a function returns something else.
-        ValueError: ``depth`` is negative, or not the same on all ranks that own the rows together; or ``ids`` is empty.
+        TypeError: ``loader`` is not iterable, or a key of ``ids``, or a function's result, has the wrong type.
+        ValueError: ``depth`` is negative, or differs between ranks that own the rows together; or ``ids`` is empty.
 
     Example:
         >>> import torch, speedswap
@@ -85,7 +85,7 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
 
 @dataclass
 class _Turn(Generic[Batch]):
-    """A batch that waits for its turn, or the error raised in its place."""
+    """A batch that awaits its turn, or the error raised in its place."""
 
     batch: Batch | None = None
     prefetched: defaultdict[TableModule, list[PrefetchedLookup]] = field(default_factory=lambda: defaultdict(list))
@@ -132,7 +132,7 @@ class Lookahead(Generic[Batch]):
                 self._begin_step(modules)
                 yield batch
             return
-        with ExitStack() as rest:  # of every module, also where a pending write has failed
+        with ExitStack() as rest:  # every module, even if a pending write has failed
             for module in modules:
                 module._step.begin_lookahead(self.depth)
                 rest.callback(module.table.drain)
@@ -143,10 +143,10 @@ class Lookahead(Generic[Batch]):
         source = iter(self._loader)
         waiting: deque[_Turn[Batch]] = deque()
         while True:
-            # An error is raised in its turn: the batches before it are trained on first.
+            # An error is raised at its turn: earlier batches are trained on first.
             while len(waiting) <= self.depth and not (waiting and waiting[-1].error):
                 waiting.append(self._next(source, modules))
-            if (error := waiting[-1].error) is not None:  # in each turn, as other ranks announce a batch in each
+            if (error := waiting[-1].error) is not None:  # every turn, since other ranks announce a batch every turn
                 self._end_announcements(modules, failed=not isinstance(error, StopIteration))
             turn = waiting.popleft()
             if isinstance(turn.error, StopIteration):
@@ -155,7 +155,7 @@ class Lookahead(Generic[Batch]):
                 try:
                     raise turn.error
                 finally:
-                    del turn, error  # its traceback has this frame: with them the caller's objects would outlive it
+                    del turn, error  # its traceback holds this frame, which would keep the caller's objects alive
             has_turn = [module._begin_turn(turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches

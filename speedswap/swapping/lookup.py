@@ -1,4 +1,4 @@
-"""Lookups in a batch's rows, with gradients: those of a row are added in the order of its positions.
+"""Lookups in a batch's rows, with gradients: a row's gradients are added in the order of its positions.
 
 The backward pass of each operation is one of these operations again, so that gradients of gradients work. What the
 CPU loops do not support (other devices, complex rows, ``torch.func``) is left to torch.
@@ -15,7 +15,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.kernels import Groups
 
-_SMALL = 512  # ids up to which torch's own lookup is faster, with the same bits
+_SMALL = 512  # up to this many ids torch's lookup is faster, with the same bits
 
 
 def look_up(weight: Tensor, local: Tensor, groups: Groups | None = None) -> Tensor:
@@ -54,10 +54,10 @@ def pool(
         offsets: int64, shape (bags + 1,), ascending from 0 to count: the start of each bag, and count.
         mode: "sum", "mean" or "max".
         factors: for "sum": of each entry, shape (count,), of weight's dtype.
-        counts: bool, shape (count,): True for each entry that counts; all by default. For a GPU: elsewhere the caller
-            leaves the other entries out, but there the host would have to wait for their number.
-        divisors: for "sum": of each bag, shape (bags,), of weight's dtype, or float32 for half precision, without a
-            gradient: so a bag may have its mean, and another bag its sum.
+        counts: bool, shape (count,): True for each entry that counts; all by default. For GPUs only: elsewhere the
+            caller omits the other entries, but on a GPU the host would have to wait for their number.
+        divisors: for "sum": a divisor per bag, shape (bags,), of weight's dtype, or float32 for half precision, without
+            a gradient, so that some bags can be means and others sums.
         features: of which the bags are, feature after feature: a divisor of their number.
 
     Returns:
@@ -65,12 +65,12 @@ def pool(
         bag without ids.
     """
     if counts is not None:
-        # Torch leaves out one row; it becomes the first, and what does not count points to it.
+        # Torch skips one row: make it the first, and point entries that do not count to it.
         weight = torch.cat([weight.new_zeros(1, weight.shape[1]), weight])
         local = torch.where(counts, local + 1, 0)
     if _needs_torch(weight):
         dtype = weight.dtype
-        if divisors is not None:  # the sum alone may be too large for half precision
+        if divisors is not None:  # the sum itself may overflow half precision
             weight, factors = weight.to(divisors.dtype), None if factors is None else factors.to(divisors.dtype)
         bags = F.embedding_bag(
             local,
@@ -94,7 +94,7 @@ def pool(
 
 
 def _side_by_side(bags: Tensor, features: int) -> Tensor:
-    """Return bags that lie feature after feature as rows of features side by side."""
+    """Rearrange bags from feature-major order to one row of concatenated features per sample."""
     if features == 1:
         return bags
     count, dim = len(bags) // features, bags.shape[1]
@@ -106,7 +106,7 @@ def _needs_torch(weight: Tensor) -> bool:
 
 
 def _own(result: Tensor) -> Tensor:
-    """Return a new tensor that owns its memory: a Function's result that is a view may not be changed in place."""
+    """Return a new tensor that owns its memory: a view returned by a Function must not be changed in place."""
     return result.data
 
 
@@ -139,7 +139,7 @@ class _SumOfRows(torch.autograd.Function):
 
 
 def _by_row(local: Tensor, offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the entries in the order of their rows: their numbers, the bag of each, and the start of each row's."""
+    """Sort entries by row: return their numbers, each one's bag, and the start of each row's entries."""
     order, starts = kernels.group(local, num_rows)
     bags = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff(), output_size=len(local))
     return order, bags[order], starts
@@ -182,7 +182,7 @@ class _SumOfBags(torch.autograd.Function):
 
 
 def _one_below_another(rows: Tensor, features: int) -> Tensor:
-    """Return rows of features side by side as bags that lie feature after feature."""
+    """Rearrange rows of concatenated features to bags in feature-major order."""
     if features == 1:
         return rows
     count, dim = len(rows), rows.shape[1] // features
@@ -215,7 +215,7 @@ class _ProductsOfBags(torch.autograd.Function):
 
 
 class _MaxOfBags(torch.autograd.Function):
-    """out[b, c] = weight[local[k], c] for that entry k of bag b where it is greatest."""
+    """out[b, c] = weight[local[k], c] for the entry k of bag b that maximizes it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, local: Tensor, offsets: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class _MaxOfBags(torch.autograd.Function):
 
 
 class _SumOfWinners(torch.autograd.Function):
-    """out[r, c] = Σ values[b, c] over the bags b whose greatest of column c is row r's."""
+    """out[r, c] = Σ values[b, c] over the bags b whose maximum in column c comes from row r."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, winners: Tensor, local: Tensor, offsets: Tensor, num_rows: int) -> Tensor:

@@ -246,7 +246,7 @@ class OptimizerState:
             self.table.reset_columns(existing)
         with deferred_interrupts():
             self.attached = weakref.ref(optimizer)
-            self.weight.may_be_taken = False  # by it alone
+            self.weight.may_be_taken = False  # only by this optimizer
             if replaced is not None:
                 self._former.add(replaced)
             self._note_scalars_of(optimizer)
@@ -263,7 +263,7 @@ class OptimizerState:
             self._take_state_of(optimizer)
 
     def warn(self) -> None:
-        """Before a step, log if an earlier run's state is not what it seems."""
+        """Log, before a step, if an earlier run's state is not what it seems."""
         if self.warning is not None:
             _log.warning(self.warning)
             self.warning = None

@@ -1,4 +1,4 @@
-"""Lookups as modules ask for them, announced by a lookahead, and with rows on their way."""
+"""Lookups in three stages: requested by a module, announced by a lookahead, and prefetched."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Request(NamedTuple):
     """A lookup of one table's rows.
 
     Attributes:
-        given: the tensors that a lookahead may have announced for it; empty where there are no ids.
+        given: the tensors that a lookahead may have announced for it; empty if there are no ids.
         device: where the rows are needed.
-        ids_of: returns the ids, int32 or int64, any shape, on that device; called where none were announced.
+        ids_of: returns the ids, int32 or int64, any shape, on that device; called if none were announced.
     """
 
     given: tuple[Tensor, ...]
@@ -31,15 +31,15 @@ def ids_of(request: Request | Tensor) -> Tensor:
 
 
 class Announced(NamedTuple):
-    """A lookup that a later batch will ask a table for.
+    """A lookup that a later batch will make in a table.
 
     Attributes:
-        table: where the rows are.
-        given: the tensors that the model will look up with, which tell this lookup from the batch's others.
-        device: where the lookup will need its rows.
-        ids: rows of the table, int32 or int64, any shape, at least one. Nothing changes them any more, unless they are
-            one of ``given``.
-        asked: the lookup's keys, where an id map has given them these rows; as the module keeps them.
+        table: the table.
+        given: the tensors that the model will look up with, which identify this lookup among the batch's.
+        device: the device on which the lookup will need its rows.
+        ids: rows of the table, int32 or int64, any shape, at least one. They are not modified afterwards, unless they
+            are one of ``given``.
+        asked: the lookup's keys, as the module keeps them, if an id map assigned these rows.
     """
 
     table: Table
@@ -50,10 +50,10 @@ class Announced(NamedTuple):
 
 
 class PrefetchedLookup:
-    """A lookup that is to come, with its rows on their way. :func:`prefetch_lookups` makes it.
+    """A later lookup whose rows are being prefetched; made by :func:`prefetch_lookups`.
 
     Attributes:
-        transfer: of the rows.
+        transfer: the transfer of the rows.
     """
 
     transfer: Prefetched
@@ -73,7 +73,7 @@ class PrefetchedLookup:
         """Wait for the other ranks that own the table; return False if one of them has no batch for this turn.
 
         Raises:
-            PeerError: since one has failed.
+            PeerError: another rank failed.
         """
         return self.transfer.has_turn()
 
@@ -84,15 +84,15 @@ class PrefetchedLookup:
         return all(before.equals(now) for before, now in zip(self._given, given, strict=True))
 
     def take(self) -> tuple[Block, Tensor] | None:
-        """Take the rows as the table has them now.
+        """Take the rows in their current state.
 
         Returns:
-            The rows, and each id's place among them, of the shape of the given ids; None where they are stale and have
-            to be looked up again.
+            The rows, and each id's index among them, of the given ids' shape; None if they are stale and must be looked
+            up again.
         """
         with self.table.lock:
             if self._found_version < 0:
-                # What a lookup in inference mode finds may be asked for again by one that trains.
+                # A training lookup may reuse what a lookup in inference mode found.
                 with torch.inference_mode(False):
                     self._found = self.transfer.take()
                 self._found_version = self.table.version
@@ -101,13 +101,13 @@ class PrefetchedLookup:
             return self._found if is_current else None
 
     def _version_of_rows(self) -> int:
-        """Return the version of the rows found, which an optimizer's step changes, also one that then fails."""
+        """Return the version of the rows found, which any optimizer step changes, even one that fails."""
         return self._found[0].weight._version if self._found is not None else 0
 
 
 def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
-    """Begin all lookups of a batch, together."""
-    # Lookups in several tables may be of the same tensors.
+    """Start all lookups of a batch together."""
+    # Lookups in several tables may share tensors.
     given = {(id(tensor), each.device): tensor for each in lookups for tensor in each.given}
     kept = {(key, device): GivenTensor(tensor, device) for (key, device), tensor in given.items()}
     prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
@@ -118,11 +118,11 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
 
 
 class GivenTensor:
-    """A tensor as it was when its lookup was announced.
+    """A snapshot of a tensor at the time its lookup was announced.
 
     Args:
-        tensor: of any dtype and shape.
-        device: of the lookup.
+        tensor: the tensor, of any dtype and shape.
+        device: the lookup's device.
     """
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class GivenTensor:
         return tensor is self._tensor
 
     def equals(self, now: Tensor) -> bool:
-        """Return whether a tensor has the items that were given, in their order."""
+        """Return whether a tensor equals the snapshot."""
         if now.numel() != self.copy.numel():
             return False
         if self._is_unchanged(now):
@@ -142,16 +142,16 @@ class GivenTensor:
         return torch.equal(now.detach().reshape(-1).to(self.copy.dtype), self.copy.to(now.device).reshape(-1))
 
     def _is_unchanged(self, now: Tensor) -> bool:
-        """Return whether a tensor is the very memory that was given, on a GPU, where a comparison would wait for it.
+        """Return whether a tensor is the same, unchanged GPU memory; comparing values would wait for the GPU.
 
-        Memory of the CPU may be written without its tensors noticing.
+        CPU memory may be written without changing a tensor's version.
         """
         given = self._tensor
         if now.device.type == "cpu" or self._version is None or self._version != _version(given):
             return False
         if now is given:
             return True
-        # Another view of it, as indexing the batch anew makes one: views count their changes together.
+        # Another view of it, as from indexing the batch again: views share their version counter.
         same_memory = now.data_ptr() == given.data_ptr() and now.dtype == given.dtype
         same_order = (now.shape, now.stride()) == (given.shape, given.stride()) or (
             now.is_contiguous() and given.is_contiguous()
@@ -160,7 +160,7 @@ class GivenTensor:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy; for a GPU it is pinned, so that nothing waits for it to get there."""
+    """Return a copy; for a GPU it is pinned, so that the transfer does not block."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.clone()

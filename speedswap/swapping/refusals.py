@@ -1,4 +1,4 @@
-"""The errors of a table's weight that is used as a tensor; each names the call to make instead."""
+"""Errors for using a table's weight as a tensor; each names the call to make instead."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _REMEDIES = {
 
 
 def name_of(func: Any) -> str:
-    """Return the name of one of torch's functions, or of the attribute that it reads."""
+    """Return the name of a torch function, or of the attribute that it reads."""
     of = getattr(func, "__self__", None)
     return str(getattr(of if type(func).__name__ == "method-wrapper" else func, "__name__", func))
 

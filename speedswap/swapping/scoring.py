@@ -1,4 +1,4 @@
-"""Rows of a table outside of training: copies of them, and the ones with the largest inner products."""
+"""Rows of a table outside training: copies, and top-k inner products."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Excluded:
 
 
 class Exclusions(NamedTuple):
-    """The rows that a search leaves out, as :class:`Excluded` takes them."""
+    """The excluded rows of a search, as :class:`Excluded` takes them."""
 
     mask: Tensor | None
     ids: Tensor
@@ -92,7 +92,7 @@ class Exclusions(NamedTuple):
 def exclusions_of(
     exclude: Exclude, pieces: Pieces, device: torch.device, padding_idx: int | None, table: str
 ) -> Exclusions:
-    """Check the excluded ids, in any of their forms, and return them in one.
+    """Check excluded ids in any form, and return them in a single form.
 
     Args:
         exclude: bool (num_rows,); or ids (n,) for every query; or ids (q, m), padded with -1; or q tensors of ids.
@@ -103,7 +103,7 @@ def exclusions_of(
 
     Raises:
         IdError: an id is outside the table.
-        TypeError, ValueError: another dtype or shape.
+        TypeError, ValueError: the dtype or shape is wrong.
     """
     none = torch.empty(0, dtype=torch.int64, device=device)
     mask, ids, queries, theirs = None, none, none, none
@@ -185,11 +185,11 @@ def _bounds(keys: Tensor, count: int) -> list[int]:
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# Independent of the free memory, so that the same call takes the same pieces. On the CPU they fit its caches.
+# Independent of free memory, so that the same call uses the same pieces. On the CPU they fit in its caches.
 _ROWS_BYTES = {"cpu": 16 * 2**20}
 _SCORES_BYTES = {"cpu": 4 * 2**20}
 _OTHER_BYTES = 64 * 2**20  # on any other device
-_LEAST_ROWS = 4096  # a chunk of fewer rows is hardly a matrix product
+_LEAST_ROWS = 4096  # with fewer rows a matrix product is inefficient
 _ROWS_PER_PLACE = 128  # rows in a chunk per one of the k; with fewer, merging takes longer than scoring
 _BLOCK = 256  # scores that are skipped together if the largest is too small
 
@@ -245,7 +245,7 @@ def top_rows(
 
 
 def best_rows(table: Table, queries: Tensor, k: int, chunk: int | None, left_out: Exclusions) -> Scored:
-    """Return the best rows for queries, shape (q, embedding_dim), that are known to fit; as :func:`top_rows`."""
+    """Return the best rows for checked queries, shape (q, embedding_dim), as :func:`top_rows` does."""
     best = Scored(
         torch.full((len(queries), k), -math.inf, dtype=table.dtype, device=queries.device),
         torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device),
@@ -277,7 +277,7 @@ def _scan(table: Table, queries: Tensor, pieces: Pieces, left_out: Excluded, bes
 def _offer(scores: Tensor, first_row: int, best: Scored) -> None:
     """Merge the scores of later rows into the best so far, in place.
 
-    Of equal scores the lower id is better: rows come in ascending order, so a later score must be larger.
+    Ties go to the lower id: rows come in ascending order, so a later score must be larger.
 
     Args:
         scores: shape (q, blocks, rows per block).
@@ -290,7 +290,7 @@ def _offer(scores: Tensor, first_row: int, best: Scored) -> None:
     hit = _exceeds(largest, bound)
     floor = torch.full_like(bound, -math.inf)
     if hit.shape[1] > k:
-        # The k best are in the k blocks with the largest scores; of equal ones, in the first.
+        # The k best are in the k blocks with the largest scores; for ties, in the first of these.
         crowded = (hit.sum(1) > k).nonzero().squeeze(1)
         if len(crowded):
             ordered, order = largest[crowded].sort(dim=1, descending=True, stable=True)
