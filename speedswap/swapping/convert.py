@@ -1,4 +1,4 @@
-"""Replacement of a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` by speedswap's, with their values."""
+"""Conversion of a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` to speedswap's, with their values."""
 
 from __future__ import annotations
 
@@ -54,27 +54,28 @@ def convert(
     rounding: str | None = None,
     **former: Any,
 ) -> Model:
-    """Replace the large embeddings of a model, in place, by speedswap's with the same rows.
+    """Replace a model's large embeddings, in place, with speedswap's embeddings of the same rows.
 
     Every ``nn.Embedding`` and ``nn.EmbeddingBag`` with at least ``min_rows`` rows becomes a
     :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` with its values, ``padding_idx``, mode, device,
     dtype, training mode, and whether it is trained. Names and ``state_dict`` stay the same. Each replacement is logged.
 
-    **Convert before the optimizer is made**, and before the model is wrapped or compiled: an optimizer that holds an
-    old weight would continue to train it, and so would any other object that holds it outside the model. The step of
+    **Convert before creating the optimizer**, and before the model is wrapped or compiled: an optimizer that holds an
+    old weight would continue to train it, and so would any other object outside the model that holds it. The step of
     that optimizer raises :class:`~speedswap.errors.LostUpdateError`.
 
-    A model on the meta device gets its tables as it is loaded, and has no other memory for their rows.
+    A model on the meta device gets its tables when it is loaded, and uses no other memory for their rows.
 
-    Rows are copied piece by piece, table after table, and each old weight is freed before the next is copied, unless
-    another object holds it: at most one more table, the largest, is in memory beside the model.
+    Rows are copied piece by piece, one table at a time, and each old weight is freed before the next is copied, unless
+    another object holds it: at most one additional table, the largest, is in memory.
 
     Args:
         model: any module; it may be an embedding itself.
         min_rows: smaller embeddings are left unchanged.
         skip: dotted names of further embeddings to leave unchanged.
-        storage, path: of the tables, as for :class:`speedswap.Embedding`; a directory gets a subdirectory for each,
-            named like its module. Ranks that are to own the rows together convert the same model, before it is wrapped.
+        storage, path: storage of the tables, as for :class:`speedswap.Embedding`; a directory gets a subdirectory for
+            each, named like its module. Ranks that will own the rows together must convert the same model, before it is
+            wrapped.
         stored_dtype, state_dtype, rounding: as for :class:`speedswap.Embedding`.
         former: arguments of version 0.1, with a DeprecationWarning.
 
@@ -82,19 +83,18 @@ def convert(
         The model; its replacement, if it is an embedding itself.
 
     Raises:
-        ConversionError: an embedding cannot be replaced so that the model still computes the same: its weight is tied
-            to another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient,
-            is of a subclass, a setting does not fit its dtype, its rows differ between the ranks that are to own them,
-            and so on. It lists all of them; nothing was changed.
-        ValueError: ``skip`` names no embedding; an unknown storage, or a setting of it that does not fit.
-            Nothing was changed.
+        ConversionError: an embedding cannot be replaced without changing the model's results: its weight is tied to
+            another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient, it is
+            a subclass, a setting does not fit its dtype, its rows differ between the ranks that will own them, and so
+            on. The error lists all of them; nothing was changed.
+        ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
-        TableFullError, TableTooLargeError: there is no room for a table: its embedding and the following ones are
+        TableFullError, TableTooLargeError: there is no room for a table; its embedding and the following ones are
             unchanged.
 
     Warns:
-        SpeedswapWarning: no embedding has ``min_rows`` rows; or one is ``sparse``, and its gradients will be dense ones
-            of the batch's rows, which ``torch.optim.SparseAdam`` does not take; use ``torch.optim.Adam``.
+        SpeedswapWarning: no embedding has ``min_rows`` rows; or one is ``sparse``, but its gradients will be dense over
+        the batch's rows, which ``torch.optim.SparseAdam`` does not take; use ``torch.optim.Adam``.
 
     Example:
         >>> import torch, speedswap
@@ -206,7 +206,7 @@ def _refuse(
 
 
 def _differing(found: Sequence[tuple[_Plain, list[str]]], group: RankGroup) -> Iterator[str]:
-    """Yield the embeddings whose rows are not the same on all ranks, which are to own them; every rank calls this."""
+    """Yield the embeddings whose rows differ between the ranks that will own them; every rank must call this."""
     with group.main.task(Kind.COMPARE) as task:
         of_ranks = task.share([digest_of(module.weight) for module, _ in found])
     for (_, names), *digests in zip(found, *of_ranks, strict=False):
@@ -261,7 +261,7 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
 
 
 def _holders(model: nn.Module) -> _Holders:
-    """Return the modules that hold parameters and buffers, and their names there, by address."""
+    """Return, by address, the modules that hold each parameter and buffer, with its name there."""
     holders: _Holders = defaultdict(list)
     for path, module in model.named_modules():
         if isinstance(module, TableModule):
@@ -277,7 +277,7 @@ def _address(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def _own_attributes(module: _Plain) -> list[str]:
-    """Return the attributes that were set on a module beside torch's own."""
+    """Return the attributes that were set on a module in addition to torch's."""
     kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
     plain = kind(1, 1, device="meta")  # draws no random numbers
     return [name for name in vars(module) if name not in vars(plain)]

@@ -35,20 +35,20 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
-_KEPT = ("is_weighted", "device", "local_to_rank")  # settings of a collection that is opened
+_KEPT = ("is_weighted", "device", "local_to_rank")  # settings allowed when a collection is opened
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
 
 
 class TableCollection(nn.Module, Generic[Config]):
-    """Owner of tables in groups, each with one store, one parameter and one training step.
+    """A module that owns groups of tables, each group with one store, one parameter and one training step.
 
     The arguments are those of :class:`speedswap.EmbeddingBagCollection`.
     """
 
     config_type: ClassVar[type[Any]]
-    module_types: ClassVar[tuple[type[nn.Module], ...]]  # what from_modules takes
-    tables_name: ClassVar[str]  # the attribute that has the tables by name, and so their prefix in a state_dict
+    module_types: ClassVar[tuple[type[nn.Module], ...]]  # the classes that from_modules takes
+    tables_name: ClassVar[str]  # the attribute with the tables by name, which is their prefix in a state_dict
 
     @of_all_ranks
     def __init__(
@@ -68,7 +68,7 @@ class TableCollection(nn.Module, Generic[Config]):
         place = as_storage(storage, path, former, type(self).__name__)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
         id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
-        # A group has the maps, of which a copy has its own.
+        # Groups hold the maps, which are copied with them.
         self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
         for config in self.configs if is_weighted else ():
@@ -107,16 +107,16 @@ class TableCollection(nn.Module, Generic[Config]):
         feature_names: Mapping[str, Sequence[str]] | None = None,
         **settings: Any,
     ) -> _Self:
-        """Return a collection with the rows and settings of existing embeddings, which it then replaces.
+        """Return a collection with the rows and settings of existing embeddings, to replace them.
 
         Args:
             modules: torch's embeddings, or speedswap's, by the name of their table.
-            feature_names: the features of some of the tables; one of the table's name by default.
+            feature_names: the features of some of the tables; by default one named like the table.
             settings: the keyword arguments of the class.
 
         Raises:
-            TypeError: a module is not an embedding, or is not looked up in this way.
-            ValueError: it has a setting that these lack (``max_norm``, ``scale_grad_by_freq``).
+            TypeError: a module is not an embedding, or does not fit this class of collection.
+            ValueError: it has an unsupported setting (``max_norm``, ``scale_grad_by_freq``).
 
         Example:
             >>> import torch, speedswap
@@ -174,17 +174,17 @@ class TableCollection(nn.Module, Generic[Config]):
         mode: str = "r+",
         **settings: Any,
     ) -> _Self:
-        """Open a collection in files: one made with ``path``, or one that :meth:`save` wrote.
+        """Open a collection on disk: one created with ``path``, or written by :meth:`save`.
 
         Args:
-            tables: the configs that it was made with, in their order.
-            path: its directory; or ``speedswap.Disk(directory, …)``, with settings of a group's cache and commits.
+            tables: the configs it was created with, in the same order.
+            path: its directory; or ``speedswap.Disk(directory, …)``, with settings for each group's cache and commits.
             mode: ``r+`` to read and write, as the only writer; ``r`` to read.
             settings: ``is_weighted``, ``device`` and ``local_to_rank``, as for the class.
 
         Raises:
             FileNotFoundError, TableFormatError, TableBusyError: as :meth:`speedswap.Table.open` does.
-            ValueError: there are other tables in the files.
+            ValueError: the files hold different tables.
         """
         kept = {name: settings.pop(name) for name in _KEPT if name in settings}
         place = opened_place(path, settings, f"{cls.__name__}.open")
@@ -203,8 +203,8 @@ class TableCollection(nn.Module, Generic[Config]):
         """Load a copy of a collection in files into memory.
 
         Args:
-            storage: of the copy, as in :meth:`speedswap.Table.load`.
-            tables, path, settings: as for :meth:`open`, whose errors it has.
+            storage: storage of the copy, as in :meth:`speedswap.Table.load`.
+            tables, path, settings: as for :meth:`open`; so are the errors.
         """
         kept = {name: settings.pop(name) for name in _KEPT if name in settings}
         source, place = opened_place(path, {}, ""), as_storage(storage, None, settings, f"{cls.__name__}.load")
@@ -215,7 +215,7 @@ class TableCollection(nn.Module, Generic[Config]):
     def _over(
         cls: type[_Self], tables: Iterable[Config], table_of: Callable[[str], Table], settings: dict[str, Any]
     ) -> _Self:
-        """Return a collection over existing tables, by the names of their groups."""
+        """Return a collection over existing tables, by group name."""
         configs = checked(tables, cls.config_type)
         existing = opened(configs, table_of)
         try:
@@ -229,7 +229,7 @@ class TableCollection(nn.Module, Generic[Config]):
 
         Args:
             path: the directory; within it, each group of tables appears complete or not at all.
-            overwrite: replace what is there.
+            overwrite: replace existing tables.
 
         Raises:
             FileExistsError, TableFullError: as :meth:`speedswap.Table.save` does.
@@ -240,17 +240,17 @@ class TableCollection(nn.Module, Generic[Config]):
 
     @property
     def ranks(self) -> RankGroup | None:
-        """The ranks that own the tables together; None for a process alone."""
+        """The ranks that own the tables together; None for a single process."""
         return self._groups()[0].ranks
 
     @property
     def id_maps(self) -> dict[str, IdMap]:
-        """The maps from keys to rows of the tables that have one, by name."""
+        """The id maps of the tables that have one, by table name."""
         return {name: keyed.id_map for group in self._groups() for name, keyed in group.keyed.items()}
 
     def close(self) -> None:
         """Close all tables: flush those in files, and release memory, files and locks."""
-        with ExitStack() as rest:  # each of them, also where an earlier one raises
+        with ExitStack() as rest:  # close each, even if an earlier one raises
             for group in self._groups():
                 rest.callback(group.table.close)
 
@@ -265,10 +265,10 @@ class TableCollection(nn.Module, Generic[Config]):
         """Return the parameters of some tables, for a parameter group of an optimizer.
 
         Args:
-            names: all tables of one group or of several; at least one name.
+            names: all tables of one or several groups; at least one name.
 
         Raises:
-            ValueError: there is no such table, none is named, or one has its parameter in common with one not named.
+            ValueError: a table does not exist, none is named, or one shares its parameter with a table not named.
 
         Example:
             >>> import torch, speedswap
@@ -311,7 +311,7 @@ class TableCollection(nn.Module, Generic[Config]):
         return any(group.keyed for group in self._groups())
 
     def _of_one_commit(self, look_up: Callable[[Any], _Found], features: Any) -> _Found:
-        """Return what a lookup of features finds, with keys and rows of one moment."""
+        """Return the result of a lookup of features, with keys and rows from the same commit."""
         if not self._has_keys:
             return look_up(features)
         keyed = [each for group in self._groups() for each in group.keyed.values()]
@@ -319,7 +319,7 @@ class TableCollection(nn.Module, Generic[Config]):
 
     @leaving_transforms
     def _given(self, features: Any) -> FeatureBatch:
-        """Read what forward was called with."""
+        """Read forward's arguments."""
         if not self._has_keys:
             return read_features(features, self._slots, self._is_weighted)
         return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
@@ -336,7 +336,7 @@ class TableCollection(nn.Module, Generic[Config]):
     def lookups_of(self, features: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with these features, for a lookahead: one per group of tables.
 
-        Groups with keys that ranks own are left out: they are looked up when the batch's turn comes.
+        Groups with keys owned by ranks are left out: they are looked up at the batch's turn.
 
         Args:
             features: as forward takes them.
@@ -363,7 +363,7 @@ def _rows_of(module: nn.Embedding | nn.EmbeddingBag) -> Tensor:
 
 
 def _stored_as(module: TableModule) -> dict[str, Any]:
-    """Return the settings of a config that describe the compact columns of an embedding's table."""
+    """Return the config settings that describe an embedding table's compact columns."""
     compact = {name: column for name, column in module.table.columns.items() if column.compact}
     dtypes = {name: column.stored for name, column in compact.items()}
     state_dtype, rounding = module._step.state._stored_as

@@ -1,4 +1,4 @@
-"""The description of a collection's tables, and of the groups that lie in one store each."""
+"""Configs of a collection's tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speedswap.tables import init as initializers
 from speedswap.tables.record import count, seed_of
 
 _POOLINGS = ("sum", "mean", "max")
-_OF_THE_RANK = ("seed", "storage", "id_map")  # which may differ, or is agreed on elsewhere
+_OF_THE_RANK = ("seed", "storage", "id_map")  # may differ, or is agreed on elsewhere
 Config = TypeVar("Config", bound="EmbeddingConfig")
 
 
@@ -25,33 +25,33 @@ Config = TypeVar("Config", bound="EmbeddingConfig")
 class EmbeddingConfig:
     """One table of a :class:`speedswap.EmbeddingCollection`.
 
-    Tables of one width, dtype and storage lie in one store, one after the other, and are one table for a training step,
-    unless ``group`` or ``trainable`` keeps them apart.
+    Tables with the same width, dtype and storage are stored consecutively in one store, and are one table for a
+    training step, unless ``group`` or ``trainable`` separates them.
 
     Args:
-        name: of the table; a part of its key in ``state_dict``.
-        num_embeddings: rows, at least 1.
+        name: the table's name, which is part of its key in ``state_dict``.
+        num_embeddings: number of rows, at least 1.
         embedding_dim: items per row, at least 1.
-        feature_names: the features that are looked up in the table; one of the table's name by default. Features of
-            several tables are called ``feature@table`` in what the collection returns.
+        feature_names: the features looked up in the table; by default one named like the table. Features of several
+            tables are called ``feature@table`` in the collection's output.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal by
             default.
         seed: of the initial values; drawn from torch's random generator by default. The rows start with the bits of a
             :class:`speedswap.Embedding` of this size and seed.
         padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
-        id_map: a map from keys to the table's rows, :class:`speedswap.IdMap`: features have keys then, num_embeddings
-            follows from the map, and padding_idx is 0. The collection has it as ``id_maps[name]``.
-        dtype: of the weights; torch's default dtype by default.
-        storage: ``device``, ``pinned`` or ``pageable``, or such a place, as for :class:`speedswap.Embedding`; the
-            collection's by default.
+        id_map: an :class:`speedswap.IdMap` from keys to the table's rows: then features hold keys, num_embeddings
+            follows from the map, and padding_idx is 0. The collection exposes it as ``id_maps[name]``.
+        dtype: the weights' dtype; torch's default dtype by default.
+        storage: ``device``, ``pinned`` or ``pageable``, or the place itself, as for :class:`speedswap.Embedding`; by
+            default the collection's.
         engine: an argument of version 0.1; give ``storage=speedswap.Pinned(engine=…)``.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
-        group: tables of different groups have different parameters, so that an optimizer may train each with different
-            settings. A part of a directory's name.
-        trainable: False keeps the rows as they are, in a store of frozen tables.
+        group: tables in different groups have different parameters, so that an optimizer can train them with different
+            settings. It becomes part of a directory name.
+        trainable: False freezes the rows, in a separate store of frozen tables.
 
     Raises:
-        ValueError: a number is out of range, a name is empty, or has a dot in it; or a group's a dot or a slash.
+        ValueError: a number is out of range, a name is empty or contains a dot, or a group contains a dot or a slash.
 
     Example:
         >>> import speedswap
@@ -140,7 +140,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 def described_alike(config: EmbeddingConfig) -> dict[str, object]:
-    """Return what has to be the same on all ranks that own a table's rows together, by setting."""
+    """Return the settings, by name, that must be equal on all ranks that own a table's rows together."""
     settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _OF_THE_RANK}
     settings["init"] = None if config.init is None else initializers.resolve(config.init).to_json()
     return {f"{name} of table {config.name!r}": value for name, value in settings.items()}
@@ -150,8 +150,8 @@ def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
     """Return a collection's configs.
 
     Raises:
-        TypeError: one is of another kind.
-        ValueError: there is none, or two have one name.
+        TypeError: a config has the wrong type.
+        ValueError: there are none, or two have the same name.
     """
     if isinstance(tables, EmbeddingConfig):
         raise TypeError(f"tables is {a_kind(tables)}; give a list of them, [{type(tables).__name__}(…)]")
@@ -178,10 +178,10 @@ def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
 
 
 def output_names(lookups: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the names that lookups have in what a collection returns.
+    """Return the names of lookups in a collection's output.
 
     Args:
-        lookups: the feature and the table of each.
+        lookups: the feature and the table of each lookup.
     """
     times = Counter(feature for feature, _ in lookups)
     return tuple(feature if times[feature] == 1 else f"{feature}@{table}" for feature, table in lookups)

@@ -1,4 +1,4 @@
-"""Lookups in several tables at once, one row per id or pooled."""
+"""Lookups in several tables at once, with one row per id or pooled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The features of a batch, read for all tables at once: the ids of every lookup, their bags, and their rows."""
+"""A batch's features, read for all tables at once: each lookup's ids, bags and rows."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _MOST_ORDERS = 64
 
 
 class Slots:
-    """Pairs of a table and a feature that is looked up in it, group after group.
+    """Pairs of a table and a feature looked up in it, ordered by group.
 
     Args:
-        groups: of tables.
-        last: tells the tables whose lookups come after the others of their group.
+        groups: the groups of tables.
+        last: returns True for tables whose lookups go after the others of their group.
 
     Attributes:
         features: the name of each slot's feature.
         configs: each slot's table.
         bases: each table's first row in its group, int64, shape (slots,), on the CPU.
-        limits: the number of its rows.
-        paddings: its padding row in the group, -1 for none.
+        limits: each table's number of rows.
+        paddings: each table's padding row in the group, -1 for none.
         of_group: the slots of each group.
-        of_table: the slots of each table, by its name.
+        of_table: the slots of each table, by name.
         names: all features.
-        keys: each slot's name in an output: its feature, with its table if several tables have that.
+        keys: each slot's name in the output: its feature, with its table if several tables have the feature.
     """
 
     def __init__(self, groups: Sequence[TableGroup], last: Callable[[EmbeddingConfig], bool]) -> None:
@@ -74,7 +74,7 @@ class Slots:
         return len(self.features)
 
     def in_order_of(self, configs: Sequence[EmbeddingConfig]) -> list[int]:
-        """Return the slots table after table."""
+        """Return the slots ordered by table."""
         return [slot for config in configs for slot in self.of_table[config.name]]
 
     def require_features(self, names: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class Slots:
                 )
 
     def order(self, keys: tuple[str, ...]) -> Tensor | None:
-        """Return the place of each slot's feature among keys, int64, on the CPU; None if the keys are these features.
+        """Return each slot's feature's index in keys, int64, on the CPU; None if the keys are exactly these features.
 
         Raises:
             ValueError: a feature is missing, or a key is not a feature, or occurs twice.
@@ -108,18 +108,18 @@ class Slots:
 
 @dataclass(eq=False)
 class FeatureBatch:
-    """The ids of a batch, slot after slot, and in each slot bag after bag.
+    """The ids of a batch, ordered by slot and then by bag.
 
     Attributes:
         slots: the collection's.
-        asked: the ids, the number of each slot's, and the tables' ranges of rows.
-        stride: bags in each slot.
+        asked: the ids, their number per slot, and the tables' row ranges.
+        stride: number of bags per slot.
         offsets: each bag's first id, and the number of ids, int64, shape (slots · stride + 1,), on the ids' device.
-        starts: the place of each slot's first id, and the number of ids.
+        starts: the position of each slot's first id, and the number of ids.
         is_single: True if every bag has one id.
         weights: a factor per id, shape (ids,), or None.
-        by_name: each slot's ids, as they were given; empty for a keyed batch.
-        announced: for a keyed batch: the tensors that its ids depend on.
+        by_name: each slot's ids as passed; empty for a keyed batch.
+        announced: for a keyed batch, the tensors that its ids depend on.
     """
 
     slots: Slots
@@ -149,11 +149,11 @@ class FeatureBatch:
         return not self._rows.shape[0] or int(self._rows.min()) >= 0
 
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
-        """Return a group's rows, int64, shape (ids,); -1 for an id that is outside of its table.
+        """Return a group's rows, int64, shape (ids,); -1 for an id outside its table.
 
         Args:
             group: its index.
-            checked: raise IdError for an id of any group, where a lookup of this one would not find it.
+            checked: True to raise IdError for an invalid id of any group, which a lookup in this one would miss.
         """
         if checked and len(self.slots.of_group) > 1:
             self.require_inside()
@@ -161,12 +161,12 @@ class FeatureBatch:
         return self._rows if end - begin == self.starts[-1] else self._rows[begin:end]
 
     def require_inside(self) -> None:
-        """Raise IdError if an id is outside of its table. On a GPU this waits for the ids."""
+        """Raise IdError if an id is outside its table. On a GPU this waits for the ids."""
         if not self._are_inside:
             raise self.outside(IdError("an id is outside of its table"))
 
     def bounds(self, group: int) -> tuple[int, int]:
-        """Return the places of a group's first id, and past its last."""
+        """Return the positions of a group's first id, and past its last."""
         some = self.slots.of_group[group]
         return self.starts[some.start], self.starts[some.stop]
 
@@ -181,14 +181,14 @@ class FeatureBatch:
         if begin == end or not self.by_name:
             return () if begin == end else self.announced
         some = self.slots.of_group[group]
-        if device.type != "cpu":  # known by their memory, where a comparison would wait for them
+        if device.type != "cpu":  # identified by memory, since comparing would wait for them
             return tuple(self.by_name[some.start : some.stop])
         assert isinstance(self.asked.ids, Tensor)
         return self.asked.ids[begin:end], self.counts[some.start : some.stop]
 
     @leaving_transforms
     def outside(self, error: IdError) -> IdError:
-        """Return the error for the first id that is outside of its table, in place of one that does not name it."""
+        """Return the error for the first id outside its table, to replace one that does not name the table."""
         found = kernels.first_outside(self.asked)
         if found is None:
             return error
@@ -207,7 +207,7 @@ def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatc
     """Read a mapping of features to ids, or an object with the methods of TorchRec's KeyedJaggedTensor.
 
     Raises:
-        TypeError, ValueError: something is missing, unknown, or does not fit; the message names the feature.
+        TypeError, ValueError: a feature is missing, unknown, or invalid; the message names it.
     """
     if not isinstance(require_features(features), Mapping):
         return _keyed(features, slots, is_weighted)
@@ -217,7 +217,7 @@ def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatc
 
 
 def require_features(features: Any) -> Any:
-    """Return features, once they are known to be a mapping or a keyed jagged tensor."""
+    """Check that features are a mapping or a keyed jagged tensor, and return them."""
     if type(features) is dict:
         return features
     is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
@@ -235,7 +235,7 @@ def require_features(features: Any) -> Any:
 
 
 def _require_all_weighted(name: str, is_weighted: bool, weights: Tensor | None) -> None:
-    """Raise ValueError where a feature has weights and the collection takes none, or the other way round."""
+    """Raise ValueError if a feature has weights and the collection takes none, or vice versa."""
     if weights is not None and not is_weighted:
         raise ValueError(f"feature {name!r} has weights, but is_weighted is False; make the collection with True")
     if weights is None and is_weighted:
@@ -246,8 +246,8 @@ def _require_all_weighted(name: str, is_weighted: bool, weights: Tensor | None) 
 
 
 def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> FeatureBatch:
-    """Read what each slot was given, in any form; errors are those of :func:`read_features`."""
-    if _are_alike(values):  # without a look at each: a thousand features are as many calls
+    """Read each slot's value, in any form; errors are those of :func:`read_features`."""
+    if _are_alike(values):  # without examining each: a thousand features would take a thousand calls
         bags = [checked_feature(slots.features[0], values[0])]
         _require_all_weighted(slots.features[0], is_weighted, None)
         ids, flat, counts = values, torch.cat(tuple(values)).reshape(-1), [values[0].numel()] * len(slots)
@@ -290,7 +290,7 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 
 def _offsets(bags: list[GivenFeature], slots: Slots, starts: Sequence[int]) -> Tensor:
-    """Return the offsets of all slots' bags, once they are known to ascend."""
+    """Return the offsets of all slots' bags, after checking that they ascend."""
     device, stride = bags[0].ids.device, bags[0].stride
     firsts = [
         steps(stride, each.per_bag, device) if each.offsets is None else each.offsets[:stride].long() for each in bags
@@ -346,7 +346,7 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
 
 
 def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, num_ids: int) -> Tensor:
-    """Return each key's first id, and the number of ids, int64, on the CPU, once the offsets are known to ascend.
+    """Return each key's first id, and the number of ids, int64, on the CPU, after checking that offsets ascend.
 
     On a GPU the host waits for them, unless they were on the CPU before.
     """
@@ -370,7 +370,7 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
 
 
 def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """Return the positions of ids that lie in pieces, piece after piece."""
+    """Return the positions of ids that are in pieces, piece by piece."""
     total = int(counts.sum())
     moved = near(torch.stack([begins - (counts.cumsum(0) - counts), counts]), device)
     return torch.arange(total, device=device) + moved[0].repeat_interleave(moved[1], output_size=total)
@@ -380,12 +380,12 @@ def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
 
 
 def near(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; nothing waits for it to get there."""
+    """Copy a CPU tensor to a device without waiting for the transfer."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def steps(count: int, step: int, device: torch.device) -> Tensor:
-    """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
+    """Return 0, step, 2 · step, …: the offsets of equally large bags, not to be modified."""
     # One per stream: work on another stream may not have made them yet.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if count <= _SMALL:
@@ -398,7 +398,7 @@ def _new_steps(count: int, step: int, device: torch.device, stream: int) -> Tens
         return torch.arange(count, device=device) * step
 
 
-# Of large ones the last: a few would fill memory that the batches need.
+# Cache only the last of the large ones: a few would fill memory that batches need.
 _SMALL, _LARGE = 1 << 14, 1 << 20
 _small_steps = functools.lru_cache(maxsize=64)(_new_steps)
 _large_steps = functools.lru_cache(maxsize=1)(_new_steps)

@@ -1,4 +1,4 @@
-"""Tables of one width, dtype and storage, as one table with one parameter and one training step; and each by itself."""
+"""Tables of the same width, dtype and storage as one table with one parameter and training step; and each alone."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from speedswap.tables.table import discard
 
 
 class TableGroup(TableModule):
-    """The rows of several tables, one after the other, and their training step; :meth:`of` makes one.
+    """The consecutive rows of several tables, and their training step; made by :meth:`of`.
 
     Args:
-        num_embeddings, embedding_dim: rows of all tables, and items per row.
+        num_embeddings, embedding_dim: number of rows over all tables, and items per row.
         configs: the tables.
-        id_maps: the maps of some of them, by name; those that the rows have already count first.
-        arguments: the others of :class:`speedswap.Embedding`.
+        id_maps: the maps of some of them, by name; maps that the rows already have take precedence.
+        arguments: other arguments of :class:`speedswap.Embedding`.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class TableGroup(TableModule):
         return self.keyed
 
     def map_of(self, name: str) -> IdMap | None:
-        """Return the map from keys to a table's rows; None where ids are rows."""
+        """Return a table's id map; None if ids are rows."""
         if self._make is not None:
             return self._maps_to_keep.get(name)
         keyed = self.keyed.get(name)
         return None if keyed is None else keyed.id_map
 
     def _alike(self) -> dict[str, object]:
-        return {}  # which the collection has looked at
+        return {}  # the collection has checked them
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class TableGroup(TableModule):
         id_maps: Mapping[str, IdMap] | None = None,
         **arguments: Any,
     ) -> TableGroup:
-        """Return a group of tables with their initial values, or over the table that holds their rows.
+        """Return a group of tables with their initial values, or over an existing table that holds their rows.
 
         Args:
             group: the tables.
@@ -109,7 +109,7 @@ class TableGroup(TableModule):
             arguments: ``device`` and ``local_to_rank``.
 
         Raises:
-            ValueError: the existing table holds other tables.
+            ValueError: the existing table holds different tables.
         """
         key, name, configs, table = group
         num_rows = sum(config.num_embeddings for config in configs)
@@ -123,7 +123,7 @@ class TableGroup(TableModule):
                 num_rows,
                 key.embedding_dim,
                 init=InRanges(ranges),
-                seed=ranges[0].seed,  # of stochastic rounding alone
+                seed=ranges[0].seed,  # only for stochastic rounding
                 dtype=key.dtype,
                 storage=key.storage.of_table(name),
                 stored_dtype=key.stored_dtype,
@@ -139,7 +139,7 @@ class TableGroup(TableModule):
         return module
 
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
-        if init is not None:  # for each table, whose padding row stays zero
+        if init is not None:  # one per table; padding rows stay zero
             values, had = initializers.resolve(init), self.table.columns["weight"].init
             seeds = [each.seed for each in had.ranges] if isinstance(had, InRanges) else [0] * len(self.configs)
             init = InRanges(
@@ -151,7 +151,7 @@ class TableGroup(TableModule):
         super().reset_parameters(init)
 
     def _keyed_tables(self, id_maps: Mapping[str, IdMap]) -> dict[str, KeyedRows]:
-        """Return the tables that have an id map, which is kept with the rows from now on."""
+        """Return the tables that have an id map, and keep the map with the rows from now on."""
         keyed = {}
         for config, first_row in zip(self.configs, self.first_rows, strict=True):
             if config.name in id_maps or config.name in self.table.store.notes.id_maps:
@@ -163,7 +163,7 @@ class TableGroup(TableModule):
 
     @property
     def has_keys_of_ranks(self) -> bool:
-        """True if ranks own the keys of a table, so that its lookups are made when their turn comes."""
+        """True if ranks own a table's keys, so that its lookups wait for their turn."""
         return any(keyed.is_over_ranks for keyed in self.keyed.values())
 
     def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
@@ -200,7 +200,7 @@ class TableGroup(TableModule):
 
 
 def _require_contents(table: Table, configs: Sequence[EmbeddingConfig], dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError if a table holds other tables than these, or of another dtype."""
+    """Raise ValueError if a table holds different tables, or another dtype."""
     wanted, dtype = contents_of(configs), dtype or table.dtype
     found = table.attributes.get(PARTS, wanted)
     num_rows = sum(config.num_embeddings for config in configs)
@@ -217,7 +217,7 @@ def groups_of(
     id_maps: Mapping[str, IdMap],
     **arguments: Any,
 ) -> list[TableGroup]:
-    """Return all groups of a collection; if one of them cannot be made, no new table is left, and those found stay.
+    """Return all groups of a collection; if one cannot be created, remove new tables and keep existing ones.
 
     Args:
         groups: the tables.
@@ -250,12 +250,12 @@ def _range(config: EmbeddingConfig, values: Mapping[str, Tensor]) -> Range:
 
 
 class TableInGroup(nn.Module):
-    """One table of a collection: to read, to score, to fill, and to save. The collection looks up in it.
+    """One table of a collection, to read, score, fill and save. Lookups go through the collection.
 
     Args:
-        group: the tables among which it lies.
-        config: its description.
-        first_row: of the group's rows, the one that is its row 0.
+        group: the group that contains it.
+        config: its config.
+        first_row: the group's row that is its row 0.
 
     Attributes:
         num_embeddings, embedding_dim, padding_idx: those of the config.
@@ -267,11 +267,11 @@ class TableInGroup(nn.Module):
         self.num_embeddings = config.num_embeddings
         self.embedding_dim = config.embedding_dim
         self.padding_idx = config.padding_idx
-        self._home = (group,)  # not a submodule: the collection has it already
+        self._home = (group,)  # not a submodule: the collection already contains it
         self._first_row = first_row
         self._table: Table | None = None
         self._handed_out: HandedOut | None = None
-        self._awaits_rows = self._is_on_meta  # of a parameter that is assigned, as libraries load
+        self._awaits_rows = self._is_on_meta  # for an assigned parameter, as libraries load
 
     # They ask for the attributes and properties here alone.
     read: Any = TableModule.read
@@ -282,12 +282,12 @@ class TableInGroup(nn.Module):
 
     @property
     def group(self) -> TableGroup:
-        """The tables among which it lies."""
+        """The group that contains it."""
         return self._home[0]
 
     @property
     def table(self) -> Table:
-        """Its rows, which a step writes through the group."""
+        """The table's rows, which a step writes through the group."""
         if self._table is None:
             part = PartStore(self.group.table.store, self._first_row, self.num_embeddings, self.config.name)
             self._table = Table(part)
@@ -300,7 +300,7 @@ class TableInGroup(nn.Module):
 
     @property
     def weight(self) -> TableRows | nn.Parameter:
-        """All rows, to be filled in place, as functions of ``torch.nn.init`` do; the parameter is the group's."""
+        """All rows, which functions of ``torch.nn.init`` can fill in place; the parameter is the group's."""
         if self._is_on_meta:
             return nn.Parameter(self.group.weight.detach()[: self.num_embeddings])
         return TableRows(self.table)
@@ -323,7 +323,7 @@ class TableInGroup(nn.Module):
 
     @property
     def id_map(self) -> IdMap | None:
-        """The map from keys to its rows; None where ids are rows."""
+        """The table's id map; None if ids are rows."""
         return self.group.map_of(self.config.name)
 
     @property
@@ -342,7 +342,7 @@ class TableInGroup(nn.Module):
 
 
 class TablesByName(nn.ModuleDict):
-    """The tables of a collection, by name. A table may have any name, also that of a method."""
+    """The tables of a collection by name, which may be any name, even that of a method."""
 
     def __init__(self, tables: Iterable[TableInGroup]) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class TablesByName(nn.ModuleDict):
         """Return a table.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: no table has that name.
         """
         if name not in self._modules:
             raise KeyError(f"{name!r} is not a table; there are {', '.join(self._modules)}")

@@ -1,7 +1,7 @@
-"""The groups of tables that lie in one store each: new ones, those found in files, and those being made in files.
+"""Groups of tables that share a store: new ones, those found on disk, and those being created on disk.
 
-While groups are made in a directory, a file there names them, so that a killed process leaves all or none: the next
-process that makes a collection there removes what it names.
+While groups are being created in a directory, a file there names them, so that a kill leaves all or none: the next
+process that creates a collection there removes the groups it names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("speedswap")
 
 
 class GroupKey(NamedTuple):
-    """The properties that tables in one store have in common."""
+    """The properties shared by tables in one store."""
 
     embedding_dim: int
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class GroupKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A name for messages and files, without a dot: of all properties but storage."""
+        """A name for messages and files, without a dot, from all properties but storage."""
         words = [str(self.embedding_dim), _word(self.dtype)]
         words += ["as", _word(self.stored_dtype)] if self.stored_dtype else []
         words += ["state", _word(self.state_dtype)] if self.state_dtype else []
@@ -69,13 +69,13 @@ class GroupKey(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Tables that lie in one store.
+    """Tables that share a store.
 
     Attributes:
         key: their common properties.
         name: for messages and files.
         configs: the tables, in their order.
-        table: one that holds their rows already.
+        table: an existing table that holds their rows.
     """
 
     key: GroupKey
@@ -97,18 +97,18 @@ def grouped(configs: Sequence[EmbeddingConfig], storage: Storage) -> list[Group]
 
 
 def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table]) -> list[Group]:
-    """Return the groups of tables in files, of a collection that may have had any storage and engine.
+    """Return the groups of tables on disk, of a collection that may have had any storage and engine.
 
     Args:
         configs: the tables.
         table_of: opens a group's table, by the group's name.
 
     Raises:
-        ValueError: a file holds other tables.
+        ValueError: a file holds different tables.
     """
     groups: list[Group] = []
     try:
-        # The tables have their maps, and are where they are.
+        # The tables determine maps and storage.
         plain = [replace(config, id_map=None, storage=None) for config in configs]
         for key, _, some, _ in grouped(plain, as_storage("auto")):
             number = 0
@@ -131,7 +131,7 @@ def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table])
 
 
 def close_all(groups: Sequence[Group]) -> None:
-    """Close the tables of groups that were opened for nothing."""
+    """Close the tables of groups that were opened in vain."""
     for group in groups:
         if group.table is not None:
             group.table.close()
@@ -144,15 +144,15 @@ def contents_of(configs: Sequence[EmbeddingConfig]) -> list[list[object]]:
 
 @contextmanager
 def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
-    """Make a directory for the block to make groups in; it goes again if that raises and leaves nothing in it.
+    """Create a directory for the block to create groups in; remove it if the block raises and leaves it empty.
 
     Args:
-        path: of the collection; it may exist.
-        names: of the groups.
+        path: the collection's directory, which may exist.
+        names: the groups' names.
 
     Raises:
-        FileExistsError: a group is there.
-        TableBusyError: another process is making groups there.
+        FileExistsError: a group exists.
+        TableBusyError: another process is creating groups there.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
     with says_if_full(path / "groups"):
@@ -177,7 +177,7 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
                     directory.remove(_UNFINISHED)
                 raise
             directory.remove(_UNFINISHED)
-            directory.sync()  # it must not come back when the groups were trained
+            directory.sync()  # it must not reappear once the groups were trained
     except BaseException:
         with suppress(OSError):  # it has other files
             for each in missing:
@@ -188,7 +188,7 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
 
 
 def require_finished(place: Storage) -> None:
-    """Raise FileNotFoundError unless all groups in a place were made."""
+    """Raise FileNotFoundError unless all groups in a directory were completed."""
     path = place.folder or Path()
     file = path / _UNFINISHED
     if file.exists() and file.stat().st_size:
@@ -198,11 +198,11 @@ def require_finished(place: Storage) -> None:
 
 
 def _discard_leftovers(directory: OpenDirectory) -> None:
-    """Remove the groups that a killed process has left, and the file that names them."""
+    """Remove the groups that a killed process left, and the file that names them."""
     if directory.status(_UNFINISHED) is None:
         return
     file = OpenFile(directory.open(_UNFINISHED))
-    with suppress(ValueError):  # it was killed before it began with the first one
+    with suppress(ValueError):  # it was killed before it began the first one
         for name in json.loads(os.pread(file.fd, 1 << 20, 0)):
             if Path(name).name == name and (directory.path / name).exists():
                 Table.open(directory.path / name).remove()

@@ -1,4 +1,4 @@
-"""Features of tables with id maps: keys become rows before they are read."""
+"""Features of tables with id maps: keys are mapped to rows before features are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_al
 
 
 class AskedOfTable(NamedTuple):
-    """The keys of one table that its map was asked for ahead of their turn."""
+    """The keys of one table that were added to its map ahead of their turn."""
 
     keyed: KeyedRows
     asked: AskedLookup
@@ -26,17 +26,17 @@ class AskedOfTable(NamedTuple):
 def read(
     features: Any, slots: Slots, groups: Sequence[TableGroup], is_weighted: bool, *, ahead: bool
 ) -> tuple[FeatureBatch, list[list[AskedOfTable]]]:
-    """Read features, whose keys become rows where a table has an id map.
+    """Read features, mapping keys to rows if a table has an id map.
 
     Args:
-        features: as a collection is called with them.
+        features: the features, as passed to a collection.
         slots, groups: the collection's.
         is_weighted: True if every id has a weight.
         ahead: True before the batch's turn, inside a lookahead.
 
     Returns:
-        The batch, and the questions to each group's maps that were asked ahead. Keys that ranks own are not asked for
-        ahead, and have row 0 then.
+        The batch, and each group's keys that were added ahead. Keys owned by ranks are not added ahead, and have row 0
+        then.
     """
     asked: list[list[AskedOfTable]] = [[] for _ in groups]
     if not any(group.keyed for group in groups):
@@ -54,7 +54,7 @@ def read(
     ]
     trained = [table for table in tables if table.group._adds()]
     if ahead and any(group.has_keys_of_ranks for group in groups):
-        for table in tables:  # their groups are looked up when the turn comes
+        for table in tables:  # their groups are looked up at the batch's turn
             table.put(torch.zeros(1, dtype=torch.int64, device=table.device).expand(_shape(table.keys)))
         return read_slots(values, slots, is_weighted), asked
     known = [table for table in tables if table not in trained]
@@ -70,14 +70,14 @@ def read(
 
 
 def _taken(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_weighted: bool) -> FeatureBatch:
-    """Read a training lookup, with rows in place of the keys of some tables: of all of them, or of none.
+    """Read a training lookup, mapping keys to rows in all keyed tables or in none.
 
     Raises:
         IdMapFullError, IdError, TypeError, ValueError: the batch cannot be looked up. No map has changed.
     """
     lookups = [table.keyed.lookup(table.keys, table.device)._replace(parts=table.counts) for table in tables]
     known = [lookup.rows for lookup in lookups]
-    zeros: dict[Any, Tensor] = {}  # one for tables alike, whose features are read as one tensor then
+    zeros: dict[Any, Tensor] = {}  # one map for similar tables, so that their features are read as one tensor
     for table, rows in zip(tables, known, strict=True):
         if rows is None:
             alike = shape, device = _shape(table.keys), table.device
@@ -109,12 +109,12 @@ def _by_key(features: Any) -> Mapping[str, Any]:
 
 @dataclass(eq=False)
 class _KeysOfTable:
-    """The keys of one table's features: asked for together, so that none takes the rows of another of the batch.
+    """The keys of one table's features, added together so that none evicts another of the same batch.
 
     Attributes:
-        index, group: the table's group, and its place among the collection's.
+        index, group: the table's group, and the group's index in the collection.
         keyed: the table's id map.
-        values: what each of the collection's slots was given, in which rows take the place of keys.
+        values: each slot's value, in which rows replace keys.
         places: the slots of the table's features.
         parts: the features of all slots; then those of the table.
         device: where rows are needed.
@@ -144,7 +144,7 @@ class _KeysOfTable:
         return KeyedLookup(self.keyed, self.keys, device)
 
     def put(self, rows: Tensor) -> None:
-        """Put rows in place of the keys."""
+        """Replace the keys with rows."""
         pieces = [rows] if len(self.parts) == 1 else torch.split(rows.reshape(-1), self.counts)
         for place, part, piece in zip(self.places, self.parts, pieces, strict=True):
             self.values[place] = part.with_rows(piece if len(self.parts) == 1 else piece.view(_shape(part.ids)))

@@ -1,4 +1,4 @@
-"""One feature of a mapping, in any of the forms that a collection takes: its ids or keys, and their bags."""
+"""One feature of a mapping, in any form that a collection takes: its ids or keys, and their bags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INDEX = (torch.int64, torch.int32)
 
 
 class GivenFeature(NamedTuple):
-    """One feature's part of a mapping: its ids or keys, and the bags that they are in.
+    """One feature of a mapping: its ids or keys, and their bags.
 
     Attributes:
         ids: a tensor, or keys of any kind.
@@ -37,13 +37,13 @@ class GivenFeature(NamedTuple):
 
     @property
     def per_bag(self) -> int:
-        """The number of ids in each bag; -1 where there are offsets."""
+        """The number of ids per bag; -1 if there are offsets."""
         if self.offsets is not None:
             return -1
         return 1 if self.ids.ndim == 1 else int(self.ids.shape[1])
 
     def require_ascending(self, name: str) -> None:
-        """Raise ValueError unless the offsets ascend from 0, and not past the ids."""
+        """Raise ValueError unless the offsets ascend from 0 and stay within the ids."""
         if self.offsets is None:
             return
         count, before = len(self.ids), 0
@@ -67,10 +67,10 @@ class GivenFeature(NamedTuple):
 
 
 def checked_feature(name: str, value: Any) -> GivenFeature:
-    """Return a feature whose ids, offsets and weights go together; but the offsets may not ascend.
+    """Return a feature with consistent ids, offsets and weights, without checking that offsets ascend.
 
     Raises:
-        TypeError, ValueError: they do not; the message names the feature.
+        TypeError, ValueError: they are inconsistent; the message names the feature.
     """
     feature = given_feature(name, value)
     ids, offsets, weights, _ = feature
@@ -100,8 +100,8 @@ def given_feature(name: str, value: Any, *, takes_keys: bool = False) -> GivenFe
 
     Args:
         name: the feature's.
-        value: what it was given.
-        takes_keys: True if anything else is keys.
+        value: its value.
+        takes_keys: True if any other value is keys.
 
     Raises:
         TypeError, ValueError: it is none of these; the message names the feature.
@@ -117,7 +117,7 @@ def given_feature(name: str, value: Any, *, takes_keys: bool = False) -> GivenFe
                 "(ids, offsets[, weights])"
             )
         return GivenFeature(*value)
-    if has_methods(value, ["values", "offsets"]):  # of TorchRec, torch.nested, or here
+    if has_methods(value, ["values", "offsets"]):  # TorchRec's, torch.nested's, or speedswap's
         jagged: Any = value.contiguous() if isinstance(value, Tensor) else value  # without ids between the bags
         weights = jagged.weights_or_none() if has_methods(jagged, ["weights_or_none"]) else None
         return GivenFeature(jagged.values(), jagged.offsets(), weights, is_closed=True)

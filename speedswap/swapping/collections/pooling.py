@@ -16,13 +16,13 @@ from speedswap.swapping.lookup import pool
 
 
 class Pass(NamedTuple):
-    """Slots of one group whose bags are pooled together: sums and means in one pass, maxima in another.
+    """Slots of one group whose bags are pooled in one pass: sums and means together, maxima separately.
 
     Attributes:
         group: its index.
         start, stop: the slots.
         mode: "sum", "mean" or "max".
-        is_mean: where there are sums and means, bool, shape (slots, 1): True for a mean.
+        is_mean: if there are sums and means, bool, shape (slots, 1): True for a mean.
     """
 
     group: int
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
         Args:
             found: the batch.
             weight: the group's rows.
-            local: each id's place among them, for all ids of the group.
+            local: each id's index among them, for all ids of the group.
         """
         features = self.stop - self.start
         begin, end = found.bounds(self.group)
@@ -87,9 +87,9 @@ class PooledColumns:
         configs: the tables, in the order of the output.
 
     Attributes:
-        keys: of the output, in their order.
-        widths: columns of each.
-        passes: in the order of the groups.
+        keys: the output's keys, in order.
+        widths: columns per key.
+        passes: the passes, in group order.
     """
 
     def __init__(self, slots: Slots, configs: Sequence[EmbeddingBagConfig]) -> None:
@@ -104,10 +104,10 @@ class PooledColumns:
         self._runs = [(index, sum(width for _, width in run)) for index, run in runs]
 
     def joined(self, pooled: Sequence[Tensor]) -> Tensor:
-        """Return the output: all columns in their order; without a copy if there was one pass.
+        """Join the passes' results in output order; without a copy if there is only one pass.
 
         Args:
-            pooled: what each pass has returned.
+            pooled: each pass's result.
         """
         if len(self._runs) == 1:
             return pooled[0]
@@ -117,7 +117,7 @@ class PooledColumns:
 
 
 def _passes(group: int, slots: Slots) -> list[Pass]:
-    """Return the passes of one group, whose maxima come last."""
+    """Return the passes of one group, maxima last."""
     some = slots.of_group[group]
     modes = [slots.configs[slot].pooling for slot in some]
     sums = len(modes) - modes.count("max")

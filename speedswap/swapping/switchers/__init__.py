@@ -3,7 +3,7 @@
 A model keeps an ``nn.Embedding`` as large as a batch. Before the forward pass a :class:`ModelFactory` puts the batch's
 rows into its weight and an :class:`OptimizerFactory` their state into the optimizer; after the optimizer's step both
 write them back to the full collections. The model looks up positions 0, 1, … instead of ids.
-:class:`speedswap.Embedding` does all of that by itself, and sums the gradients of equal ids.
+:class:`speedswap.Embedding` does all of this automatically, and sums the gradients of equal ids.
 """
 
 from speedswap.swapping.switchers.model import ModelFactory

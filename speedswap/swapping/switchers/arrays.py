@@ -88,7 +88,7 @@ def as_ids(indexes: Any, argument: str) -> Tensor:
     if isinstance(ids, np.ndarray):
         array = ids
         if array.size == 0 and not isinstance(indexes, np.ndarray):
-            array = array.astype(np.int64)  # an empty list has no dtype of its own
+            array = array.astype(np.int64)  # an empty list has no dtype
         if array.dtype.kind not in "iu":
             raise TypeError(f"{argument} is an array of {array.dtype}; give whole numbers, the rows' indexes")
         # torch does not share memory that is read-only, byte-swapped or walked backwards.
@@ -198,7 +198,7 @@ def read_npy(path: Path, array: ColumnArray) -> None:
 
 
 def write_npz(path: Path, arrays: Mapping[str, ColumnArray], numbers: Mapping[str, Any]) -> None:
-    """Write several columns, and numbers beside them, by name to one uncompressed ``.npz`` file.
+    """Write several columns, and numbers, by name to one uncompressed ``.npz`` file.
 
     The file appears complete or not at all.
     """
@@ -273,7 +273,7 @@ class _Nowhere(io.RawIOBase):
 
 @contextmanager
 def written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[Any]:
-    """Yield a stream for a file that appears when it is complete; of ranks that share a table, the first one writes."""
+    """Yield a stream for a file that appears once complete; if ranks share a table, the first one writes it."""
     joint = next((array.table.store.joint for array in arrays), None)
     with (
         nullcontext(True) if joint is None else joint.saving() as writes,

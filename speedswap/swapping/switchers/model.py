@@ -48,8 +48,8 @@ class ModelFactory(Collection):
             files ignores it: its pages are never pinned, and rows pass through pinned memory.
         storage: where the rows live, in place of ``diskname`` and ``CPUPinn``, as for :class:`speedswap.Embedding`.
             Ranks that own them together make each call at once, each with its own indexes; of rows that several ranks
-            write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model has to
-            leave its weight alone.
+            write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model must
+            ignore its weight.
         former: arguments of version 0.1, with a DeprecationWarning.
 
     Raises:

@@ -30,8 +30,8 @@ from speedswap.tables.whole_table import as_numpy
 class OptimizerFactory(Collection):
     """A switcher of rows of optimizer state between a full collection and the optimizer.
 
-    A trial on a toy parameter finds the state that has rows and its initial values, so any optimizer works that treats
-    each row by itself. Other state (``step``) stays in the optimizer and counts its steps. Call :meth:`optInit` (or
+    A trial on a toy parameter finds the state that has rows and its initial values, so any optimizer that treats rows
+    independently works. Other state (``step``) stays in the optimizer and counts its steps. Call :meth:`optInit` (or
     :meth:`loadCupy`) first.
 
     Args:
@@ -281,7 +281,7 @@ def _find(model: nn.Module, variable_name: str, width: int) -> nn.Parameter:
 
 
 def _as_made(optimizer: Optimizer, weight: nn.Parameter) -> Optimizer:
-    """Return the optimizer as before its first step with this weight: the state that all rows start from.
+    """Return the optimizer as before its first step with this weight, to find the state that all rows start from.
 
     State made by its constructor (Adagrad's) is the same in every row, and one row stands for all. State of earlier
     steps, or loaded state, belongs to other rows and is left out.
