@@ -14,7 +14,7 @@ def with_compiled_part(search_path: Sequence[str]) -> list[str]:
     """Return this package's search path, extended by a folder that holds ``_C``.
 
     In a checkout, ``python -m``, ``python -c`` and ``python -m pytest`` import the working directory's ``speedswap``
-    ahead of what ``pip install .`` put elsewhere, and it has no compiled part of its own. The installed one is used
+    ahead of what ``pip install .`` put elsewhere, and it lacks a compiled part. The installed one is used
     only if it was built from the same sources: the Python files are equal byte for byte, and nothing in ``csrc`` is
     newer. Equal version numbers would not prove that, since sources change between versions, and a stale build under
     newer Python files may compute something else without an error.

@@ -1,4 +1,4 @@
-"""Ids of several features, each looked up in its own range of one table's rows, as one lookup."""
+"""One lookup of several features' ids, each in a separate range of one table's rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from speedswap.kernels.ids import require_id_dtype
 
 
 class FeatureIds(NamedTuple):
-    """The ids of several features, and the range of rows that each feature has in a table.
+    """The ids of several features, and each feature's range of rows in a table.
 
     Attributes:
         ids: int32 or int64, on one device: a tensor of any shape per feature; or one tensor, shape (count,), that has
             the ids of all.
         bases: the first row of each feature's range, int64, shape (features,), on the CPU.
-        limits: the number of its rows, int64, shape (features,), on the CPU: ids are 0 to that, exclusive.
+        limits: each range's number of rows, int64, shape (features,), on the CPU: ids are below it.
         counts: for one tensor: the number of each feature's ids, int64, shape (features,), on the CPU; or on the ids'
-            device, without ``begins``, where nothing waits for it, and the caller has checked that they are all ids.
+            device, without ``begins``, to avoid waiting, if the caller has checked that they sum to all ids.
         begins: for one tensor: the position of each feature's first id in it, int64, shape (features,), on the CPU; by
             default the features follow one another and have all ids.
     """
@@ -35,17 +35,17 @@ class FeatureIds(NamedTuple):
 
 
 def merge_ids(asked: FeatureIds) -> Tensor:
-    """Return the rows of all features' ids, feature after feature; -1 for an id outside of its feature's range.
+    """Return the rows of all features' ids, feature by feature; -1 for an id outside its feature's range.
 
-    On a GPU the number of operations does not depend on that of features, and nothing waits for them: the lookup of
-    the rows (:func:`speedswap.kernels.find_rows`) finds a -1, and :func:`first_outside` then says which id it was.
+    On a GPU the number of operations does not depend on the number of features, and nothing waits for them: the lookup
+    of the rows (:func:`speedswap.kernels.find_rows`) detects a -1, and :func:`first_outside` then finds the id.
 
     Returns:
         int64, shape (ids,), on the ids' device.
 
     Raises:
         TypeError: an id tensor is not int32 or int64.
-        ValueError: ``counts`` and ``begins`` are not those of ``ids``.
+        ValueError: ``counts`` and ``begins`` do not match ``ids``.
 
     >>> bases, limits = torch.tensor([0, 10]), torch.tensor([10, 5])
     >>> merge_ids(FeatureIds([torch.tensor([7, 9]), torch.tensor([0, 4, 5])], bases, limits))
@@ -75,7 +75,7 @@ def merge_ids(asked: FeatureIds) -> Tensor:
 
 
 def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
-    """Return the first id outside of its feature's range: the feature, the position among its ids, and the value.
+    """Return the first id outside its feature's range: the feature, the position among its ids, and the value.
 
     Returns:
         None if all ids are inside. On a GPU this waits for the ids.
@@ -99,7 +99,7 @@ def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
 
 
 def _joined(asked: FeatureIds) -> tuple[Tensor, Tensor]:
-    """Return the ids as one tensor, once they are known to be ids, and the number of each feature's."""
+    """Check the ids and join them to one tensor; also return the number of each feature's ids."""
     ids = asked.ids
     if not isinstance(ids, Tensor):
         for each in ids:
@@ -115,7 +115,7 @@ def _joined(asked: FeatureIds) -> tuple[Tensor, Tensor]:
 
 
 def _merged_by_torch(asked: FeatureIds, ids: Tensor, counts: Tensor) -> Tensor:
-    """Merge on a device by a number of operations that does not depend on that of features."""
+    """Merge on a device, with a number of operations independent of the number of features."""
     on_host = counts.device.type == "cpu"
     total = int(counts.sum()) if on_host else len(ids)
     known = [asked.bases, asked.limits]
@@ -123,7 +123,7 @@ def _merged_by_torch(asked: FeatureIds, ids: Tensor, counts: Tensor) -> Tensor:
         known.append(asked.begins - (counts.cumsum(0) - counts))
     if on_host:
         known.append(counts)
-    # Pinned, so that nothing waits for it to get there.
+    # Pinned, so that the transfer does not block.
     held = torch.empty((len(known), len(counts)), dtype=torch.int64, pin_memory=ids.device.type == "cuda")
     near = torch.stack(known, out=held).to(ids.device, non_blocking=True)
     feature = torch.repeat_interleave(near[-1] if on_host else counts, output_size=total)

@@ -30,11 +30,11 @@ def fill_uniform(
 ) -> None:
     """Fill a column of records ``first_row`` to ``first_row + num_rows - 1`` with values in [low, high).
 
-    A value depends on (seed, column_key, row, element) alone: Philox4x32-10 of Salmon et al., SC 2011.
+    A value depends only on (seed, column_key, row, element): Philox4x32-10 of Salmon et al., SC 2011.
 
     Args:
         records: the column's records, on any device. On a GPU the fill is queued on torch's current stream.
-        offset: of the column in each record, in bytes.
+        offset: the column's offset in each record, in bytes.
         dtype: float32 (32 random bits per value) or float64 (53).
         width_items: items of the column per record.
         first_row: the first record to fill.

@@ -1,4 +1,4 @@
-"""Host side of the CPU loops: tensors as they read them, memory for results, threads, and a Ctrl-C deferred."""
+"""Host side of the CPU loops: readable tensors, memory for results, threads, and deferred interrupts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from speedswap._words import a_kind
 from speedswap.kernels import _C
 
-# From this size on torch's CPU memory is new from the system each time; on a GPU it comes from blocks of its own.
+# From this size on, torch gets CPU memory from the system each time, and GPU memory in separate blocks.
 LARGE_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10  # as in csrc/rows_cpu.cpp
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -137,8 +137,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
 
     On the CPU, new memory is provided page by page at its first write, which takes several times as long as writing a
     batch's rows. Such a tensor is like any other, except that ``resize_`` cannot enlarge it. On a GPU, torch reuses
-    memory, but batches differ a little in their number of rows, so that hardly one would fit where another was: sizes
-    are rounded up by at most an eighth, and so repeat.
+    memory, but batches differ slightly in their number of rows, so that few would fit into freed memory: sizes are
+    rounded up by at most an eighth, and so repeat.
 
     Args:
         shape: of the tensor.
@@ -188,7 +188,7 @@ def get_num_threads() -> int:
 
 
 def threads_for(nbytes: int) -> int:
-    """Return the number of threads for work on so many bytes; the loops give none of them less than 256 KiB."""
+    """Return the number of threads for work on ``nbytes`` bytes; the loops give each at least 256 KiB."""
     return 1 if nbytes <= _PIECE_BYTES else get_num_threads()
 
 

@@ -27,7 +27,7 @@ class Cursor(NamedTuple):
         used: rows that have a key.
         clock: batches that were added.
         probation_used: places that have had a key on probation.
-        last_place: of those, the last that was given out.
+        last_place: the last of those places to be assigned.
     """
 
     used: int
@@ -37,11 +37,11 @@ class Cursor(NamedTuple):
 
 
 class SavedKeys(NamedTuple):
-    """The keys of a map's rows, or those on probation, by row or place from the first on.
+    """The keys of a map's rows, or those on probation, ordered by row or place.
 
     Attributes:
         numbers: int64.
-        last: the last batch that had each key, uint32; None for a map without eviction.
+        last: the last batch that contained each key, uint32; None for a map without eviction.
         counts: sightings of each, uint32; 0 marks a place without a key; None where they are not counted.
         texts: of exact strings.
     """
@@ -60,7 +60,7 @@ class KeyMap:
     """Keys to rows, in host memory; csrc/id_map.h documents each function. One thread at a time changes it.
 
     Args:
-        capacity: rows, 1 to 2**31 - 1; 0 is the row of keys that have none.
+        capacity: rows, 1 to 2**31 - 1; row 0 stands for keys without a row.
         exact: True if keys are strings.
         admit_after: sightings before a key gets a row.
         evict: None, ``"lru"`` or ``"lfu"``.
@@ -83,10 +83,10 @@ class KeyMap:
         Args:
             numbers: int64, shape (n,).
             texts: of exact strings.
-            undo: becomes the way back.
+            undo: filled with what :meth:`undo` needs.
 
         Returns:
-            The rows; None, and nothing has changed, if rows are lacking.
+            The rows; None, with nothing changed, if too few rows are free.
         """
         rows = torch.empty(len(numbers), dtype=torch.int64)
         return rows if self._map.add(_keys(numbers, texts), address(rows), undo, get_num_threads()) else None
@@ -97,7 +97,7 @@ class KeyMap:
         return _tensor(self._map.renewed(), torch.int64)
 
     def undo(self, undo: IdMapUndo) -> None:
-        """Put the map back as it was before a batch, once; the batches after it must have been undone."""
+        """Restore the map to its state before a batch, once; later batches must have been undone already."""
         self._map.undo(undo)
 
     @property
@@ -111,12 +111,12 @@ class KeyMap:
         return self._map.bytes()
 
     def changed(self, on_probation: bool, since: Cursor, also: range = range(0)) -> Tensor:
-        """Return the rows, or places on probation, that may differ from what they were.
+        """Return the rows, or places on probation, that may have changed.
 
         Args:
             on_probation: True for places.
-            since: the counters at that time, of this map; its clock has not begun anew since.
-            also: rows or places that are returned as well.
+            since: this map's counters at the earlier time; its clock must not have restarted since.
+            also: rows or places to return as well.
 
         Returns:
             int32, shape (n,), ascending.
@@ -153,15 +153,15 @@ class KeyMap:
 def add_to_maps(
     maps: Sequence[KeyMap], keys: Sequence[tuple[Tensor, Texts | None]], undos: Sequence[IdMapUndo]
 ) -> tuple[list[Tensor], int]:
-    """Add a batch of keys to each of several maps, side by side, as :meth:`KeyMap.add` does: to all, or to none.
+    """Add a batch of keys to each of several maps, concurrently, as :meth:`KeyMap.add` does: to all or none.
 
     Args:
-        maps: no map twice.
+        maps: distinct maps.
         keys: numbers and texts for each.
-        undos: become the ways back.
+        undos: filled with what :meth:`KeyMap.undo` needs.
 
     Returns:
-        The rows of each batch, and -1; or the first map that lacks rows, and nothing has changed.
+        The rows of each batch, and -1; or the index of the first map that lacks rows, with nothing changed.
     """
     counts = [len(numbers) for numbers, _ in keys]
     rows = torch.empty(sum(counts), dtype=torch.int64)

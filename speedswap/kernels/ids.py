@@ -157,21 +157,21 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 def _unique(ids: Tensor, pointer: int, count: int, threads: int) -> tuple[Tensor, Tensor]:
     rows, local = torch.empty(count, dtype=torch.int64), torch.empty(ids.shape, dtype=torch.int64)
     found = _C.unique(pointer, count, address(rows), local.data_ptr(), threads)
-    # A view would keep memory alive that is far too large for the rows.
+    # A view would keep far more memory alive than the rows need.
     return (rows if found == count else rows[:found].clone()), local
 
 
 def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Order ids by the ranks that own their rows, as :class:`speedswap.ranks.Owners` tells them.
+    """Order ids by the ranks that own their rows, as :class:`speedswap.ranks.Owners` defines them.
 
     Args:
         ids: int64, shape (n,), in host memory, not negative.
-        bits, factor, world_size: of the owners.
+        bits, factor, world_size: the owners'.
 
     Returns:
-        ordered: the ids, those of the first rank first, those of one rank in their order.
+        ordered: the ids, in rank order; ids of one rank keep their order.
         places: int64, shape (n,); ``ordered[places]`` are the ids.
-        counts: how many each rank owns.
+        counts: the number of ids that each rank owns.
     """
     flat = as_ids(ids)
     ordered, places = torch.empty_like(flat), torch.empty_like(flat)
@@ -185,8 +185,8 @@ def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[T
 def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor] | None]:
     """Return each lookup's rows, and each id's position among them: with one sort and one round trip to a device.
 
-    The ids of all lookups are sorted together, as keys: lookup after lookup, an id above its lookup's base. An id out
-    of range becomes one of two keys beside those of its lookup's rows, and so the smallest or greatest of them.
+    The ids of all lookups are sorted together, as keys: an id is offset by its lookup's base. An id out of range
+    becomes one of two extra keys, the smallest or the greatest of its lookup.
 
     Args:
         lookups: int32 or int64, any shapes, on one device.
@@ -313,7 +313,7 @@ def first_fall(values: Tensor) -> int:
 
 
 def _ask(positions: Sequence[int], *values: Tensor) -> list[list[int]]:
-    """Return the items at some positions of tensors on a device: all that the host waits for in a step.
+    """Return the items at some positions of tensors on a device: the only thing that the host waits for in a step.
 
     Positions and items travel through pinned memory, which is reused; the host waits for this stream alone.
 
@@ -341,7 +341,7 @@ def _ask(positions: Sequence[int], *values: Tensor) -> list[list[int]]:
 
 
 class _Mailbox:
-    """Pinned host memory, and as much on the device. Between two questions no transfer is pending in it."""
+    """Pinned host memory, and the same amount on the device. No transfer is pending between two questions."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.capacity = capacity

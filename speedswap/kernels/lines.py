@@ -1,4 +1,4 @@
-"""Text read into tensors: lines of whole numbers, and keyed vectors as word2vec's formats have them."""
+"""Text read into tensors: lines of whole numbers, and keyed vectors in the word2vec formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lines(NamedTuple):
     Attributes:
         rows: lines read.
         end: the byte of the text after them.
-        lines: the same as rows, with blank ones.
+        lines: lines read, including blank ones.
         wrong: True if the line that begins there is malformed.
     """
 
@@ -33,7 +33,7 @@ def read_lines(
 ) -> Lines:
     """Read lines of numbers separated by tabs into the rows of ``values`` from ``first`` on.
 
-    Ends where ``values`` is full, at a malformed line, or at a last line without a newline. Blank lines are skipped.
+    Stop when ``values`` is full, at a malformed line, or at a last line without a newline. Blank lines are skipped.
 
     Args:
         text: ASCII lines, ending in LF or CR LF.
@@ -80,8 +80,9 @@ class Vectors(NamedTuple):
         values: shape (rows, width).
         keys: their texts.
         end: the byte of the input after them.
-        fault: of the row after them: ``"no key"``, ``"width"`` for another number of values, ``"number"`` for a value
-            that is none, or that the dtype cannot hold; None if it is merely incomplete, or was not looked at.
+        fault: the fault of the next row: ``"no key"``, ``"width"`` for a wrong number of values, ``"number"`` for a
+            value that is not a number or that the dtype cannot hold; None if the row is merely incomplete, or was not
+            read.
     """
 
     values: Tensor
@@ -102,8 +103,7 @@ def read_vectors(
 ) -> Vectors:
     """Read lines of a key and ``width`` values, separated by spaces; or a key, a space and the values' bytes.
 
-    Ends after ``most`` rows, at a malformed one, or at one that the input does not hold to its end: a line without its
-    newline.
+    Stop after ``most`` rows, at a malformed row, or at an incomplete one: a line without its newline.
 
     Args:
         text: the input.
@@ -133,7 +133,7 @@ def read_vectors(
 
 
 def write_vectors(keys: Texts, values: Tensor, *, binary: bool = False) -> memoryview:
-    """Return keys and values as such lines, each value the shortest text that reads back to its bits; or binary.
+    """Return keys and values as lines, each value the shortest text that reads back to its bits; or in binary.
 
     Args:
         keys: n texts.

@@ -1,4 +1,4 @@
-"""Dot products of each two vectors of a sample, and their gradients, on the CPU."""
+"""Dot products of all pairs of a sample's vectors, and their gradients, on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from speedswap.kernels.host import as_read, empty, get_num_threads, require_dens
 
 
 def pair_products(first: Tensor, rest: Tensor) -> Tensor:
-    """Return each sample's first vector, and beside it the dot products of each two of its vectors.
+    """Return each sample's first vector, concatenated with the dot products of all pairs of its vectors.
 
     Products are those of vectors i and j < i, the first vector being number 0: (1, 0), (2, 0), (2, 1), (3, 0), … They
     depend neither on the number of threads nor on the instruction set. Autograd does not see this.

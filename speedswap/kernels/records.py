@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 class Fence:
     """Pending work of GPUs on memory, by stream.
 
-    A stream waits for the work of the others that it must come after; so does the host before it touches the memory.
+    A stream waits for other streams' work that must precede its own; so does the host before it touches the memory.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Fence:
         self._shared = False
 
     def queued(self, stream: torch.cuda.Stream, *, writes: bool) -> None:
-        """Note that the work queued last on a stream reads or writes the memory."""
+        """Record that the work queued last on a stream reads or writes the memory."""
         with self._lock:
             events = self._writes if writes else self._reads
             if stream not in events:
@@ -43,14 +43,14 @@ class Fence:
             events[stream].record(stream)
 
     def share(self) -> None:
-        """Mark the memory as shared: outside work on it is not tracked."""
+        """Mark the memory as shared: other work on it is not tracked."""
         self._shared = True
 
     def order(self, stream: torch.cuda.Stream, *, writes: bool, forwarded: torch.cuda.Stream | None = None) -> None:
-        """Let a stream wait for the writes that others have queued, and for their reads too before it writes.
+        """Make a stream wait for other streams' queued writes, and before a write also for their reads.
 
         Args:
-            stream: about to read or write the memory.
+            stream: the stream about to read or write the memory.
             writes: True if it writes.
             forwarded: a stream whose writes need not be waited for: their rows are forwarded.
         """
@@ -61,7 +61,7 @@ class Fence:
                         stream.wait_event(event)
 
     def wait(self, *, reads: bool = True, forwarded: torch.cuda.Stream | None = None) -> None:
-        """Wait for queued writes of the memory, and for queued reads too if asked for; ``forwarded`` as for order."""
+        """Wait for queued writes, and on request also for queued reads; ``forwarded`` as for :meth:`order`."""
         if self._shared and forwarded is None:
             torch.cuda.synchronize()
             return
@@ -78,7 +78,7 @@ class Records(NamedTuple):
     ``pinned`` means that host memory is registered with CUDA, so that the GPU may read and write it. ``owner`` keeps
     the memory alive. ``engine`` is the way between host memory and a GPU (:data:`ENGINES`). ``fence`` tracks what GPUs
     do with the memory, so that moves on several streams keep their order; None if the caller takes care of that.
-    ``ahead`` means that rows of pending writes are forwarded to a gather: it does not wait for them, nor they for it.
+    ``ahead`` means that rows of pending writes are forwarded to a gather, so that neither waits for the other.
     """
 
     pointer: int
@@ -96,8 +96,8 @@ class Stored(NamedTuple):
     """The format of a column that records hold in fewer bytes than its float32 block.
 
     ``dtype`` is float16, bfloat16, or int8: then a row is its scale, a float32, and its integers. ``key`` is None to
-    round to nearest, ties to even. Otherwise rounding is stochastic: to either neighbour, so that the mean is the
-    value, by the random stream of that key (:func:`rounding_key`); not for int8.
+    round to nearest, ties to even. Otherwise rounding is stochastic, with the random stream of that key
+    (:func:`rounding_key`): to either neighbour, so that the expected result is the value; not for int8.
     """
 
     dtype: torch.dtype
@@ -127,16 +127,16 @@ class Part(NamedTuple):
 
 
 class WantedColumn:
-    """A column of records, as blocks of it are made.
+    """A column of records to gather into blocks.
 
     Args:
-        offset: bytes into a record.
-        row_shape: of a row in a block.
-        dtype: of blocks.
+        offset: the offset in a record, in bytes.
+        row_shape: shape of a row in a block.
+        dtype: the blocks' dtype.
         stored: the records' format, if not the block's.
 
     Attributes:
-        row_bytes: of a row in a block.
+        row_bytes: bytes per row of a block.
     """
 
     __slots__ = ("_form", "dtype", "offset", "row_bytes", "row_shape", "stored")
@@ -153,7 +153,7 @@ class WantedColumn:
         self._form = copied[:2], copied[3:]
 
     def part(self, pointer: int) -> Copied | Converted:
-        """Return the column as the CPU loops take it, with a block at an address of host memory."""
+        """Return the column in the CPU loops' form, with a block at a host address."""
         place, rest = self._form
         return (*place, pointer, *rest)
 
@@ -179,14 +179,14 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
     Args:
         records: the source.
         ids: integers, shape (n,), on any device, already checked to be in range; int64 is not copied. With CUDA blocks
-            an id of -1 skips a row, which stays as it is.
+            an id of -1 skips a row, which is unchanged.
         parts: the columns; blocks have n rows and are all on one device.
     """
     _move("gather", records, ids, parts)
 
 
 def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedColumn]) -> dict[str, Tensor]:
-    """Return a batch's rows of columns, by name, from and to host memory; ids are as for :func:`gather_records`."""
+    """Return a batch's rows of columns, by name, within host memory; ids are as for :func:`gather_records`."""
     ids = as_ids(ids)
     count, blocks = ids.shape[0], {}
     for name in columns:
@@ -202,12 +202,12 @@ def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedCol
 def scatter_block(
     records: Records, ids: Tensor, columns: Mapping[str, WantedColumn], blocks: Mapping[str, Tensor]
 ) -> None:
-    """Copy a batch's rows of columns, in the dtype in which they are stored, from and to host memory.
+    """Copy a batch's rows of columns, in their stored dtype, within host memory.
 
     Args:
         records: the target.
         ids: as for :func:`scatter_records`, at least one.
-        columns: without rounding that depends on the write.
+        columns: columns without stochastic rounding.
         blocks: the columns' rows by name, each in one piece.
     """
     ids = as_ids(ids)
@@ -249,15 +249,15 @@ Converted = tuple[int, int, int, int, int, bool, int]
 
 
 def cpu_parts(parts: Sequence[Part]) -> list[Copied | Converted]:
-    """Return parts with blocks in host memory as the CPU loops take them."""
+    """Return parts with blocks in host memory in the CPU loops' form."""
     return [cpu_part(part.offset, part.block.data_ptr(), part.block_row_bytes, part.stored) for part in parts]
 
 
 def cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> Copied | Converted:
-    """Return a column as the CPU loops take it.
+    """Return a column in the CPU loops' form.
 
     Args:
-        offset: in bytes, into a record.
+        offset: the offset in a record, in bytes.
         block: address of the block.
         row_bytes: bytes per row of the block.
         stored: the records' format, if not the block's.
@@ -272,7 +272,7 @@ def cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> 
 
 
 def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
-    """Round each row of a block, in place, to the values that a record would return after a scatter of that row.
+    """Round each row of a block, in place, to the values that would be read back after scattering it.
 
     After ``scatter_records(records, ids, [Part(offset, block, stored)])`` a gather of the same ids returns exactly this
     block, so that rows can be forwarded without going through the records. Rounding twice changes nothing.

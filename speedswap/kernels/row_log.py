@@ -1,4 +1,4 @@
-"""A row log: groups of rows in a file that is only appended to, a cache of them in memory, and commits."""
+"""A row log: groups of rows in an append-only file, with a cache in memory, and commits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Released:
     raw: _C.Room | _C.Bringing
 
     def release(self) -> None:
-        """Let others have what is held. Has no effect the second time."""
+        """Release what is held; has no effect the second time."""
         self.raw.release()
 
     def __enter__(self: _Self) -> _Self:
@@ -41,19 +41,19 @@ class _Released:
 
 
 class Room(_Released):
-    """Room in a row log for groups that its holder is to write, which no other write takes until it is released."""
+    """Room in a row log, reserved for groups that its holder will write, until it is released."""
 
     def __init__(self, raw: _C.Room) -> None:
         self.raw: _C.Room = raw
 
     @property
     def groups(self) -> int:
-        """Groups that can still be written with it."""
+        """The number of groups that can still be written with it."""
         return self.raw.groups
 
 
 class Bringing(_Released):
-    """Rows that are on their way into the cache of a row log, and stay there until the bringing is released.
+    """Rows being loaded into the cache of a row log, and pinned there until the bringing is released.
 
     :meth:`wait` first; then either :meth:`filled`, if groups are fresh, or :meth:`RowLog.write`, if rows were brought
     to be overwritten; then :meth:`release`. A release before these leaves the groups as they were.
@@ -66,15 +66,15 @@ class Bringing(_Released):
         """Wait until the rows are in the cache.
 
         Returns:
-            The place of each row, int64, shape (n,): its record is ``place * row_bytes`` behind ``cache_pointer``. And
-            the fresh groups, int64, shape (m, 3): slot, group and layout. The caller fills them, all rows of each: of
-            layout -1 wholly, and of an older layout the columns that this did not have.
+            The place of each row, int64, shape (n,): its record is at ``cache_pointer + place * row_bytes``. And the
+            fresh groups, int64, shape (m, 3): slot, group and layout. The caller fills all rows of each: completely for
+            layout -1, and for an older layout the columns that it lacked.
 
         Raises:
             OSError: a read failed.
             RowLogDamaged: a record's checksum does not hold.
             RuntimeError: the bringing was released.
-            TableBusyError: a writer elsewhere wrote over the rows faster than they could be read.
+            TableBusyError: another process overwrote the rows faster than they could be read.
         """
         with says_if_busy():
             places, fresh = self.raw.wait()
@@ -87,7 +87,7 @@ class Bringing(_Released):
 
 @contextmanager
 def says_if_busy() -> Iterator[None]:
-    """Raise TableBusyError, which names the remedy, where a writer elsewhere is faster than this reader."""
+    """Raise TableBusyError, with the remedy, if a writer in another process is faster than this reader."""
     try:
         yield
     except OSError as error:
@@ -108,11 +108,11 @@ def int64s(buffer: _C.Buffer) -> Tensor:
 
 
 class RowLayout(NamedTuple):
-    """The bytes of a group as one form of the table stores them.
+    """The stored form of a group in one layout of the table.
 
     Attributes:
-        group_bytes: of all rows of a group, one after the other.
-        moves: (from, to, bytes) of what the newest layout keeps of a group.
+        group_bytes: bytes of a group's consecutive rows.
+        moves: (from, to, bytes) for the parts of a group that the newest layout keeps.
     """
 
     group_bytes: int
@@ -124,9 +124,9 @@ def are_intact(records: NDArray[np.uint8], groups: NDArray[np.uint32], salt: int
 
     Args:
         records: shape (n, stride), contiguous; the last four bytes are the checksum.
-        groups: whose they are, shape (n,), contiguous.
-        salt: of the log.
-        stamp: of the use of the segment that they lie in.
+        groups: the records' groups, shape (n,), contiguous.
+        salt: the log's salt.
+        stamp: the stamp of their segment's current use.
     """
     crcs = np.empty(len(records), np.uint32)
     _C.record_crcs(
@@ -142,24 +142,24 @@ class RowLog(_C.RowLog):
         log_fd: the file of records, open for reading, and for writing if ``writable``. Duplicated, as is the next.
         head_fd: the file of commits.
         num_groups: groups of the table, 1 to 2**32 - 1.
-        layouts: oldest first; the last one is that of the cache.
+        layouts: the layouts, oldest first; the cache uses the last.
         salt: the number under which the files were created.
-        cache_bytes: of the cache's records; at least 16 groups, at most the table.
+        cache_bytes: bytes for cached records; at least 16 groups, at most the table.
         rows_per_group: a power of two.
-        writable: False follows the commits of a writer elsewhere, and never writes a byte.
+        writable: False to follow another process's commits and never write.
         segment_bytes: a multiple of 4,096, from 64 KiB and 8 groups on.
-        commit: the one to open, the last by default. A writer then drops what came after it, of which none may be held.
+        commit: the commit to open, by default the last. A writer then drops later commits, none of which may be held.
         scratch: True for a log without commits.
-        direct: False reads and writes through the page cache even if the file system can do without.
+        direct: False to use the page cache even if the file system supports direct I/O.
         journal: True to record every write for :meth:`journal`.
         faults: parts of the protocol to leave out, for tests (``LogFault`` in csrc/row_log.h).
-        before: a log of these files, with fewer layouts, whose rows this one goes on with, committed or not. It is
-            closed, or as it was if this fails.
+        before: an open log of the same files with fewer layouts, whose rows, committed or not, this one takes over. It
+            is closed, or unchanged if this fails.
 
     Raises:
         OSError: a read failed.
         RowLogDamaged: the files are damaged, or belong to another table.
-        TableBusyError: a writer elsewhere wrote over the log each of 100 times that it was read.
+        TableBusyError: another process overwrote the log on each of 100 attempts to read it.
         ValueError: an argument is out of range.
 
     >>> import tempfile, torch
@@ -224,16 +224,16 @@ class RowLog(_C.RowLog):
     def bring(  # type: ignore[override]
         self, rows: Tensor, *, overwrite: bool = False, ahead: bool = False, seen: bool = True
     ) -> Bringing | None:
-        """Begin to bring rows into the cache, and pin them there.
+        """Start loading rows into the cache, and pin them there.
 
         Args:
             rows: int64, shape (n,), in range; duplicates are allowed. At most :attr:`most_rows`.
             overwrite: True if the caller overwrites every byte of their groups: they are not read.
-            ahead: True for a step to come: it never takes more than half of the cache.
+            ahead: True for a later step, which never takes more than half of the cache.
             seen: False if this is not a use that should keep the rows in the cache longer.
 
         Returns:
-            The bringing, while reads are under way; None if it was to be ahead and the cache is too small for it.
+            The bringing, with reads in flight; None if ``ahead`` and the cache is too small.
         """
         rows = as_ids(rows)
         bringing = super().bring(rows.data_ptr(), len(rows), overwrite, ahead, seen)
@@ -244,7 +244,7 @@ class RowLog(_C.RowLog):
 
         Args:
             places: int64, shape (n,).
-            room: taken by the groups that have not changed since the last commit, as far as it goes.
+            room: used for groups unchanged since the last commit, as far as it goes.
 
         Raises:
             OSError: the disk is full (``errno.ENOSPC``); nothing has changed. A commit may make room.
@@ -253,14 +253,14 @@ class RowLog(_C.RowLog):
         super().write(places.data_ptr(), len(places), None if room is None else room.raw)
 
     def make_room(self, groups: int, out_of: Room | None = None) -> Room:  # type: ignore[override]
-        """Make sure that so many groups can be written, in any number of calls, before the disk is full.
+        """Reserve room so that a number of groups can be written, in any number of calls, before the disk is full.
 
         Args:
-            groups: a group counts as often as it may be evicted and written again.
-            out_of: gives of it what it has left, before more is made.
+            groups: the number of groups, counting a group each time it may be evicted and written again.
+            out_of: other room to take from first.
 
         Returns:
-            The room, to be given to these calls. Other writes and the cleaner leave it alone until it is released or
+            The room, to pass to these calls. Other writes and the cleaner do not touch it until it is released or
             garbage.
 
         Raises:
@@ -276,10 +276,10 @@ class RowLog(_C.RowLog):
         """Begin to commit every change so far, in the background.
 
         Args:
-            head: up to 65,472 bytes of the caller's, kept with the commit.
+            head: up to 65,472 bytes of caller data, kept with the commit.
             hold: True to keep the commit until :meth:`let_go`; at most two at a time.
-            files: writes to other files, which the background makes durable before the commit is: a descriptor, which
-                is duplicated, the first byte, and the bytes, uint8, which are copied. Without bytes the file, or the
+            files: writes to other files, which the background thread makes durable before the commit: a descriptor,
+                which is duplicated, the offset, and the bytes, uint8, which are copied. Without bytes the file, or the
                 directory, is only synced.
 
         Returns:
@@ -289,7 +289,7 @@ class RowLog(_C.RowLog):
         return super().begin_commit(head, hold, writes)
 
     def wait_for_cleaner(self) -> None:  # type: ignore[override]
-        """Wait until the background has moved together what it can, or for ten seconds."""
+        """Wait until the background thread has compacted what it can, or for ten seconds."""
         deadline = time.monotonic() + 10
         while not super().wait_for_cleaner() and time.monotonic() < deadline:
             pass
@@ -298,20 +298,20 @@ class RowLog(_C.RowLog):
         """Return the groups whose records are not where another log over the same files, at another commit, has them.
 
         Returns:
-            bool, shape (groups,). Groups that were never written in both are alike.
+            bool, shape (groups,); False for groups written in neither.
         """
         marks = torch.empty(self._num_groups, dtype=torch.bool)
         super().mark_unlike(other, marks.data_ptr())
         return marks
 
     def refresh(self) -> bool:
-        """Follow a writer elsewhere to its last commit.
+        """Follow another process to its last commit.
 
         Returns:
-            False if that is the present one, or if this log is the writer or was opened at a commit.
+            False if already there, or if this log is the writer or was opened at a commit.
 
         Raises:
-            TableBusyError: the writer wrote over the log each of 100 times that it was read.
+            TableBusyError: the writer overwrote the log on each of 100 attempts to read it.
         """
         with says_if_busy():
             return super().refresh()
@@ -319,20 +319,20 @@ class RowLog(_C.RowLog):
     # ---- all groups --------------------------------------------------------------------------------------------------
 
     def scan(self, groups_per_piece: int) -> Iterator[tuple[Tensor, Tensor, int]]:  # type: ignore[override]
-        """Walk over all groups that were ever written, in the order of the file.
+        """Iterate over all groups that were ever written, in file order.
 
-        Changed groups are appended to it first. Nothing may be written until the walk has ended.
+        Changed groups are appended to the file first. Nothing may be written until the iteration has ended.
 
         Args:
             groups_per_piece: the most groups in a piece.
 
         Yields:
             Groups, int64, shape (m,); their bytes, uint8, shape (m, group bytes of the newest layout); and the number
-            of the layout they are stored in. Of an older one, only what its moves keep is there.
+            of the layout they are stored in. For an older layout, only the parts that its moves keep are valid.
 
         Raises:
             RowLogDamaged: a group's record or a header is damaged.
-            OSError: a read failed; ``errno.ESTALE`` if another process wrote over it meanwhile.
+            OSError: a read failed; ``errno.ESTALE`` if another process overwrote the data in the meantime.
         """
         scan = super().scan(groups_per_piece)
         while True:
@@ -356,5 +356,5 @@ class RowLog(_C.RowLog):
         return super().verify(advance)
 
     def fail(self, op: str, after: int, errno: int, times: int = 1, seconds: float = 0.0) -> None:
-        """Fail calls of the system, for tests, as _C.pyi says."""
+        """Inject failures of system calls, for tests; see _C.pyi."""
         super().fail(op, after, errno, times, seconds)

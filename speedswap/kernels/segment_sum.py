@@ -242,7 +242,7 @@ def sum_segments_back(
 def _side_by_side(values: Tensor, features: int) -> tuple[Tensor, int]:
     """Return rows of features side by side as rows of one feature, and the number of such rows from sample to sample.
 
-    A part of wider rows, as the gradient of a concatenated tensor is, is not copied if those are a multiple wide.
+    A slice of wider rows, such as the gradient of a concatenated tensor, is not copied if their width is a multiple.
     """
     if features == 1:
         return values, 1
@@ -261,7 +261,7 @@ def _factors(
     """Return the addresses of weights and divisors, 0 for None, and the tensors that hold them.
 
     Args:
-        wanted: for each of the two the tensor, its shape, and its name.
+        wanted: the tensor, its shape and its name, for each of the two.
     """
     held, addresses = [], []
     for tensor, shape, name in wanted:
@@ -366,7 +366,7 @@ def _rows(values: Tensor, name: str) -> Tensor:
 
 
 def _as_rows(values: Tensor) -> Tensor:
-    """Return a matrix as the CPU loops read its rows: each in one piece."""
+    """Return a matrix with contiguous rows, as the CPU loops read them."""
     if values.is_neg():
         values = values.resolve_neg()
     step, item = values.stride()

@@ -1,9 +1,8 @@
-"""Pending transfers, and the threads and streams on which those of a GPU overlap its computation.
+"""Pending transfers, and the threads and streams that overlap GPU transfers with computation.
 
-There is a stream per direction, since a bus carries both at once, and one for questions about ids on the way in, so
-that their answer does not wait for rows that are being transferred. The host waits for nothing but a result that it
-asks for: a side stream waits for what was queued on the caller's before, and the stream that takes a result waits for
-the side stream.
+There is a stream per direction, since a bus carries both at once, and one for id lookups on the way in, so that their
+answers do not wait for rows being transferred. The host waits only for results that it requests: a side stream waits
+for work queued earlier on the caller's stream, and the stream that takes a result waits for the side stream.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Work(Protocol[T_co]):
     """The task behind a transfer: a job of the CPU loops' thread, or a future of a direction's thread."""
 
     def result(self) -> T_co:
-        """Wait for the result, and return it or raise what was raised instead."""
+        """Wait for the result and return it, or raise the work's error."""
 
     def done(self) -> bool:
         """Return whether there is a result."""
@@ -60,16 +59,16 @@ class Transfer(Generic[T]):
         self._device: torch.device | None = None
 
     def give(self, work: Work[T]) -> None:
-        """Let this be the transfer's work."""
+        """Set the transfer's work."""
         self._work = work
 
     def result(self) -> T:
-        """Wait for the transfer: the calling thread for what the host does, torch's current stream for the rest.
+        """Wait for the transfer: the calling thread for host work, torch's current stream for the rest.
 
         A transfer that was not started is started, with those that it was added to.
 
         Raises:
-            Exception: what was raised by the work.
+            Exception: the work's error.
         """
         if self.transfers is not None:
             self.transfers.start()
@@ -80,7 +79,7 @@ class Transfer(Generic[T]):
         return result
 
     def result_so_far(self) -> T | None:
-        """Return the result if it is there, for work in the same direction: that comes after it in any case."""
+        """Return the result, if available, for work in the same direction, which is ordered after it in any case."""
         work = self._work
         return work.result() if isinstance(work, Future) and work.done() and work.exception() is None else None
 
@@ -96,17 +95,17 @@ class Transfer(Generic[T]):
 
 
 class Lookup:
-    """A batch's ids, checked and made unique when its transfer begins.
+    """A batch's ids, checked and deduplicated when its transfer begins.
 
     Args:
-        ids: int32 or int64, any shape, at least one; nothing changes them any more.
+        ids: int32 or int64, any shape, at least one, not modified afterwards.
         num_rows: ids must be 0 to num_rows - 1.
-        what: whose rows they are, for messages.
-        device: where the block goes.
+        what: the rows' owner, for messages.
+        device: the block's device.
 
     Attributes:
-        found: the rows, ascending, and each id's place among them, both int64 on ``device``; None until they are found,
-            and where an id is out of range.
+        found: the rows, ascending, and each id's index among them, both int64 on ``device``; None until they are found,
+            or if an id is out of range.
     """
 
     found: tuple[Tensor, Tensor] | None = None
@@ -119,7 +118,7 @@ class Lookup:
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """A transfer that was added: what begins it, and what it reads."""
+    """An added transfer: the function that begins it, and its inputs."""
 
     transfer: Transfer[T]
     begin: Callable[[], Callable[[], T]]
@@ -142,11 +141,11 @@ class Transfers:
         self._common: dict[object, Starts] = {}
 
     def common(self, key: object, make: Callable[[], S]) -> S:
-        """Return the work that the transfers of one key have in common; :meth:`start` starts it, after the others.
+        """Return the work shared by the transfers of one key; :meth:`start` starts it, after the others.
 
         Args:
-            key: of the work.
-            make: makes it for the first of these transfers.
+            key: the work's key.
+            make: creates it for the first of these transfers.
         """
         if key not in self._common:
             self._common[key] = make()
@@ -178,10 +177,9 @@ class Transfers:
         self._waiting.append(entry)
 
     def start(self) -> None:
-        """Let the transfers that were added run, after what is queued on torch's current stream; each of them once.
+        """Start each added transfer once, after the work queued on torch's current stream.
 
-        If this raises, or is interrupted, those that do not run yet are started by the next call, or by
-        :meth:`Transfer.result`.
+        If this raises or is interrupted, the next call, or :meth:`Transfer.result`, starts the remaining ones.
         """
         waiting: list[_Entry[Any]] = []
         try:
@@ -263,17 +261,17 @@ def used_here(tensors: Iterable[Tensor]) -> None:
 
 _threads: dict[Direction, ThreadPoolExecutor] = {}
 _NAME = "speedswap-"
-os.register_at_fork(after_in_child=_threads.clear)  # which does not have the threads
+os.register_at_fork(after_in_child=_threads.clear)  # a child lacks the threads
 
 
 def finish_threads() -> None:
-    """Return when the threads have nothing left to launch. What is queued on a GPU may still run."""
+    """Wait until the threads have nothing left to launch. Queued GPU work may still run."""
     for thread in list(_threads.values()):
         thread.submit(lambda: None).result()
 
 
 def in_transfer_thread() -> bool:
-    """Return whether this is one of the threads, which must not wait for work that is its own."""
+    """Return whether this is one of the threads, which must not wait for their own work."""
     return threading.current_thread().name.startswith(_NAME)
 
 
@@ -281,5 +279,5 @@ def _thread(direction: Direction) -> ThreadPoolExecutor:
     if direction not in _threads:
         # With its own pool for the CPU loops: a second OpenMP team, for this thread, would spin.
         pool = ThreadPoolExecutor(1, f"{_NAME}{direction}", initializer=_C.use_own_pool)
-        _threads.setdefault(direction, pool)  # another caller's, if that was first: it starts no thread before its work
+        _threads.setdefault(direction, pool)  # another caller's, if that was first; it starts no thread before its work
     return _threads[direction]

@@ -1,7 +1,7 @@
 """Transfers between two places in host memory, by the background thread of the CPU loops.
 
-The thread does its jobs one after the other in the order in which they are given, so a gather sees every scatter that
-was given before it. It takes no Python lock and none of torch's threads.
+The thread does its jobs in the order in which they are queued, so a gather sees every scatter queued before it. It
+takes no Python lock and none of torch's threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 # Jobs that may still run, with what must stay alive until they are done. A dict, each of whose operations is atomic: a
 # lock might be asked for again by a finalizer that runs while it is held.
 _running: dict[_C.Job, object] = {}
-os.register_at_fork(after_in_child=_running.clear)  # which has none of them
+os.register_at_fork(after_in_child=_running.clear)  # a child has none of them
 
 
 class FoundBlocks(NamedTuple):
@@ -42,7 +42,7 @@ class FoundBlocks(NamedTuple):
     Attributes:
         rows: the distinct ids, ascending; int64, shape (n,).
         local: int64, of the ids' shape; ``rows[local]`` are the ids.
-        blocks: of each wanted column, in their order: shape (n, ...).
+        blocks: a block per wanted column, in order: shape (n, ...).
     """
 
     rows: Tensor
@@ -54,9 +54,9 @@ class _CpuWork(Generic[T]):
     """A job of the background thread, as :class:`Work`.
 
     Args:
-        job: the thread's.
-        owners: what must stay alive until it is done.
-        finish: makes the result once it is done.
+        job: the thread's job.
+        owners: objects to keep alive until it is done.
+        finish: creates the result once it is done.
     """
 
     def __init__(self, job: _C.Job, owners: object, finish: Callable[[], T]) -> None:
@@ -80,7 +80,7 @@ def prefetch_on_cpu(
     moves: Sequence[tuple[Records, Sequence[WantedColumn]]],
     finish: Callable[[FoundBlocks], T],
 ) -> None:
-    """Let the background thread look up ids: check them, make them unique, and gather their rows.
+    """Make the background thread look up ids: check and deduplicate them, and gather their rows.
 
     Args:
         transfer: is given the work; its result, once only, is that of ``finish``, or None if an id is out of range.
@@ -125,7 +125,7 @@ def _block(memory: _C.Buffer, count: int, column: WantedColumn) -> Tensor:
 
 
 def scatter_on_cpu(transfer: Transfer[None], ids: Tensor, moves: Sequence[tuple[Records, Sequence[Part]]]) -> None:
-    """Let the background thread copy columns into records, as :func:`speedswap.kernels.scatter_records` does.
+    """Make the background thread copy columns into records, as :func:`speedswap.kernels.scatter_records` does.
 
     Args:
         transfer: is given the work.
@@ -143,7 +143,7 @@ def scatter_on_cpu(transfer: Transfer[None], ids: Tensor, moves: Sequence[tuple[
 
 
 def finish_transfers() -> None:
-    """Return when every transfer that was started is done. What is queued on a GPU may still run."""
+    """Wait until every started transfer is done. Queued GPU work may still run."""
     _C.drain()
     finish_threads()
     _drop_done()
@@ -161,7 +161,7 @@ def _drop_done() -> None:
         _running.pop(job, None)
 
 
-# Scatters that were given are done before the process ends; Python itself waits for the threads of its pools.
+# Queued scatters are done before the process exits; Python itself waits for its pools' threads.
 atexit.register(_C.drain)
 
 
@@ -175,14 +175,14 @@ def forward(
 ) -> None:
     """Copy the rows that two batches share from the blocks of one into those of the other.
 
-    They become what records would give back had the one batch been scattered and the other gathered after it.
+    They get the values that records would return if the first batch were scattered and the second gathered afterwards.
 
     Args:
         from_rows, to_rows: int64, ascending without duplicates, shapes (n,) and (m,), on the blocks' device.
         from_blocks: contiguous, shape (n, ...).
         to_blocks: contiguous, shape (m, ...), with the row shapes and dtypes of ``from_blocks``; gathered before.
         forms: how records hold each column (:class:`speedswap.kernels.Part`); not int8.
-        places: what :func:`places_among` returns for the rows, if it is known.
+        places: the result of :func:`places_among` for the rows, if known.
     """
     forms = [None] * len(to_blocks) if forms is None else forms
     if not len(from_rows) or not len(to_rows):
@@ -194,7 +194,7 @@ def forward(
         ]
         _C.forward(from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads())
         return
-    # The number of shared rows is known on the GPU alone, and stays there: the others have place -1 and are skipped.
+    # The number of shared rows is known only on the GPU, and stays there: other rows have place -1 and are skipped.
     places = places_among(from_rows, to_rows) if places is None else places
     widths: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for source, target in zip(from_blocks, to_blocks, strict=True):
@@ -208,11 +208,11 @@ def forward(
         gather_records(held, places, parts)
     for target, stored in zip(to_blocks, forms, strict=True):
         if stored is not None and target.numel():
-            round_rows(target, to_rows, stored)  # gathered rows are rounded already, and stay as they are
+            round_rows(target, to_rows, stored)  # gathered rows are rounded already and do not change
 
 
 def places_among(rows: Tensor, wanted: Tensor) -> Tensor:
-    """Return the place of each wanted row among others, -1 where it is not there; the host waits for nothing.
+    """Return the index of each wanted row among others, or -1, without waiting on the host.
 
     Args:
         rows, wanted: int64, ascending without duplicates, shapes (n,) and (m,), n > 0, on one device.

@@ -1,13 +1,13 @@
-"""Three ways between host memory and a GPU.
+"""Three engines that move rows between host memory and a GPU.
 
 zero_copy: a kernel reads or writes pinned memory directly, over the bus.
 staged: CPU threads gather into pinned buffers, and the copy engine transfers those; for any host memory.
-split: the first rows go by zero_copy, and at the same time the others staged.
+split: the first rows use zero_copy, and at the same time the others are staged.
 
-``auto`` is zero_copy for pinned memory. Other memory is always staged: the wanted columns of each record are packed as
-they are stored, cross the bus in one copy for many rows, and a kernel splits them into the columns' blocks, and
-converts them. A scatter goes the other way. A few buffers rotate: while the CPU fills one, the copy engine reads
-another, and the kernel splits a third. The turns are C++ (csrc/staging.cpp), without the interpreter lock.
+``auto`` is zero_copy for pinned memory. Other memory is always staged: the wanted columns of each record are packed in
+their stored form, cross the bus in one copy for many rows, and a kernel splits them into the columns' blocks,
+converting them. A scatter reverses this. A few buffers rotate: while the CPU fills one, the copy engine reads another,
+and the kernel splits a third. The rotation is C++ (csrc/staging.cpp), without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class _Buffer(NamedTuple):
-    """Pinned memory, and as much memory on a GPU. Unpinned memory works as well, through the driver's own."""
+    """Pinned memory, and the same amount on a GPU. Unpinned memory works as well, through the driver's buffers."""
 
     host: PinnedMemory
     near: Tensor
@@ -111,7 +111,7 @@ class Ring:
         """Fill blocks on the GPU with host records; torch's current stream waits for them.
 
         Args:
-            records: in host memory, not written meanwhile.
+            records: the records in host memory, not written during the move.
             ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU; negative ones skip a row.
             parts: columns with blocks on the GPU.
             ready: the event after which the blocks may be written, and the ids read.
@@ -128,7 +128,7 @@ class Ring:
         """Write blocks on the GPU to host records, and return when they are written.
 
         Args:
-            records: in host memory, not accessed meanwhile.
+            records: the records in host memory, not accessed during the move.
             ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
             parts: columns with blocks on the GPU.
             ready: the event after which blocks and ids are valid.
@@ -146,7 +146,7 @@ class Ring:
     ) -> tuple[_C.Packed, list[_C.Launch]]:
         """Return the layout of packed records, and the launches between those of a buffer and the blocks.
 
-        ``in_order`` means that rows of the blocks follow one another, so that a turn's are behind those before it.
+        ``in_order`` means that the blocks' rows are consecutive, so that each turn's rows follow the previous turn's.
         """
         packing = Packing.of(parts)
         at_once = self._rows_at_once(len(ids), packing.stride)
@@ -164,14 +164,14 @@ class Ring:
         return (packing.stride, packing.runs, at_once), launches
 
     def _to_gather(self, on_host: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the ids that are not negative; and if some are, the rows of the blocks that remain, on the GPU."""
+        """Return the non-negative ids; and if some are negative, the remaining rows of the blocks, on the GPU."""
         if int(on_host.min()) >= 0:
             return on_host, None
         (kept,) = torch.nonzero(on_host >= 0, as_tuple=True)
         nbytes = 8 * len(kept)
         if self._places is None or self._places.nbytes < nbytes:
             self._places = PinnedMemory(2 * nbytes + 8)
-        self._copied_places.synchronize()  # of the move before
+        self._copied_places.synchronize()  # the previous move's
         self._places.bytes[:nbytes].view(torch.int64).copy_(kept)
         with torch.cuda.stream(self._kernels):
             near = torch.empty(len(kept), dtype=torch.int64, device=self._device)
@@ -258,7 +258,7 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
         way = WAYS[records.engine if records.pinned else "staged"]
         _move(what, way, records, ids, parts, blocks_on)
         return
-    near = parts  # with blocks beside the records
+    near = parts  # with blocks next to the records
     if blocks_on != torch.device("cuda", index_of(records.device)):
         copied = torch.empty_like if what == "gather" else Tensor.to
         near = [part._replace(block=copied(part.block, device=records.device)) for part in parts]
@@ -273,7 +273,7 @@ def gather(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], devic
     """Fill blocks on a GPU with host records, on torch's current stream.
 
     Args:
-        way: for pageable records, that of ``staged``.
+        way: the split; for pageable records, that of ``staged``.
         records: in host memory.
         ids: integers, shape (n,), n > 0, on the CPU or the GPU; -1 skips a row.
         parts: columns that are at least a byte wide, with blocks on the GPU.

@@ -50,7 +50,7 @@ def multiprocessors(device: int) -> int:
 
 
 class Planned(NamedTuple):
-    """One launch of a move: the kernel's name, its grid and thread blocks, and those arguments that tell the columns.
+    """One launch of a move: the kernel's name, grid and thread blocks, and the arguments that describe the columns.
 
     ``stride`` is that of the records in the kernel's words, ``columns`` its structure, ``row_bytes`` of each column's
     block.
@@ -139,7 +139,7 @@ def move(
         ids: int64, shape (n,), contiguous, on the GPU.
         parts: columns that are at least a byte wide, with contiguous blocks on the GPU.
         device: the GPU.
-        stream: of that GPU.
+        stream: a stream of that GPU.
         host_multiprocessors: the most multiprocessors that a move of host memory may take.
     """
     limit = multiprocessors(index_of(device))

@@ -54,7 +54,7 @@ def cupy() -> Any:
     """
     try:
         return importlib.import_module("cupy")
-    except Exception as error:  # of a CuPy for another NumPy or Python, too
+    except Exception as error:  # also raised by a CuPy for another NumPy or Python
         major = (torch.version.cuda or "13").split(".")[0]
         remedy = pip_install(f"cupy-cuda{major}x", extra=f"cuda{major}")
         raise ImportError(f"moving rows to a GPU needs CuPy, which cannot be imported ({error}); {remedy}") from error
@@ -66,14 +66,14 @@ _used_devices: set[int] = set()
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make a GPU current for both torch and CuPy: each may have a CUDA runtime of its own."""
+    """Make a GPU current for both torch and CuPy, which may use separate CUDA runtimes."""
     _used_devices.add(index)
     with torch.cuda.device(index), cupy().cuda.Device(index):
         yield
 
 
 def index_of(device: torch.device) -> int:
-    """Return the number of a GPU; the current one's if the device names none."""
+    """Return a GPU's index; the current GPU's if the device has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -81,7 +81,7 @@ _streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
 def side_stream(device: int, name: str) -> torch.cuda.Stream:
-    """Return the stream of that name on a GPU. Its priority is high: other streams wait for the rows it brings."""
+    """Return the named stream on a GPU. Its priority is high, since other streams wait for its rows."""
     stream = _streams.get((device, name))
     if stream is None:
         # setdefault: two threads that ask at the same time get the same stream.
@@ -205,5 +205,5 @@ def source() -> str:
 
 
 def _beside_compiled_part(name: str) -> Path:
-    # Installed beside the compiled part, even if the Python files stay in a source tree.
+    # Installed next to the compiled part, even if the Python files stay in a source tree.
     return Path(_C.__file__).parent / "cuda" / name

@@ -100,7 +100,7 @@ def unregister(pointer: int) -> None:
 
 
 def unpin(pointer: int, owner_pid: int, owner: object) -> None:
-    """Undo :func:`pin`, after all work queued on GPUs is done. Memory that is not pinned stays as it is.
+    """Undo :func:`pin`, after all work queued on GPUs is done. Does nothing for memory that is not pinned.
 
     Args:
         pointer: the pinned address.
@@ -114,7 +114,8 @@ def unpin(pointer: int, owner_pid: int, owner: object) -> None:
         for device in modules.used_devices():
             with modules.on_device(device):
                 runtime.deviceSynchronize()
-        # On a GPU in use: a thread that collects garbage may have another one current, which it would take memory of.
+        # Use a GPU already in use: a garbage-collecting thread may have another one current, which would then lose
+        # memory.
         with modules.on_device(modules.used_devices()[0]):
             runtime.hostUnregister(pointer)
     except runtime.CUDARuntimeError as error:

@@ -131,7 +131,7 @@ def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table])
 
 
 def close_all(groups: Sequence[Group]) -> None:
-    """Close the tables of groups that were opened in vain."""
+    """Close the tables of groups that were opened but are not used."""
     for group in groups:
         if group.table is not None:
             group.table.close()
