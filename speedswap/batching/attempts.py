@@ -360,7 +360,7 @@ class BatchAttempts(Attempts):
     def recover(self, failure: BaseException) -> None:
         self.changes.restore()
         sizes, known, largest = self.sizes, self._known, self._largest
-        elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on another one
+        elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on a smaller one
         try:
             if sizes.is_fixed or (largest < 2 and not elsewhere) or not is_out_of_memory(failure):
                 raise self._final(failure)

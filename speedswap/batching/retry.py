@@ -130,8 +130,8 @@ class Search(Attempts):
         """Choose a smaller size.
 
         Raises:
-            BaseException: the failure itself, if it is another one, or one sample ran out of memory; that with the
-                earlier ones as its causes.
+            BaseException: the failure itself, if it is no out-of-memory, or if a single sample ran out of memory; the
+                latter with the earlier failures as its causes.
         """
         length = self.failed_length
         try:

@@ -134,7 +134,7 @@ class BatchSplitter:
         model: the module or modules whose parameters get gradients; by default they are found while a loss function
             runs. Other parameters are found in the loss's graph, at about a microsecond per operation.
         micro_batch_size: the most samples in one forward and backward pass, or ``"auto"``.
-        memory: the most that a call may take beside what was there before it, in bytes or as a text such as ``"2GiB"``:
+        memory: the most that a call may take beyond the memory already in use, in bytes or as text such as ``"2GiB"``:
             gradients, activations and results, with copies of earlier gradients. More is out of memory, which
             ``"auto"`` recovers from. On a GPU, torch's allocator gets no more than that from the driver, in its
             segments of 2 MiB or 20 MiB and more. Elsewhere tensors are counted, which takes about 15 microseconds per

@@ -102,7 +102,7 @@ class Trial(nn.Module):
         self.others.extend(found)
 
     def nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor's memory on the device in question; 0 if it is on another one."""
+        """Return the bytes of a tensor's memory on the device in question; 0 if it is on another device."""
         if tensor.device.type != self.device_type:
             return 0
         if tensor.layout != torch.strided:

@@ -237,18 +237,18 @@ class Sheet:
         return [Line(*each) for each in came.tolist()]
 
     def ids_that_came(self, counts: Sequence[int]) -> Tensor:
-        """Return the ids of the last round, so many of each rank, those of the first one first."""
+        """Return the ids of the last round, ``counts`` per rank, in the order of ranks."""
         return torch.cat([line[_NUMBERS:][:count] for line, count in zip(self._theirs, counts, strict=True)])
 
     def put_rows(self, rows: Tensor) -> None:
-        """Let the rows that are agreed on go along with the next round: as bytes, those for the first rank first."""
+        """Add the agreed rows to the next round: as bytes, in the order of ranks."""
         assert self.agreed is not None
         row_bytes, sent, _ = self.agreed
         for part, some in zip(_parts(self._rows_out, row_bytes, sent), torch.split(rows, list(sent)), strict=True):
             part[_LINE_BYTES:].view(-1, row_bytes).copy_(some)
 
     def rows_that_came(self) -> Tensor:
-        """Return the rows of the last round as bytes, shape (n, bytes of a row), those of the first rank first."""
+        """Return the rows of the last round as bytes, shape (n, bytes per row), in the order of ranks."""
         assert self.came is not None
         row_bytes, _, received = self.came
         parts = _parts(self._rows_in, row_bytes, received)
@@ -256,7 +256,7 @@ class Sheet:
 
 
 def _parts(memory: Tensor, row_bytes: int, counts: Sequence[int]) -> Sequence[Tensor]:
-    """Return each rank's message, with rows beside its line."""
+    """Return each rank's message, with rows after its line."""
     sizes = [_LINE_BYTES + count * row_bytes for count in counts]
     return torch.split(memory[: sum(sizes)], sizes)
 

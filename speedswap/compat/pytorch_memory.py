@@ -148,7 +148,7 @@ def _zeros_for(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
 
-_TRIAL_BYTES = 1 << 26  # a pass of this size is enough for layers that treat each sample by itself
+_TRIAL_BYTES = 1 << 26  # a pass of this size is enough for layers that treat samples independently
 
 
 def KiB(coef: float = 1) -> int:

@@ -245,12 +245,12 @@ class RowLog:
     @property
     def alignment(self) -> int: ...  # bytes that reads of the log are rounded to
     # The calls that change the files since the last time. An entry as a call begins: the file (log, head, or side for
-    # another one); write, sync or allocate; its first byte; the bytes written, or the number allocated. And one once it
+    # any other); write, sync or allocate; its first byte; the bytes written, or the number allocated. And one once it
     # has returned without an error: the file; done; the number of the call's entry, from the first one on; nothing.
     def journal(self) -> list[tuple[str, str, int, bytes | int]]: ...
     def let_reads_go(self) -> None: ...  # lets reads begin that wait for it, for tests
-    # For tests: fails so many calls of op (read, write, sync or allocate), after the next `after` ones. With errno 0,
-    # reads and writes are short instead, and a sync takes so many seconds longer and succeeds.
+    # For tests: fails `times` calls of op (read, write, sync or allocate), after the next `after` ones. With errno 0,
+    # reads and writes are short instead, and a sync takes `seconds` longer and succeeds.
     def fail(self, op: str, after: int, errno: int, times: int, seconds: float) -> None: ...
 
 Source = tuple[int, int, int, int]  # records, stride, ids, how many

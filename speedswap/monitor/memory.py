@@ -139,7 +139,7 @@ class PhaseMemory:
         parameters: of the model, at the end; its buffers included.
         gradients: at the end.
         optimizer: of its state, at the end.
-        activations: the most beside these at the start, at the end, or at the peak: activations, temporaries, the
+        activations: the peak beyond these at the start, at the end, or at the peak: activations, temporaries, the
             batch. Memory that became gradients or state during the phase, or was before, does not count.
         inactive: unused pieces of blocks in use, at the end; None where the source does not report it.
         retries: how often the allocator released its cache and tried again during the phase; None likewise.

@@ -29,7 +29,7 @@ class RowwiseAdagrad(Optimizer):
 
     Args:
         params: two-dimensional parameters, real and floating-point, with dense gradients; or groups of them, which may
-            have settings of their own.
+            have separate settings.
         lr: learning rate.
         eps: added to the root, for rows that have never had a gradient.
         weight_decay: strength of the decay; 0 for none.
@@ -83,7 +83,7 @@ class RowwiseAdagrad(Optimizer):
         super().__init__(params, settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own where the group has them.
+        """Add parameters, with the group's settings where it has any.
 
         Raises:
             ValueError, TypeError: as for the class. Nothing was added.

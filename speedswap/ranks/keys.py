@@ -226,7 +226,7 @@ class ShardedIdMap(IdMap):
         shaped = _shaped(route.given(rows), found)
         return [Added(own, some, is_any_renewed) for own, some in zip(shaped, renewed, strict=True)]
 
-    # ------------------------------------------------------------------ at a pace of their own
+    # ------------------------------------------------------------------ each rank at its own pace
 
     def _at_own_pace(self, keys: Any, *, adds: bool, parts: Sequence[int] | None = None) -> Tensor:
         found = as_keys(keys, self.keys)

@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
 
 def origins_of(columns: Mapping[str, Column]) -> dict[str, Origin]:
-    """Return the origins of columns, none of which was reset after another one copied it."""
+    """Return the origins of columns, none of which was reset after it was copied."""
     found: dict[str, Origin] = {}
     for name, column in columns.items():
         found[name] = Origin.of(column, found)

@@ -383,7 +383,7 @@ class Files(ABC):
 
 
 class WrappedStore(RowStore):
-    """A store that wraps another one and forwards everything that a derived class does not override.
+    """A store that wraps another store and forwards everything that a derived class does not override.
 
     Args:
         inner: the wrapped store.

@@ -7,7 +7,7 @@ lower case, as AIkit's examples write them, are the same modules.
 
 By design ``optimizer.aikit.step`` and ``.steps`` are read-only: these counts and the gradients of the window are saved
 in ``state_dict()["accumulation"]``, without an object of a special class. ``.grad`` is cleared at every micro-step;
-pending gradients are kept beside it, in float32 for half-precision parameters.
+pending gradients are kept separately, in float32 for half-precision parameters.
 
 >>> import torch
 >>> from speedswap.compat import aikit
@@ -47,7 +47,7 @@ _ALIASES = {
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """The importer of modules under their aliases; Keras is not imported before one of its own."""
+    """The importer of modules under their aliases; Keras is imported with the first alias that needs it."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}

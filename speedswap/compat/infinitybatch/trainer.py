@@ -65,7 +65,7 @@ class InfinityBatch(Components, Containers):
     Attributes:
         callbacks: the callbacks.
         changes: the changes of model, optimizer and criterion: replaced, moved, regrouped.
-        scheduler: the scheduler; another one may be set.
+        scheduler: the scheduler; may be replaced.
         autocast: likewise.
         printer: likewise.
         policy: the policy for warnings, and how often each came up.

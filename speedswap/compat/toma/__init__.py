@@ -53,7 +53,7 @@ sys.modules.update({f"{__name__}.{name}": caches for name in ("cpu_memory", "tor
 CacheType = Callable[[], BatchsizeCache]
 
 DEFAULT_CACHE_TYPE: CacheType = StacktraceMemoryBatchsizeCache
-"""The ``cache_type`` of calls that name none; assign another one here, or as ``toma.DEFAULT_CACHE_TYPE``."""
+"""The ``cache_type`` of calls that name none; assign a new one here, or as ``toma.DEFAULT_CACHE_TYPE``."""
 
 CONTEXT_CACHE_SIZE = 2**14
 """The number of functions and contexts with a cache; the least recently used is forgotten first."""

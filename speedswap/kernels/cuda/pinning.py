@@ -114,8 +114,8 @@ def unpin(pointer: int, owner_pid: int, owner: object) -> None:
         for device in modules.used_devices():
             with modules.on_device(device):
                 runtime.deviceSynchronize()
-        # Use a GPU already in use: a garbage-collecting thread may have another one current, which would then lose
-        # memory.
+        # Use a GPU already in use: a garbage-collecting thread may have another GPU current, which would then
+        # lose memory.
         with modules.on_device(modules.used_devices()[0]):
             runtime.hostUnregister(pointer)
     except runtime.CUDARuntimeError as error:

@@ -66,7 +66,7 @@ class LogLayout:
 
         Args:
             columns: the table's columns.
-            origins: the origins of their values; by default no column was reset after another one copied it.
+            origins: the origins of their values; by default no column was reset after it was copied.
         """
         layout = added(None, columns)
         if origins is None:
