@@ -99,7 +99,7 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> object:
-    """Return what was here in version 0.1, with a warning that says where it is now."""
+    """Return a name that was here in version 0.1, with a warning that says where it is now."""
     if name not in _MOVED:
         raise AttributeError(f"module 'speedswap' has no attribute {name!r}")
     warnings.warn(f"speedswap.{name} is {_MOVED[name]}.{name} now", DeprecationWarning, stacklevel=2)

@@ -23,7 +23,7 @@ def describe() -> str:
     """Write the whole report, a paragraph per section.
 
     Returns:
-        Lines of text; problems stand in the section they belong to, each with its remedy.
+        Lines of text; each problem is in its section, with its remedy.
     """
     package, compiled = Path(__file__).resolve().parent, kernels.compiled_in()
     cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
@@ -85,10 +85,10 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
 
     Args:
         installed: names of CuPy distributions.
-        torch_cuda: ``torch.version.cuda``, such as ``"13.0"``; None where torch was built without CUDA.
+        torch_cuda: ``torch.version.cuda``, for example ``"13.0"``; None if torch was built without CUDA.
 
     Returns:
-        A sentence with its remedy for each problem; empty where all is well, or where neither is installed.
+        A sentence with its remedy for each problem; empty if all is well, or if neither is installed.
 
     >>> cupy_problems(["cupy-cuda13x"], "13.0")
     []
@@ -118,7 +118,7 @@ def memory_limits() -> dict[str, str]:
     """Return the bounds of a table in host memory: free memory, lockable memory, and the size of pages.
 
     Returns:
-        One line of text each; elsewhere than on Linux, one that says so.
+        One line of text each; on systems other than Linux, a line that says so.
     """
     if platform.system() != "Linux":
         return {"limits": f"not known on {platform.system()}"}

@@ -1,4 +1,4 @@
-"""Installation commands for optional packages, as messages advise them."""
+"""Installation commands for optional packages, as quoted in messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["pip_install"]
 def pip_install(*packages: str, extra: str) -> str:
     """Return the command that installs packages of an extra, in the versions that the extra requires.
 
-    It names the packages themselves: ``speedswap[extra]`` would be looked up in a package index, where speedswap need
-    not be, and the folder it was installed from may be gone. A package of the extra that is not known to the installed
-    metadata is named without a version.
+    It names the packages themselves: ``speedswap[extra]`` would be looked up in a package index, where speedswap may be
+    missing, and the folder it was installed from may be gone. A package that the installed metadata does not list is
+    named without a version.
 
     Args:
         packages: names of distributions.
-        extra: the extra of speedswap that brings them.
+        extra: the extra of speedswap that includes them.
 
     Returns:
         One line for a shell.

@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def set_handlers(handlers: Mapping[int, Any]) -> None:
-    """Set the handlers of signals: all of them, even if one that has just been set is called and raises."""
+    """Set all signal handlers, even if one that was just set is called and raises."""
     left = dict(handlers)
     try:
         while left:

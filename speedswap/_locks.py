@@ -13,7 +13,7 @@ class Locked:
     """An object that one thread uses at a time.
 
     Attributes:
-        lock: held by that thread, which may ask for it again.
+        lock: held by that thread; reentrant.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ _all: weakref.WeakSet[Locked] = weakref.WeakSet()
 
 
 def _free() -> None:
-    """Give every object a new lock: a thread that did not come along may have held the old one."""
+    """Give every object a new lock: a thread that does not exist in the child may have held the old one."""
     for locked in list(_all):
         locked.lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""Threads that end before Python does."""
+"""Threads that end before Python exits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SECONDS = 3.0
 
 
 class EndingThread(threading.Thread):
-    """A daemon thread that is asked to end, and waited for, before Python ends.
+    """A daemon thread that is asked to end, and joined, before Python exits.
 
-    Python ends a daemon thread where it next needs the interpreter. On its way back from torch's C++ that takes the
-    whole process down ("terminate called without an active exception").
+    At exit, Python ends a daemon thread when it next needs the interpreter. If that is on its return from torch's C++,
+    the whole process aborts ("terminate called without an active exception").
 
     Args:
-        work: the thread's.
-        arguments: of ``work``.
-        name: of the thread.
-        ask: asks it to end, in another thread.
+        work: the thread's function.
+        arguments: arguments of ``work``.
+        name: the thread's name.
+        ask: asks the thread to end; called in another thread.
     """
 
     def __init__(self, work: Callable[..., None], *arguments: Any, name: str, ask: Callable[[], object]) -> None:
@@ -31,7 +31,7 @@ class EndingThread(threading.Thread):
         self._was_asked = False
 
     def end(self) -> None:
-        """Let the thread end, but wait for it no longer than a few seconds, once."""
+        """Ask the thread to end, and wait at most a few seconds, once."""
         if not self._was_asked:
             self._was_asked = True
             self._ask()

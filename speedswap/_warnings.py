@@ -1,4 +1,4 @@
-"""Warnings that are given once in a process, at the line of the user's code that led there."""
+"""Warnings issued once per process, at the responsible line of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of messages."""
+"""Wording of messages."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words after the program's name; ``sys.argv[1:]`` by default.
+        argv: the command-line arguments; ``sys.argv[1:]`` by default.
 
     Returns:
-        The exit status, as of :func:`run_command`.
+        The exit status, see :func:`run_command`.
     """
     _open_standard_streams()
     words = sys.argv[1:] if argv is None else list(argv)
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     for word in words:
-        if word.startswith("-") and word.endswith("=--"):  # argparse would make an empty list of it
+        if word.startswith("-") and word.endswith("=--"):  # argparse would turn it into an empty list
             parser.error(f"argument {word.removesuffix('=--')}: -- is not a value")
     return parser.parse_args(words)
 
 
 def _parsed_once(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; of the ranks of a job, which have the same, one says what is wrong with it."""
+    """Parse a command line; among the ranks of a job, which share it, only one reports an error."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):
@@ -60,12 +60,12 @@ def _parsed_once(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a function that does a command's work, and report its errors as the command line does.
+    """Run a command's function, and report its errors on the command line.
 
     Returns:
-        The exit status: that of the command; 2 where it failed, with one line on stderr that says why, from one of the
-        ranks of a job; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 where the reader of its output, such
-        as ``head``, has gone.
+        The exit status: the command's; 2 if it failed, with one line on stderr that says why, from one rank of a job;
+        130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 if the reader of its output, such as ``head``, has
+        exited.
     """
     try:
         with ending_signals():
@@ -99,7 +99,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def _say(message: str, status: int) -> int:
-    """Print a line on standard error, unless that is closed or another rank has said it; return the exit status."""
+    """Print a line on standard error, unless that is closed or another rank prints it; return the exit status."""
     with suppress(OSError):
         if is_first_to_say(message):
             print(f"speedswap: {' '.join(message.split())}", file=sys.stderr, flush=True)
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _open_standard_streams() -> None:
-    """Open all three, and let none of them fail over a character that it cannot show."""
+    """Open all three, and make none of them fail on characters that it cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (lives as long as the process)

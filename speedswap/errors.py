@@ -59,7 +59,7 @@ __all__ = [
 
 
 class SpeedswapError(Exception):
-    """Base of every error that speedswap raises on its own account."""
+    """Base class of speedswap's errors."""
 
 
 class IdError(SpeedswapError, IndexError):

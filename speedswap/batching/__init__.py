@@ -1,4 +1,4 @@
-"""Batches that do not fit: split exactly, accumulated, and retried after running out of memory."""
+"""Batches larger than memory: split exactly, accumulated, and retried after running out of memory."""
 
 from speedswap.batching import elastic, retry
 from speedswap.batching.accumulating import AccumulatingOptimizer

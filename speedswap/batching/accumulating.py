@@ -65,7 +65,7 @@ class Window:
         """Refuse gradients that cannot be averaged with the previous ones, before anything has changed.
 
         Raises:
-            OptimizerError: a parameter stands for other values than in the micro-step before.
+            OptimizerError: a parameter stands for different values than in the previous micro-step.
         """
         for parameter in parameters:
             if parameter.grad is None or parameter not in self.gradients:
@@ -86,7 +86,7 @@ class Window:
 
         Args:
             parameters: all parameters of the optimizer.
-            weight: of this micro-step in the mean.
+            weight: the weight of this micro-step in the mean.
             grad_scale: the factor by which the gradients are too large.
         """
         self.steps += 1
@@ -133,7 +133,7 @@ class Window:
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def closure(self, parameters: list[Tensor]) -> Callable[[], Loss] | None:
-        """Return a closure over the whole window's loss and gradient; None where there have been no closures.
+        """Return a closure over the whole window's loss and gradient; None if there were no closures.
 
         Its first evaluation returns what has been accumulated; each later one calls all of the window's closures again.
         """
@@ -166,7 +166,7 @@ class Window:
     # ------------------------------------------------------------------ saving
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
-        """Return the window as tensors and numbers; gradients go by the parameter's position."""
+        """Return the window as tensors and numbers, with gradients by parameter position."""
         places = {parameter: place for place, parameter in enumerate(parameters)}
         return {
             "length": self.length,
@@ -283,7 +283,7 @@ class AccumulatingOptimizer(Optimizer):
     - Clip the mean: ``optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))``. Clipping
       between ``backward`` and ``step`` clips each micro-batch's gradient.
     - ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()`` for each micro-batch: gradients are
-      divided by the very scale they were made with, once, so the scale may change at any time. One that is not finite
+      divided once by the scale they were made with, so the scale may change at any time. One that is not finite
       in any micro-batch skips the whole window. ``growth_interval`` then counts micro-batches.
 
     A window may end early, as at the end of an epoch: :meth:`flush` and :meth:`epoch` update with the mean of its
@@ -307,7 +307,7 @@ class AccumulatingOptimizer(Optimizer):
             with a gradient scaler, instead of skipping its window. Waits for the device once per micro-step.
 
     Attributes:
-        optimizer: the wrapped one. Step it nowhere else.
+        optimizer: the wrapped optimizer. Do not step it elsewhere.
         reduction: as given.
         skip_nonfinite: as given.
         stepped: whether the last :meth:`step` or :meth:`flush` was an update.
@@ -317,7 +317,7 @@ class AccumulatingOptimizer(Optimizer):
 
     Raises:
         BatchError: ``accumulation_steps`` is not a positive integer, or ``reduction`` is unknown.
-        OptimizerError: ``optimizer`` is none, or accumulates already.
+        OptimizerError: ``optimizer`` is not an optimizer, or accumulates already.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -381,7 +381,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-steps per present update; an assigned value holds from the next one on."""
+        """Micro-steps per present update; an assigned value applies from the next update on."""
         return self._next_length() if self._window is None else self._window.length
 
     @accumulation_steps.setter
@@ -413,15 +413,15 @@ class AccumulatingOptimizer(Optimizer):
 
         Args:
             closure: evaluates the model, calls ``backward`` and returns the loss; optional for most optimizers.
-            weight: of this micro-step in the mean: its number of samples, say, where they differ. ``reduction="sum"``
-                needs none.
+            weight: the weight of this micro-step in the mean, for example its number of samples if that varies. Not
+                needed with ``reduction="sum"``.
 
         Returns:
             The closure's result for this micro-step; None without one.
 
         Raises:
             BatchError: ``weight`` is not positive, or the optimizer needs a closure. Nothing was accumulated.
-            OptimizerError: a parameter stands for other values than in the micro-step before, as the weight of a
+            OptimizerError: a parameter stands for different values than in the previous micro-step, as the weight of a
                 :class:`speedswap.Embedding` does: call ``backward`` several times before one step instead.
         """
         self._check_arguments(closure, weight)
@@ -465,7 +465,7 @@ class AccumulatingOptimizer(Optimizer):
         """Update with the mean of the pending micro-steps, if any.
 
         Returns:
-            Whether it did: not with nothing pending, nor where a gradient scaler found one that is not finite.
+            True if it updated: not if nothing was pending, or if a gradient scaler found a gradient that is not finite.
 
         Raises:
             BatchError: there are gradients that no ``step`` has accumulated.
@@ -564,7 +564,7 @@ class AccumulatingOptimizer(Optimizer):
         """Resume where a state was saved, bit for bit, even in the middle of a window.
 
         Args:
-            state_dict: of such an optimizer; or of a plain one, which has nothing pending.
+            state_dict: that of an accumulating optimizer; or of a plain one, which has nothing pending.
 
         Raises:
             BatchError: the pending micro-steps were accumulated with another reduction. Nothing was loaded.

@@ -1,4 +1,4 @@
-"""Sizes that fit, and attempts at one piece of work, each with fewer samples at once than the one before."""
+"""Sizes that fit, and attempts at one piece of work, each with fewer samples at once than the last."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Limit:
     """The largest size that fits in one situation, and when a larger one is due.
 
     After ``grow_after`` successes a larger size is tried once: halfway to the smallest known to fail, in numbers of
-    parts, or twice the size where none is known or little lies between them. Each failure doubles the number of
-    successes before the next trial, so that a limit that stays costs ever less.
+    parts, or twice the size if none is known or the two are close. Each failure doubles the number of successes before
+    the next trial, so that a constant limit costs less and less.
 
     Args:
         size: the largest size that fits; None while nothing has failed.
@@ -114,13 +114,13 @@ class Limit:
             self._failed = failed if self._failed is None else min(failed, self._failed)
 
     def end_trial(self, *, due_again: bool) -> None:
-        """Drop a trial that did not take place; the next one is due at once, or after as many successes as before."""
+        """Drop a trial that did not take place; the next is due at once, or after the same number of successes."""
         if self._trial is not None:
             self._trial, self._clean = None, self._patience if due_again else 0
 
 
 class Limits:
-    """Limits for each key and class of free memory, such as :func:`~.memory.memory_class` gives.
+    """Limits for each key and class of free memory, see :func:`~.memory.memory_class`.
 
     Args:
         most_keys: number of keys remembered; the least recently used one is forgotten first.
@@ -250,7 +250,7 @@ _NEVER = float("-inf")
 
 
 class MicroBatchSize:
-    """The size of a splitter's micro-batches: given, or what is known to fit.
+    """The size of a splitter's micro-batches: fixed, or known to fit.
 
     Args:
         size: samples in a micro-batch, or None to find what fits.
@@ -320,7 +320,7 @@ class BatchAttempts(Attempts):
 
     Attributes:
         work: what they do: of work that has fitted at a size, operations are not looked ahead of.
-        sizes: what is known of sizes.
+        sizes: the known limits on sizes.
         size: samples in a micro-batch of the next attempt.
         batch_size: samples in the batch.
         changes: restored after each failure.
@@ -351,7 +351,7 @@ class BatchAttempts(Attempts):
         return due
 
     def within_memory(self) -> AbstractContextManager[None]:
-        """Surround an attempt: what it takes beyond its memory is an out-of-memory error."""
+        """Surround an attempt: exceeding its memory is an out-of-memory error."""
         if self.memory is None:
             return nullcontext()
         is_new = self.size > self._known.largest.get(self.work, 0)
@@ -389,11 +389,11 @@ class BatchAttempts(Attempts):
 
     @property
     def _largest(self) -> int:
-        """The largest micro-batch that the present size really makes."""
+        """The largest micro-batch that the present size actually produces."""
         return max(self.ranks.sizes(self.batch_size, self.size), default=0)
 
     def _final(self, failure: BaseException) -> BaseException:
-        """Return a failure with those before it as its causes, and the sizes that were tried at their end."""
+        """Return a failure with the earlier ones as its causes, ending with the sizes that were tried."""
         if not self._failures:
             return failure
         tried = ", ".join(str(size) for size, _ in self._failures)

@@ -1,4 +1,4 @@
-"""Losses that a splitter was told the wrong thing about, found from a few samples before a batch is split.
+"""A check, on a few samples before a batch is split, that a loss is as declared to the splitter.
 
 The loss of a few samples together is compared with their losses in parts, weighed as micro-batches are. Where the two
 differ by more than rounding can explain, the losses of more such parts show the reason. Where anything else can make
@@ -33,7 +33,7 @@ from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapE
 _log = logging.getLogger("speedswap")
 
 SAMPLES = 8
-_MOST_CHECKS = 8  # of one function's code, should it refer to something of another kind each time
+_MOST_CHECKS = 8  # per function's code, if it refers to something of another kind each time
 
 # Kernels of another batch size round otherwise, layer after layer, so a difference of a few machine epsilons proves
 # nothing, nor does one below 1e-3 whatever the precision. Real mistakes are larger.
@@ -85,7 +85,7 @@ class Checks:
         """Compare the loss of a few samples with those of their parts, of fewer where memory runs out.
 
         Returns:
-            An error that names the mistake and the remedy; None where there is none, or nothing is certain.
+            An error that names the mistake and the remedy; None without a certain mistake.
         """
         count = min(batch.size, SAMPLES, max(2, size))
         while count >= 2:
@@ -127,7 +127,7 @@ class _Comparison:
         self._captured: BatchError | None = None
 
     def mistake(self) -> SpeedswapError | None:
-        """Return an error where the losses together and apart differ for certain."""
+        """Return an error if the losses together and apart certainly differ."""
         everything = tuple(range(len(self._parts)))
         apart = [(0,), everything[1:]]
         try:
@@ -206,7 +206,7 @@ class _Comparison:
         return sum(len(self._parts[part]) for part in parts)
 
     def _weights(self, apart: Sequence[tuple[int, ...]]) -> list[float] | None:
-        """Return the weights that a splitter would give each; None where all count nothing."""
+        """Return the weights that a splitter would give each; None if all weights are zero."""
         if self.declared.reduction != "mean":
             return [1.0] * len(apart)
         if self.declared.normalizer is None:
@@ -315,7 +315,7 @@ def _mean(losses: dict[tuple[int, ...], float], weights: Sequence[float], subset
 
 
 def _weights_of_mean(losses: dict[tuple[int, ...], float], count: int) -> list[float] | None:
-    """Return weights for which the losses of subsets are means of the parts' losses; None where there are none.
+    """Return weights for which the losses of subsets are means of the parts' losses; None if none exist.
 
     For each subset S, the sum over its parts i of w_i (L_i - L_S) is 0: the weights are the singular vector of the
     least singular value. Parts whose loss is not finite count nothing.
@@ -363,7 +363,7 @@ class Collective(BaseException):
 
 
 class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The certainty of a result, from every operation that torch runs inside.
+    """The certainty of a result, judged by every operation that torch runs inside.
 
     Args:
         samples: number of samples in a call.
@@ -472,7 +472,7 @@ def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
     hook = register_module_forward_pre_hook(lambda module, args: buffers.note_module(module))
     try:
         with torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
-            warnings.simplefilter("ignore")  # about so few samples
+            warnings.simplefilter("ignore")  # warnings about so few samples
             yield observed
     finally:
         hook.remove()
@@ -494,11 +494,11 @@ def few_samples(batch: Batch, count: int) -> list[int]:
     """Choose samples that differ in what a loss may average over.
 
     In the tensor that looks most like ignored targets, a mask, or targets, in this order, the samples with the least
-    mean come first and those with the greatest last; so samples whose targets are ignored are among them, and separate
-    from others.
+    mean come first and those with the greatest last; so samples whose targets are ignored are included, and separate
+    from the others.
 
     Returns:
-        Different indices, as many as asked for; spread over the batch where no tensor holds integers.
+        Distinct indices, as many as requested; spread over the batch if no tensor holds integers.
 
     >>> few_samples(Batch((torch.randn(6, 2), torch.tensor([3, 1, -100, 2, 2, 0]))), 4)
     [2, 5, 4, 0]
@@ -507,7 +507,7 @@ def few_samples(batch: Batch, count: int) -> list[int]:
     for column in batch.columns():
         tensor = _as_tensor(column)
         rank = 0 if tensor is None else _rank(tensor)
-        if rank and rank >= best:  # of equals the last: targets come after inputs
+        if rank and rank >= best:  # ties go to the last: targets come after inputs
             found, best = tensor, rank
     if found is None:
         return [index * batch.size // count for index in range(count)]

@@ -1,4 +1,4 @@
-"""Training that resumes with another number of processes: the same batches, steps and learning rate.
+"""Training that resumes with a different number of processes: the same batches, steps and learning rate.
 
 torchrun restarts every process of a job when one of them is lost or a new one joins, and gives them a new
 ``WORLD_SIZE``. The optimizer's steps need not change with it: a global batch is the same samples in the same order on
@@ -176,7 +176,7 @@ class ElasticSampler(Sampler[list[int]]):
     Args:
         data: the dataset, or its number of samples.
         global_batch_size: samples in one optimizer step, over all ranks.
-        shuffle: another order in each epoch; else the dataset's own.
+        shuffle: True for a different order in each epoch; otherwise the dataset's order.
         seed: the orders are drawn from it; the same on every rank.
         drop_last: leave out an epoch's last batch if it is smaller than the others.
 

@@ -1,4 +1,4 @@
-"""The memory of a training step, for any micro-batch size, before it is tried."""
+"""Estimates of a training step's memory, for any micro-batch size, before it is tried."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class MemoryEstimate:
     """Bytes that training takes on one device.
 
     Attributes:
-        parameters: of the model and of other modules that the loss runs, shared ones once.
-        buffers: of the same, such as running statistics.
+        parameters: parameters of the model and of other modules that the loss runs, shared ones once.
+        buffers: buffers of the same modules, such as running statistics.
         gradients: of the parameters that get one; float32 sums for half-precision ones.
         optimizer_state: kept by the optimizer from step to step.
         inputs_fixed: of the batch, independent of its size.
@@ -351,7 +351,7 @@ def _with_margin(nbytes: int) -> int:
 
 
 def _small_change(nbytes: int) -> int:
-    """Return the allowance for what a few samples may need besides, in small models as well."""
+    """Return the allowance for what a few samples may need in addition, also in small models."""
     return min(nbytes // 8, 16 << 10)
 
 
@@ -436,7 +436,7 @@ def curve(sizes: Sequence[int], nbytes: Sequence[int]) -> Curve:
 
 
 def _of_operations(runs: Sequence[TrialPass], at_start: int) -> list[Curve]:
-    """Return a curve for each operation common to the last two runs, through as many runs as share them."""
+    """Return a curve for each operation common to the last two runs, through all runs that share it."""
     rows = _rows(runs[-2:])
     used = 2
     for count in range(3, min(len(runs), _TRIPLES + 2) + 1):
@@ -449,7 +449,7 @@ def _of_operations(runs: Sequence[TrialPass], at_start: int) -> list[Curve]:
 
 
 def _rows(runs: Sequence[TrialPass]) -> list[tuple[int, ...]]:
-    """Return, for each operation common to all runs, the bytes alive in each run until the next such operation.
+    """Return, for each operation common to all runs, the bytes alive in each run until the next common operation.
 
     Some operations run only for large tensors, such as filling memory with zeros. An operation that some runs had more
     often than others counts with the one before it.

@@ -139,7 +139,7 @@ class ReadAhead(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        """Return the next item; the one before counts as used up."""
+        """Return the next item; the previous one counts as consumed."""
         with self._changed:
             self._bytes -= self._handed_out
             self._handed_out = 0
@@ -200,7 +200,7 @@ Identity = TypeVar("Identity")
 
 @dataclass(eq=False, repr=False)
 class Feed(Generic[Identity]):
-    """Batches of samples that are read when they are needed, by whatever identifies them.
+    """Batches of samples that are read when needed, by their identities.
 
     Iterating over the feed gives its epochs, and iterating over an epoch its batches. Each epoch reads every sample
     again, once, in a new order. Everything in memory, from ``read`` to the batch, stays within the budget; the
@@ -210,13 +210,13 @@ class Feed(Generic[Identity]):
         identities: one for each sample, such as file names.
         read: returns the sample of an identity: an array, a tensor, a number, or a nesting of them.
         batch_size: samples in a batch.
-        budget_bytes: host memory; at least for one batch and one sample more. With a ``collate`` of your own, for two
-            batches and one sample, since it has all samples before it makes a batch of them.
+        budget_bytes: host memory; at least for one batch and one sample more. With a custom ``collate``, for two
+            batches and one sample, since it holds all samples before it makes a batch of them.
         epochs: number of times that everything is read; None for no end.
         targets: identities of each sample's target, in the order of ``identities``; those themselves by default.
         read_target: reads a target. Samples are then pairs, and so are batches.
         variants: number of samples that ``read`` returns for one identity, as a list or generator, and ``read_target``
-            too: an image with its mirror image, for example. By default it returns a sample as such.
+            too: an image with its mirror image, for example. By default it returns a single sample.
         shuffle: whether each epoch has a new order, a function of seed and epoch.
         seed: of the orders.
         drop_last: leave out the last batch of an epoch if it is smaller than the others.
@@ -301,7 +301,7 @@ class Feed(Generic[Identity]):
         """Read one epoch again and yield its batches.
 
         Args:
-            index: of the epoch, which determines its order.
+            index: the epoch's index, which determines its order.
             skip: number of samples to leave out, without reading them.
         """
         source = self._samples(index, skip)

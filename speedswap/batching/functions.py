@@ -1,4 +1,4 @@
-"""Functions that users pass in: named, told apart, and refused where they cannot be retried."""
+"""User functions: named, distinguished, and refused if they cannot be retried."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def key_of(function: Callable[..., Any]) -> Hashable:
 
 
 def kind_of(value: Any, depth: int = 3) -> Hashable:
-    """Return what a function computes with, as far as that can be told without naming objects.
+    """Return what a function computes with, as far as that is known without naming objects.
 
     Two functions of one code are of one kind if the values they refer to are: other functions by their code, modules by
     their class and settings, such as a criterion's ``reduction``, and everything else by its class. So a lambda around
@@ -124,7 +124,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def check_function(function: Any) -> None:
-    """Refuse what cannot be retried.
+    """Raise if a function cannot be retried.
 
     Raises:
         BatchError: it cannot be called, or does its work after it has returned.

@@ -169,7 +169,7 @@ def _free_host_bytes() -> int | None:
 
 
 def status_bytes(path: str, field: str) -> int | None:
-    """Return a field of one of Linux's status files, in bytes; None where there is no such file or field."""
+    """Return a field of one of Linux's status files, in bytes; None if the file or field does not exist."""
     try:
         with open(path) as file:
             for line in file:

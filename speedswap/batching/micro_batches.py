@@ -36,7 +36,7 @@ def batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
 
 @contextmanager
 def whole_batch_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Let several forward passes update running statistics once, by their samples together.
+    """Make several forward passes update running statistics once, from all of their samples.
 
     Inside, each pass leaves its own mean and variance as the running ones; they are combined (Chan, Golub and LeVeque
     1983) and at the end applied with the layer's momentum, and ``num_batches_tracked`` rises by one. If the block
@@ -169,7 +169,7 @@ class MicroBatches:
 
     Attributes:
         modules: the trained ones; empty where they are found while they run.
-        reduction: as of a splitter, and so are the next ones.
+        reduction: as for a splitter; so are the following attributes.
         ranks: the processes that train together.
         tell: called with the name of a callback's method and the fields of its event.
     """
@@ -310,7 +310,7 @@ class MicroBatches:
     def one_by_one(
         self, sizes: Sequence[int], changes: Changes, *, offloaded: bool = False
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes the ``with`` block around each micro-batch in turn, which callbacks see."""
+        """Return a function that makes the ``with`` block around each successive micro-batch, which callbacks see."""
         indices = itertools.count()
 
         @contextmanager

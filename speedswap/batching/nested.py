@@ -256,7 +256,7 @@ def _part(value: Any, size: int, cut: Callable[[Any], Any]) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container with each of its items changed; other values as they are."""
+    """Return a container with each of its items changed, and any other value unchanged."""
     fields = _fields(value)
     return value if fields is None else _rebuilt(value, [change(item) for _, item in fields])
 
@@ -396,7 +396,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     :class:`Whole`, becomes a list with one item per micro-batch; None stays None.
 
     Args:
-        parts: the micro-batches' aux, detached; all :data:`NO_AUX` where there is none.
+        parts: the micro-batches' aux, detached; all :data:`NO_AUX` without aux.
         sizes: samples in each.
 
     Raises:

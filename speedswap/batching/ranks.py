@@ -126,7 +126,7 @@ class Peers(TrainingRanks):
         return _at_most(size, min(line[0] for line in lines)), any(line[1] for line in lines)
 
     def _give_rows(self, average: bool) -> None:
-        """Give the gradients of rows to their owners, who add them up."""
+        """Send rows' gradients to their owners, which sum them."""
         if self._owners is not None:
             assert self._owners.main.pending is not None
             self._owners.main.pending.add_up_shares(average=average)
@@ -196,13 +196,13 @@ class Replicated(Peers):
     independently, and one that runs out of memory tries again alone while the others wait at the end of the batch,
     in the round in which all report success. Only then are gradients summed, once.
 
-    Where rows come from their owners, ranks serve each other's lookups wherever they are, so that passes need not be
-    equally many or in one order; and the rows' gradients go to the owners when all have succeeded.
+    If ranks own rows, they serve each other's lookups at any point, so that passes may differ in number and order; the
+    rows' gradients go to the owners when all have succeeded.
 
     Args:
         wrapped: the DistributedDataParallel modules; all of the same ranks.
         modules: all that are trained.
-        owners: the ranks that own rows together, if there are such; all dense parameters are then summed over them.
+        owners: the ranks that own rows together, if any; all dense parameters are then summed over them.
     """
 
     may_be_empty = True

@@ -54,7 +54,7 @@ __all__ = ["Retried", "RetriedBatch", "RetriedChunks", "RetriedRange", "batch", 
 R = TypeVar("R")
 Self = TypeVar("Self", bound="Retried")
 
-_lock = threading.Lock()  # of all limits: it is held for less than a microsecond
+_lock = threading.Lock()  # guards all limits; held for less than a microsecond
 
 _NOTHING: dict[str, Any] = {}
 
@@ -385,7 +385,7 @@ def range(
     rng: bool = False,
     grow_after: int | None = GROW_AFTER,
 ) -> Any:
-    """Call a function for each piece of a range in turn, with smaller pieces from where memory runs out.
+    """Call a function for each successive piece of a range, with smaller pieces from where memory runs out.
 
     Args:
         function: takes the first index of a piece, the index after its last, and more.
@@ -422,7 +422,7 @@ def chunked(
     rng: bool = False,
     grow_after: int | None = GROW_AFTER,
 ) -> Any:
-    """Call a function for each chunk of a tensor in turn, with smaller chunks from where memory runs out.
+    """Call a function for each successive chunk of a tensor, with smaller chunks from where memory runs out.
 
     Args:
         function: takes a chunk (a view), its first index in the tensor, the index after its last, and more.
@@ -435,7 +435,7 @@ def chunked(
         joined.
 
     Raises:
-        BatchError: a size is less than 1, the function is a coroutine or generator, or there is no such dimension.
+        BatchError: a size is less than 1, the function is a coroutine or generator, or the dimension does not exist.
 
     >>> squares = chunked(lambda chunk, start, stop: chunk.square(), initial=2, join=torch.cat)
     >>> squares(torch.arange(5))

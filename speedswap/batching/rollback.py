@@ -145,7 +145,7 @@ class Gradients:
         apart: leaves whose gradients are not copied but put aside.
 
     Attributes:
-        nbytes: of the copies, without those that a keeper has.
+        nbytes: bytes of the copies, without those held by keepers.
     """
 
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
@@ -170,7 +170,7 @@ class Gradients:
                 self._before[id(owner)] = owner, restore
 
     def have_changed(self) -> bool:
-        """Return whether a leaf has another gradient than when it was noted, as far as that can be told."""
+        """Return whether a leaf's gradient has changed since it was noted, as far as that is known."""
         return any(_version_of(leaf.grad) != before for leaf, before in self._versions)
 
     def put_aside(self) -> None:
@@ -197,7 +197,7 @@ class Gradients:
 
 
 def _version_of(grad: Tensor | None) -> tuple[int, int] | None:
-    """Return what changes with a gradient."""
+    """Return a value that changes with a gradient."""
     return None if grad is None else (id(grad), grad._version)
 
 

@@ -27,11 +27,11 @@ class Sharded(Peers):
     gather: when one has run out of memory, all abandon the attempt at their next vote, fully_shard's state is reset on
     each, and they try again together. Gradients stay unreduced until all ranks have succeeded.
 
-    Rows that come from their owners are looked up between the votes, where ranks serve each other's lookups.
+    Rows owned by ranks are looked up between the votes, when ranks serve each other's lookups.
 
     Args:
         roots: the outermost modules that fully_shard was applied to; all of the same ranks.
-        owners: the ranks that own rows together, if there are such.
+        owners: the ranks that own rows together, if any.
     """
 
     in_step = True
@@ -146,7 +146,7 @@ class Sharded(Peers):
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Let the other ranks know, and leave fully_shard as it was before the attempt."""
+        """Notify the other ranks, and restore fully_shard's state from before the attempt."""
         self._tries_again = True
         try:
             if is_out_of_memory(error) and not isinstance(error, PeerOutOfMemory):

@@ -1,4 +1,4 @@
-"""Gradients of a whole batch from parts of it that fit."""
+"""Gradients of a whole batch, computed from parts of it that fit."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ Encoders = Callable[..., Any] | Sequence[Callable[..., Any]]
 def coupled(loss_fn: Function) -> Function:
     """Declare that a loss compares the samples of a batch with each other, as contrastive losses do.
 
-    :meth:`BatchSplitter.backward` refuses such a loss: summed over parts of a batch it is another loss. It finds most
-    undeclared ones, see ``check`` there.
+    :meth:`BatchSplitter.backward` refuses coupled losses, whose sum over parts of a batch is a different loss. It finds
+    most undeclared ones, see ``check`` there.
 
     >>> @coupled
     ... def contrastive(queries, documents): ...
@@ -127,8 +127,8 @@ class BatchSplitter:
 
     Splitting belongs to the backward pass: the optimizer's step, clipping, schedulers and averages of weights stay in
     the training loop, once per batch. Under torch's DistributedDataParallel and fully_shard the gradients, and the
-    returned loss, are those of all ranks' samples together. So they are for a model with embeddings whose rows the
-    ranks own together (``process_group=``): its other parameters need no wrapper then.
+    returned loss, are those of all ranks' samples together. The same holds for a model with embeddings whose rows the
+    ranks own together: its other parameters then need no wrapper.
 
     Args:
         model: the module or modules whose parameters get gradients; by default they are found while a loss function
@@ -310,7 +310,7 @@ class BatchSplitter:
             The loss, detached, 0-d; or that and the aux as ``loss_fn`` returned it, its tensors detached.
 
         Raises:
-            BatchError: the batch cannot be split, or there are not as many encoders as arguments.
+            BatchError: the batch cannot be split, or the number of encoders differs from that of arguments.
             Exception: as for :meth:`backward`.
         """
         self._refuse_in_step("backward_coupled")
@@ -422,7 +422,7 @@ class BatchSplitter:
         )
 
     def _choose(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> int:
-        """Return the size to begin with, from what is known of the functions and batches."""
+        """Return the size to begin with, from what earlier batches of the same functions showed."""
         key = (*map(key_of, functions), *(batch.signature() for batch in batches))
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
         self._device = next((parameter.device for parameter in parameters), batches[0].device)

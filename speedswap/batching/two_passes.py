@@ -34,7 +34,7 @@ class TwoPasses:
         sizes: number of samples of each part.
 
     Attributes:
-        limit: what was known of sizes when the batch began.
+        limit: the known limits on sizes when the batch began.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TwoPasses:
         """Run the parts again, each with its graph, and add the gradients of what they were computed from.
 
         Args:
-            gradients: of the joined outputs' tensors, in order; None where there is none.
+            gradients: gradients of the joined outputs' tensors, in order; None without a gradient.
             sizes: of the parts; the first pass's, unless nothing in it was random.
             around: surrounds each part.
             changes: notes the leaves that are about to get gradients.

@@ -196,7 +196,7 @@ class Sheet:
             self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, row_bytes: int) -> None:
-        """Make room for as many rows as ids."""
+        """Make room for a number of ids."""
         wanted = len(self._mine) * (_LINE_BYTES + self.room * row_bytes)
         if wanted > len(self._rows_out):
             with torch.inference_mode(False):

@@ -95,11 +95,11 @@ class DataGadget(CupyMethods):
         return self.gather(ids.reshape(-1), device)["weight"].view(*ids.shape, *self.row_shape)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
-        """Write over a part of the data.
+        """Overwrite a part of the data.
 
         Args:
-            dataObject: a tensor or array of the shape that ``getData(indexes)`` returns, with as many items, or one
-                that is broadcast to it; floating-point data is converted to the dtype of the file.
+            dataObject: a tensor or array of the shape that ``getData(indexes)`` returns, with the same number of items,
+                or one that is broadcast to it; floating-point data is converted to the dtype of the file.
             indexes: as for :meth:`getData`. Of data for the same row or item the last is kept, and a warning says so
                 once.
 
@@ -138,7 +138,7 @@ class DataGadget(CupyMethods):
         return array
 
     def _describe(self, array: npt.NDArray[Any]) -> None:
-        """Take the file's shape and dtype for the collection's."""
+        """Use the file's shape and dtype for the collection."""
         dtype = arrays.as_dtype(array.dtype.newbyteorder("="), f"the dtype of {self.name!r}")
         self.num_rows, self.row_shape, self.row_dtype = len(array), array.shape[1:], dtype
 
@@ -255,7 +255,7 @@ class DataGadgetMM(DataGadget):
         return super().getData(torch.cat([positive.reshape(-1).cpu(), negative.reshape(-1).cpu()]))
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
-        """Write over a part of the data in the file; the arguments are those of :meth:`DataGadget.insertData`."""
+        """Overwrite a part of the data in the file; the arguments are those of :meth:`DataGadget.insertData`."""
         if not self.getCupyMM().flags.writeable:
             raise PermissionError(f"{self.name!r} may not be written; make it writable, or use DataGadget")
         super().insertData(dataObject, indexes)
@@ -298,7 +298,7 @@ def _movable(values: Tensor) -> Tensor:
 
 
 def _fitting(values: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return values as a tensor of that shape and dtype: reshaped if as many items, else broadcast as in NumPy."""
+    """Return values as a tensor of that shape and dtype: reshaped if item counts match, else broadcast as in NumPy."""
     data = arrays.as_array(values)
     if isinstance(data, np.ndarray):  # torch does not take read-only, byte-swapped or reversed arrays
         data = torch.from_numpy(np.require(data, data.dtype.newbyteorder("="), ["C", "W"]))

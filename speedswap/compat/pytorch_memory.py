@@ -495,7 +495,7 @@ def generator_with_stop_iteration(gen: Iterator[Item]) -> Iterator[Item]:
     """Return all items of an iterator, the first of which is taken now.
 
     Raises:
-        StopIteration: there is none.
+        StopIteration: the iterator is empty.
 
     >>> list(generator_with_stop_iteration(iter("ab")))
     ['a', 'b']

@@ -38,7 +38,7 @@ Differences:
 * ``getData`` and ``insertData`` take NumPy's and CuPy's indexes: arrays, slices, masks, None, Ellipsis, and tuples of
   these with NumPy's meaning: rows by number are a list or an array. A row is never counted from the end, and a
   number that is too large is an error, where CuPy wraps it around. ``insertData`` takes data of the shape that
-  ``getData`` returns for the same indexes, of another shape with as many elements, or data that NumPy would broadcast.
+  ``getData`` returns for the same indexes, of another shape of the same size, or data that NumPy would broadcast.
 * Co-occurrence matrices work: ``getCupyVar()`` (also ``CUPYCom``), ``getCupyMM()`` or ``getTorchVar()`` is the matrix
   to count in.
 * ``PMemory`` and the pinned allocators are gone, as nothing allocates that way any more.

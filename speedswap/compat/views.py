@@ -24,7 +24,7 @@ from speedswap.tables.whole_table import numpy_dtype
 
 
 def _all_rows(collection: Collection, seen_as: Callable[[Tensor], Any]) -> Any:
-    """Return the collection's own memory in some form, not a copy; by name where it is an optimizer's state."""
+    """Return the collection's memory in some form, not a copy; by name if it is an optimizer's state."""
     table, columns = collection.table, collection.columns()
     found = {name: seen_as(table.view(column).view(shape)) for name, (column, shape) in columns.items()}
     return found if isinstance(collection, OptimizerFactory) else found["weight"]
@@ -157,7 +157,7 @@ class _NpyMemory(Memory):
 class NpyStore(LocalStore, Files):
     """Rows in ``.npy`` files that NumPy opens, each mapped into memory: ``<column>.npy`` in a directory.
 
-    A process that is killed may leave a step half-written, and nothing keeps two processes from writing.
+    A killed process may leave a step half-written, and nothing prevents two processes from writing.
 
     Args:
         path: the directory.
@@ -179,7 +179,7 @@ class NpyStore(LocalStore, Files):
         """Continue with the file of a column.
 
         Raises:
-            ValueError: it is missing, or holds other rows than these.
+            ValueError: it is missing, or holds different rows.
         """
         file = self.file_of(column)
         if not file.is_file():
@@ -242,6 +242,6 @@ class NpyStore(LocalStore, Files):
 
 
 def _take_room(file: Path) -> None:
-    """Let the disk keep room for all of a file: a store into a hole of a mapped one would end the process."""
+    """Reserve disk space for the whole file: writing into a hole of a mapped file could kill the process."""
     with open(file, "r+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)

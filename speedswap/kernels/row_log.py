@@ -295,7 +295,7 @@ class RowLog(_C.RowLog):
             pass
 
     def unlike(self, other: RowLog) -> Tensor:
-        """Return the groups whose records are not where another log over the same files, at another commit, has them.
+        """Return a mask of groups whose records are elsewhere than in a log of the same files at another commit.
 
         Returns:
             bool, shape (groups,); False for groups written in neither.

@@ -35,7 +35,7 @@ class Groups(NamedTuple):
 
 
 def summable(tensor: Tensor) -> bool:
-    """Return True if the CPU loops can add such rows: floating-point ones on the CPU."""
+    """Return True if the CPU loops can sum these rows: floating-point rows on the CPU."""
     return tensor.device.type == "cpu" and tensor.dtype in (*_SUMMED, *_HALF)
 
 
@@ -169,7 +169,7 @@ def sum_segments(
         offsets: int64, shape (segments + 1,), ascending, 0 to entries. The caller has checked.
         weights: values' dtype, shape (entries,).
         divisors: values' dtype, shape (segments,): each sum is divided by its segment's.
-        features: of which the segments are, feature after feature: a divisor of their number.
+        features: the number of features, in whose order the segments are: a divisor of their number.
 
     Returns:
         A new tensor, shape (segments / features, features · dim), in its row s the sums of the s-th segment of every
@@ -240,7 +240,7 @@ def sum_segments_back(
 
 
 def _side_by_side(values: Tensor, features: int) -> tuple[Tensor, int]:
-    """Return rows of features side by side as rows of one feature, and the number of such rows from sample to sample.
+    """Return rows of concatenated features as rows of one feature, and the number of rows per sample.
 
     A slice of wider rows, such as the gradient of a concatenated tensor, is not copied if their width is a multiple.
     """

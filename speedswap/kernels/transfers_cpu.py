@@ -31,7 +31,7 @@ from speedswap.kernels.transfers import Transfer, finish_threads
 T = TypeVar("T")
 
 # Jobs that may still run, with what must stay alive until they are done. A dict, each of whose operations is atomic: a
-# lock might be asked for again by a finalizer that runs while it is held.
+# lock might be requested again by a finalizer that runs while it is held.
 _running: dict[_C.Job, object] = {}
 os.register_at_fork(after_in_child=_running.clear)  # a child has none of them
 

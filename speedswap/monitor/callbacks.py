@@ -38,8 +38,8 @@ class SplitRecorder(Callback):
 
     Args:
         targets: written after each batch as well: paths (``.jsonl``, ``.csv``; existing files are continued) or
-            anything with ``add_scalar``, such as ``torch.utils.tensorboard.SummaryWriter``, which stays its owner's to
-            close. In JSON, NaN and infinities are texts.
+            anything with ``add_scalar``, such as ``torch.utils.tensorboard.SummaryWriter``, which the caller must
+            close. In JSON, NaN and infinities are strings.
         device: the device whose memory is recorded; by default the current CUDA device, else the process's.
         limit: the number of rows that are kept; None for all.
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from speedswap.batching import Callback, Event
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 
-# Most gradients that are read after a step, each of which waits for the device.
+# The most gradients to read after a step; each read waits for the device.
 MOST_LOOKS = 3
 
 
@@ -120,7 +120,7 @@ class EventMonitor(Callback):
         self._before_batch = (self.backward_passes, frozenset(self._reached | self._in_pass), self._stepped)
 
     def after_batch(self, event: Event) -> None:
-        """Remember the gradients, which need not be the tensors that backward added to."""
+        """Remember the gradients, which may not be the tensors that backward added to."""
         self._one_pass = False
         given = [parameter for parameter in _parameters(self.optimizer) if parameter.grad is not None]
         if given and not self._pass_begun:  # they bypassed the parameters' hooks
@@ -317,7 +317,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_values(grad: Tensor) -> bool:
-    """Return whether a gradient is other than zero here, without a question to other ranks that have parts of it."""
+    """Return whether a gradient is nonzero here, without communicating with other ranks that hold parts of it."""
     with torch._C.DisableTorchFunctionSubclass():
         return bool(grad.any())
 

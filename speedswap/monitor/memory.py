@@ -61,7 +61,7 @@ def memory_snapshot(device: torch.device | str | int | None = None, *, synchroni
     """Take a snapshot of a device's memory.
 
     Args:
-        device: the device; by default the current CUDA device, or the CPU where there is none.
+        device: the device; by default the current CUDA device, or the CPU without CUDA.
         synchronize: wait for the device's queued work first.
 
     Returns:
@@ -84,7 +84,7 @@ def memory_snapshot(device: torch.device | str | int | None = None, *, synchroni
 
 
 def default_device() -> torch.device:
-    """Return the current CUDA device, or the CPU where there is none."""
+    """Return the current CUDA device, or the CPU without CUDA."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -136,7 +136,7 @@ class PhaseMemory:
         before: in use at the start.
         after: in use at the end.
         peak: the most in between.
-        parameters: of the model, at the end; its buffers included.
+        parameters: the model's parameters and buffers, at the end.
         gradients: at the end.
         optimizer: of its state, at the end.
         activations: the peak beyond these at the start, at the end, or at the peak: activations, temporaries, the
@@ -165,8 +165,8 @@ class MemoryMonitor:
     a peak, so it watches the tensors of every operation inside a phase, which costs some microseconds per operation.
 
     Args:
-        model: the model, whose parameters and gradients are told apart from the rest.
-        optimizer: the optimizer, whose state is.
+        model: the model, whose parameters and gradients are listed separately.
+        optimizer: the optimizer, whose state is listed separately.
         device: the device; by default that of the model's first parameter.
         warn: a level or a :class:`speedswap.monitor.WarningPolicy`.
 
@@ -203,7 +203,7 @@ class MemoryMonitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block, also when it fails."""
+        """Measure the block, even if it fails."""
         known_before, begin = self._known(), self._snapshot()
         if self._tensors is None:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -273,7 +273,7 @@ class MemoryMonitor:
 
 
 class _LiveTensors(LimitedMemory):  # type: ignore[no-untyped-call]
-    """The bytes of a device's live tensors: those made inside ``with``, and those that operations inside are given."""
+    """The bytes of a device's live tensors: those created inside ``with``, and the inputs of operations inside."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ __all__ = ["RowwiseAdagrad"]
 class RowwiseAdagrad(Optimizer):
     r"""Adagrad with one accumulator per row: the sum over the steps of the row's mean squared gradient.
 
-    Trains embeddings as well as Adagrad, for 1/dim of its state. A row's update depends on that row alone, so it trains
+    Trains embeddings as well as Adagrad, with 1/dim of its state. A row's update depends only on that row, so it trains
     the rows of a :class:`speedswap.Embedding` as it would train the whole matrix. For a row w of dim items with
     gradient g, after g is clamped to ± ``max_gradient``:
 
@@ -44,8 +44,8 @@ class RowwiseAdagrad(Optimizer):
         TypeError: a parameter is complex; or, in a step, a gradient is sparse.
 
     Source: the exact row-wise Adagrad of FBGEMM (github.com/pytorch/FBGEMM, ``OptimType.EXACT_ROWWISE_ADAGRAD``,
-    ``rowwise_adagrad`` in fbgemm_gpu/codegen/genscript/optimizers.py), whose settings and update these are, but for two
-    things: FBGEMM clamps the gradient of each pooled output, before those of a row are added up, and starts its
+    ``rowwise_adagrad`` in fbgemm_gpu/codegen/genscript/optimizers.py), whose settings and update these are, with two
+    differences: FBGEMM clamps the gradient of each pooled output, before those of a row are added up, and starts its
     accumulators at 0. The method is that of Duchi et al., Adaptive Subgradient Methods, 2011, in the row-wise form of
     Naumov et al., Deep Learning Recommendation Model, 2019.
 

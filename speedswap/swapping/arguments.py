@@ -48,7 +48,7 @@ _REFUSED = {
 
 
 def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, Any]) -> None:
-    """Refuse the arguments of torch's embeddings that a table lacks, unless they are left at their defaults.
+    """Raise unless the arguments of torch's embeddings that a table lacks are left at their defaults.
 
     Args:
         callee: the name of what was called.

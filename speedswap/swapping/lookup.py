@@ -58,7 +58,7 @@ def pool(
             caller omits the other entries, but on a GPU the host would have to wait for their number.
         divisors: for "sum": a divisor per bag, shape (bags,), of weight's dtype, or float32 for half precision, without
             a gradient, so that some bags can be means and others sums.
-        features: of which the bags are, feature after feature: a divisor of their number.
+        features: the number of features, in whose order the bags are: a divisor of their number.
 
     Returns:
         Shape (bags / features, features · dim): in its row s the s-th bag of every feature, side by side; zeros for a

@@ -63,7 +63,7 @@ class _Aliases(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module, which the import system has taken for a new one, its own specification back."""
+        """Restore the module's specification, which the import system replaced."""
         module.__spec__ = self._specs[module.__name__]
 
 

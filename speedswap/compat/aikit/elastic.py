@@ -1,4 +1,4 @@
-"""The division of a global batch over GPUs and steps, as ``init`` has worked it out.
+"""The division of a global batch over GPUs and steps, as computed by ``init``.
 
 ``elastic.Torch`` and ``elastic.torch`` are this module, whose ``init`` is PyTorch's; ``elastic.TF`` is the Keras half.
 
@@ -33,7 +33,7 @@ _KNOWN_AFTER_INIT = "steps batch_size global_batch_size gpus master plan micro_b
 
 
 def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = None) -> None:
-    """Share a global batch out over GPUs, and over steps if it does not fit them at once.
+    """Divide a global batch over GPUs, and over steps if it does not fit on them at once.
 
     Args:
         global_batch_size: samples in one update.

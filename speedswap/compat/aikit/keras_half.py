@@ -42,7 +42,7 @@ keras: Any = _import_keras()
 
 
 def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = None) -> None:
-    """Share a global batch out over the GPUs that train together; the results are attributes of ``elastic``.
+    """Divide a global batch over the GPUs that train together; the results are attributes of ``elastic``.
 
     Args:
         global_batch_size: samples in one update.
@@ -60,11 +60,11 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
 
 
 class Model:
-    """A Keras model whose ``compile`` and ``fit`` accumulate as ``elastic.TF.init`` has worked out.
+    """A Keras model whose ``compile`` and ``fit`` accumulate as computed by ``elastic.TF.init``.
 
-    All else is the model's own. ``fit`` feeds arrays in batches of ``elastic.loader_batch_size``, and updates with the
-    rest of a window at the end of each epoch. If the sizes of a plan differ, all batches have the largest, so an update
-    sees up to ``steps`` samples more; feed ``elastic.micro_batch_sizes`` yourself if that matters.
+    Everything else is the model's. ``fit`` feeds arrays in batches of ``elastic.loader_batch_size``, and updates with
+    the rest of a window at the end of each epoch. If the sizes of a plan differ, all batches have the largest, so an
+    update sees up to ``steps`` samples more; feed ``elastic.micro_batch_sizes`` yourself if that matters.
 
     Args:
         model: the Keras model; it stays available as ``Model.model``.

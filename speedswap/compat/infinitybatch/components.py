@@ -1,6 +1,6 @@
 """InfinityBatch's replaceable, observed components: model, optimizer, criterion, data loader, and their devices.
 
-With the changes of the first three, and the form of the loader's batches.
+Also the changes of the first three, and the form of the loader's batches.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class ChangeObserver:
             self.observe(name, value)
 
     def observe(self, name: str, value: Any) -> list[Change]:
-        """Observe an object under a name, in place of the previous one of that name; None ends that.
+        """Observe an object under a name, replacing the previous one of that name; None stops observing.
 
         Returns:
             The change, if there was one.

@@ -1,4 +1,4 @@
-"""The streams that a training keeps, epoch by epoch: inputs, outputs, targets and losses, by storage strategy."""
+"""The streams kept during training, per epoch: inputs, outputs, targets and losses, by storage strategy."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def make_storage(strategy: Strategy) -> ContainerStorage:
     """Return a new storage by its strategy: ``none``, ``last``, ``host``, ``statistics``, ``disk``, or a function.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: the strategy is unknown.
 
     >>> losses = make_storage("statistics")
     >>> losses.append(torch.tensor(2.0)); losses.append(4.0)
@@ -233,7 +233,7 @@ Strategies = Strategy | Mapping[str, Strategy]
 
 
 def _stream(name: str, doc: str) -> Any:
-    """Return a property for what is kept of a stream."""
+    """Return a property for the kept values of a stream."""
     return property(lambda self: self._streams[name], doc=doc)
 
 

@@ -340,7 +340,7 @@ class InfinityBatch(Components, Containers):
         """Step the optimizer, or all of them.
 
         Raises:
-            InfinityBatchError: there is none.
+            InfinityBatchError: no optimizer was set.
         """
         self._require("optimizer")
         if self._open is not None:

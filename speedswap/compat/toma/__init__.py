@@ -272,12 +272,12 @@ def _decorated(
     context: Any,
     more: str = "",
 ) -> Any:
-    """Return the function with retries, or a decorator where there is none yet.
+    """Return the function with retries, or a decorator if no function is given.
 
     Args:
-        func: the user's.
-        run: called with it, a search, and the arguments of each call.
-        name: of the size to begin with.
+        func: the user's function.
+        run: called with the function, a search, and the arguments of each call.
+        name: the name of the initial size.
         initial, cache_type, context: as of the decorators.
         more: names of further arguments, for the docstring.
     """

@@ -32,7 +32,7 @@ What = Literal["gather", "scatter"]
 
 _T = TypeVar("_T")
 
-# For a move of host memory: about as many as fill the bus. No more than a quarter of a GPU's are taken, so that moves
+# For a move of host memory: about enough to saturate the bus. At most a quarter of a GPU's are taken, so that moves
 # in both directions at once, at a high priority, leave half of them to the computation.
 HOST_MULTIPROCESSORS = 32
 

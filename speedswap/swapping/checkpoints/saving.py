@@ -56,7 +56,7 @@ class SavedCheckpoint(NamedTuple):
     """Its folder."""
     step: int
     bytes_written: int
-    """For this checkpoint, without what it shares with the one before."""
+    """For this checkpoint, without data shared with the previous one."""
 
 
 @of_all_ranks

@@ -16,7 +16,7 @@ _Self = TypeVar("_Self", bound="_Jagged")
 
 
 class _Jagged:
-    """Values in segments, with a length or an offset for each; the other of the two is computed when asked for."""
+    """Values in segments, with lengths or offsets; the missing one is computed on demand."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class _Jagged:
         """Return a weight per value.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no weights.
         """
         if self._weights is None:
             raise ValueError("weights is None; give weights when it is made, or ask weights_or_none()")
@@ -121,7 +121,7 @@ class JaggedTensor(_Jagged):
 
         Args:
             desired_length: values of each row, cut off or padded; by default those of the longest sample.
-            padding_value: what fills a row up.
+            padding_value: the value that fills up a row.
 
         Returns:
             Shape (batch, desired_length), or (batch, desired_length, dim).
@@ -156,7 +156,7 @@ class KeyedJaggedTensor(_Jagged):
         is_checked: True if the offsets are known to ascend to the number of ids.
 
     Raises:
-        ValueError: the numbers do not go together.
+        ValueError: the sizes are inconsistent.
 
     Example:
         >>> import torch, speedswap
@@ -207,7 +207,7 @@ class KeyedJaggedTensor(_Jagged):
 
     @classmethod
     def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Return one with the lists of each key: what :meth:`to_dict` has returned, or more keys.
+        """Return one with the lists of each key, for example from :meth:`to_dict`.
 
         Raises:
             ValueError: some have weights, or samples, that others do not have.
@@ -224,7 +224,7 @@ class KeyedJaggedTensor(_Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> KeyedJaggedTensor:
-        """Return one without keys and samples."""
+        """Return one without keys or samples."""
         values, weights, lengths = (
             torch.empty(0, dtype=dtype, device=device) for dtype in (values_dtype, weights_dtype, lengths_dtype)
         )
@@ -232,7 +232,7 @@ class KeyedJaggedTensor(_Jagged):
 
     @classmethod
     def concat(cls, kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """Return one with the keys of several, which have as many samples each.
+        """Return one with the keys of several, which must have the same number of samples.
 
         Raises:
             ValueError: the list is empty, or some have weights, or samples, that others do not have.
@@ -257,10 +257,10 @@ class KeyedJaggedTensor(_Jagged):
         """Return the keys in groups, as views, in their order. On a GPU this waits for the offsets.
 
         Args:
-            segments: keys of each group, which are all keys together.
+            segments: the number of keys in each group; together all keys.
 
         Raises:
-            ValueError: they are not.
+            ValueError: they do not add up to all keys.
         """
         if sum(segments) != len(self._keys) or min(segments, default=0) < 0:
             raise ValueError(
@@ -270,7 +270,7 @@ class KeyedJaggedTensor(_Jagged):
         return [KeyedJaggedTensor(self._keys[a:b], *self._between(a, b), stride=self._stride) for a, b in bounds]
 
     def _between(self, begin: int, end: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return values, weights and lengths of some keys that follow one another."""
+        """Return values, weights and lengths of some consecutive keys."""
         some = slice(self.offset_per_key()[begin], self.offset_per_key()[end])
         lengths = self.lengths().reshape(-1)[begin * self._stride : end * self._stride]
         return self._values[some], None if self._weights is None else self._weights[some], lengths
@@ -310,7 +310,7 @@ class KeyedJaggedTensor(_Jagged):
         return {key: JaggedTensor(*self._between(index, index + 1)) for index, key in enumerate(self._keys)}
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """Return some of the keys, in another order, by their places in ``keys()``."""
+        """Return some of the keys, in a given order, by their indices in ``keys()``."""
         offsets = self.offset_per_key()
         pieces = [slice(offsets[index], offsets[index + 1]) for index in indices]
         lengths = self.lengths().reshape(len(self._keys), self._stride)[list(indices)].reshape(-1)

@@ -224,7 +224,7 @@ class Collection:
         self.fill(lambda table: arrays.read_npy(path, self.column_arrays(table)["weight"]))
 
     def fill(self, load: Callable[[Table], Any]) -> None:
-        """Fill the table, a new one if there is none yet; a new one is removed if that fails."""
+        """Fill the table, creating it if needed; a new table is removed if that fails."""
         if self._table is not None:
             load(self._table)
             return
@@ -245,7 +245,7 @@ def place_of(
     pinned: bool,
     former: Mapping[str, Any],
 ) -> Storage:
-    """Return the place of a switcher's rows: the one asked for, or what SpeedTorch's arguments stand for."""
+    """Return the place of a switcher's rows: the one given, or the one that SpeedTorch's arguments describe."""
     if storage is None:
         storage = "disk" if diskname is not None else "pinned" if pinned else "device"
     return as_storage(storage, diskname, former, callee)

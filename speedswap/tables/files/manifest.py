@@ -222,7 +222,7 @@ class LogManifest:
         """Return the manifest as of a commit in the layout of this number.
 
         Raises:
-            TableFormatError: there is none.
+            TableFormatError: no layout has this number.
         """
         until = [each.number for each in self.layouts]
         if layout not in until:

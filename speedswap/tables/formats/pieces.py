@@ -188,7 +188,7 @@ def key_at(keys: Tensor | Texts, place: int) -> str | int:
 
 
 PIECE_BYTES = 8 << 20
-_SHARE = 4  # a window takes one such share of free memory
+_SHARE = 4  # a window takes one part in this many of free memory
 _BYTES_FOR_A_READ = 16 << 10  # bytes that a disk reads sequentially in the time of one random read
 _ROWS_AT_ONCE = 1 << 16
 
