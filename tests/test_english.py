@@ -26,6 +26,12 @@ pytestmark = pytest.mark.release
         ("# buffers that\n# nobody uses\nx = 1", True),
         ('x = ("memory cannot "\n    "be had")', True),
         ("x = 1  # there is no memory, and this is no longer true", False),
+        ('def f():\n    """Run it in a process of its own."""', True),
+        ('def f():\n    """Time steps beside each other."""', True),
+        ("# rows of another store than\n# another one\nx = 1", True),
+        ("x = 1  # looked up anew", True),
+        ("anew = 1  # a part of its own step", False),
+        ("x = 1  # after so many steps", True),
     ],
 )
 def test_rule(tmp_path, source, broken):

@@ -121,7 +121,7 @@ UNDERSCORE_NAMES = {package: own_underscore_names(package) for package in BELOW}
 
 @pytest.mark.parametrize("package", BELOW)
 def test_underscore_names_stay_in_their_package(package):
-    """An attribute counts as another package's where only others use that name for one of their own.
+    """An attribute counts as another package's if only other packages use that name.
 
     A class may use those of the classes that it derives from.
     """

@@ -74,6 +74,27 @@ PHRASES = {
     r"wants? to know": "asks",
     r"as good as": "almost",
     r"of old": "former",
+    r"given out": "returned, allocated",
+    r"so many(?! (?:images|samples|times|users))": "n rows, or the parameter's name",
+    r"(?:(?!opened)\w+ed|made|makes?|built|read|up|trains?|joins?|starts|begins|begun|batch|epoch|job|each) anew": (
+        "again, from scratch, over; is reset"
+    ),
+    r"(?:and|but|while|if|than|to|within|put|putting|until|for|by|there|the|on|or|wraps|writes|takes|sets?|after) "
+    r"another one": "another, or the noun",
+    r"of their own(?! (?:is 0|train as))": "separate, private, or leave it out",
+    r"(?:batch(?:es)?|blocks|cgroup|child|core|counter|dtypes?|effects|events?|file system|gradients?|graphs?|groups?"
+    r"|jobs?|kind|lanes?|locks?|lookups?|machine|memory|messages?|options|pace|pieces?|process(?:es)?|programs?|queries"
+    r"|records?|runtime|sectors|settings|state|steps|stores?|streams?|tasks?|tensors?|tests?|threads?|versions?) "
+    r"of its own": "separate, private, or leave it out",
+    r"(?:computation|costs?|engines|figures|floor|goals?|graphs?|it|large|limits|log|loops?|machine|numbers|parameters"
+    r"|peers?|process|results|returned|run|scalars|splitting|take|time|training|vectors?) beside": (
+        "compared with, next to, in addition to, during"
+    ),
+    r"beside each other": "side by side",
+    r"(?:attached|caches?|does|ends?|finds?|freed?|goes|id|learns?|process|row|shrinks?|stops?|that|them) "
+    r"by (?:itself|themselves)": "alone, unaided, separately",
+    r"(?:addresses|files?|keys|map|rows|state|tables?|those|values) of before": "former, existing",
+    r"where there (?:is|are) none": "without one, or None",
 }
 COMPILED = [
     (re.compile(r"(?<![\w-])(?:" + pattern.replace(" ", GAP) + r")(?![\w-])", re.IGNORECASE), better)
