@@ -174,7 +174,7 @@ class _Comparison:
 
     @contextmanager
     def _watching(self, part: Batch) -> Iterator[None]:
-        """Note an error if the loss function computes with the whole batch instead of the part that it is given."""
+        """Record an error if the loss function computes with the whole batch instead of the part that it is given."""
         columns = [
             (place, *storages(tensor), *storages(given))
             for place, (tensor, given) in enumerate(zip(self.batch.columns(), part.columns(), strict=True))

@@ -327,7 +327,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 def limited(
     nbytes: int, devices: Collection[torch.device], *, taken: int = 0, looks_ahead: bool = False
 ) -> Iterator[None]:
-    """Limit what is allocated inside of it, in addition to what is allocated already.
+    """Limit allocations inside the block, in addition to existing ones.
 
     On GPUs torch's allocator gets no more from the driver, on each; without one, tensors are counted.
 

@@ -98,7 +98,7 @@ class _Moments:
 
 @contextmanager
 def activations_on_host(kept: Container[int], *, also_from_host: bool = False) -> Iterator[None]:
-    """Let autograd save tensors in (pinned) host memory during a forward pass.
+    """Make autograd save tensors in (pinned) host memory during a forward pass.
 
     A tensor that several operations save is copied once. Parameters, buffers and views of them are saved in place: they
     stay in memory anyway. So are tensors already in host memory.

@@ -136,7 +136,7 @@ class Peers(TrainingRanks):
 
         Args:
             kinds: those on this rank; 0 for none.
-            fill: called with the position of a gradient that is missing here alone, and its kind: makes it zero.
+            fill: called with the position and kind of a gradient that is missing only here; makes it zero.
         """
         everywhere, some_lack = self._exchange.anywhere(kinds)
         if some_lack:

@@ -100,7 +100,7 @@ class Line(NamedTuple):
     Attributes:
         kind: the task's kind.
         about: the number of the task's object.
-        part: the kind of nested task; 0 outside of one.
+        part: the nested task's kind and object, packed; 0 outside of one.
         stage: number of rounds of the task so far.
         status: the rank's status, such as failed.
         step: the rank's count of training steps: those completed by all, and those that it began and left.

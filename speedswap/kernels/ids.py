@@ -315,7 +315,7 @@ def first_fall(values: Tensor) -> int:
 def _ask(positions: Sequence[int], *values: Tensor) -> list[list[int]]:
     """Return the items at some positions of tensors on a device: the only thing that the host waits for in a step.
 
-    Positions and items travel through pinned memory, which is reused; the host waits for this stream alone.
+    Positions and items travel through pinned memory, which is reused; the host waits only for this stream.
 
     Args:
         positions: in each of the tensors.

@@ -42,7 +42,7 @@ class Starts(Protocol):
     """Work of several transfers."""
 
     def start(self) -> None:
-        """Let it run."""
+        """Start the work."""
 
 
 class Transfer(Generic[T]):
@@ -90,7 +90,7 @@ class Transfer(Generic[T]):
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def queued_on(self, stream: torch.cuda.Stream) -> None:
-        """Note that all work on a GPU is queued on this stream."""
+        """Record that all work on a GPU is queued on this stream."""
         self._device, self._event = stream.device, stream.record_event()
 
 
@@ -166,7 +166,7 @@ class Transfers:
             transfer: without work so far.
             begin: called on the stream for ids, once the lookup's rows are found; returns the function that transfers
                 rows, which is called on the stream for rows once all transfers have begun.
-            device: the GPU; on the CPU there are no streams, and the thread alone is in the background.
+            device: the GPU; on the CPU there are no streams, only the background thread.
             inputs: tensors that the functions read; they stay valid until those are done with them.
             lookup: ids whose rows are found first, for all transfers with one sort and one round trip. Where one is
                 out of range the result is None, and ``begin`` is not called.

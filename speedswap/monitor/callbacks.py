@@ -122,7 +122,7 @@ class SplitRecorder(Callback):
         self._failures, self._attempted = 0, False
 
     def column(self, name: str) -> list[Any]:
-        """Return one figure of all rows, to plot."""
+        """Return one figure of every row, for plotting."""
         return [row[name] for row in self.rows]
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ class _Run:
     before: Tensor
     weight: Tensor
     state: dict[str, Any]
-    first: dict[str, Any] = field(default_factory=dict)  # each state entry as it was first set
+    first: dict[str, Any] = field(default_factory=dict)  # the first value of each state entry
 
 
 class _FirstValues(dict[str, Any]):

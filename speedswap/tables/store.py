@@ -175,7 +175,7 @@ class RowStore(ABC):
         return False
 
     def note_change(self, rows: Tensor | range | None) -> None:
-        """Note that rows are about to change: ids, a range of rows, or all rows and columns."""
+        """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
         self.notes.note_change(rows)
 
     # ------------------------------------------------------------------ batches of rows

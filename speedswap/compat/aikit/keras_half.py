@@ -102,7 +102,7 @@ class Model:
 
 
 def Optimizer(optimizer: Any, steps: int) -> Any:
-    """Let a Keras optimizer accumulate; mean losses are averaged over the micro-batches.
+    """Make a Keras optimizer accumulate; mean losses are averaged over the micro-batches.
 
     Args:
         optimizer: a Keras optimizer, new or with state, or the name of one.

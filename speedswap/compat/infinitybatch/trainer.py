@@ -432,7 +432,7 @@ class InfinityBatch(Components, Containers):
         self._current = self._unpack(batch)
 
     def _watch(self) -> None:
-        """Let an event monitor listen to the model and the optimizer, if there is one of each."""
+        """Attach an event monitor to the model and the optimizer, if there is exactly one of each."""
         models, optimizers = self._models(), list(self._optimizers().values())
         if self._events is None and len(models) == len(optimizers) == 1 and self.policy.level != "off":
             self._events = EventMonitor(models[0], optimizers[0], warn=self.policy)

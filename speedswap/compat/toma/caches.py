@@ -92,7 +92,7 @@ def get_available_cpu_memory() -> int:
 
 
 def set_cpu_memory_limit(num_gigabytes: float) -> None:
-    """Let allocations fail once this process has that many GiB of address space; no effect on systems without limits.
+    """Make allocations fail beyond that many GiB of address space; no effect on systems without limits.
 
     All mappings count: libraries, files and the reservations of CUDA too. The limit can be raised again, up to the
     system's limit for this process.

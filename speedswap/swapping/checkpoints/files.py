@@ -111,7 +111,7 @@ class NewFiles:
         writer = TensorWriter(file, shapes)
         yield writer
         os.fsync(file.fd)
-        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that reads come from the disk
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verification reads the disk
         self.bytes_written += writer.nbytes
         self._new.add(name)
 

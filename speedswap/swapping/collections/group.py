@@ -273,7 +273,7 @@ class TableInGroup(nn.Module):
         self._handed_out: HandedOut | None = None
         self._awaits_rows = self._is_on_meta  # for an assigned parameter, as libraries load
 
-    # They ask for the attributes and properties here alone.
+    # They use only the attributes and properties defined here.
     read: Any = TableModule.read
     score: Any = TableModule.score
     reset_parameters: Any = TableModule.reset_parameters

@@ -1,4 +1,4 @@
-"""The in-memory cache of a log's rows, through which every read and write goes."""
+"""The in-memory cache of a log, in which rows are read and written."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def promise(store: _Cached) -> None:
 
 
 _CPU = torch.device("cpu")
-_PIECES = 4  # of the cache, of which a gather or a scatter holds one at a time
+_PIECES = 4  # per cache; a gather or a scatter holds one at a time
 _LEAST_SLOTS = 16
 
 
