@@ -158,12 +158,12 @@ def run_dense(settings: NcfSettings) -> dict[str, Any]:
     optimizer = settings.make_optimizer(model)
     lr, taken = optimizer.param_groups[0]["lr"], 0
     best, seconds = (0.0, 0.0, 0), 0.0
+    steps = settings.epochs * -(-len(split.train) // settings.batch)
     for epoch in range(settings.epochs):
         began = time.perf_counter()
-        batches = batches_of(settings, split, epoch)
-        for batch in batches:
+        for batch in batches_of(settings, split, epoch):
             for group in optimizer.param_groups:
-                group["lr"] = lr * settings.lr_left(taken / (settings.epochs * len(batches)))
+                group["lr"] = lr * settings.lr_left(taken / steps)
             train_step(model, optimizer, batch.to(device))
             taken += 1
         synchronize()

@@ -6,14 +6,14 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import speedswap
-from speedswap.apps.ncf import NCF, NcfBatches, NcfSettings, generate_split, train_step
+from speedswap.apps.ncf import NCF, NcfBatch, NcfSettings, draw_batches, generate_split, train_step
 from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.ncf.training import prefetched
 
@@ -22,9 +22,9 @@ __all__ = ["batches_of", "run_scale"]
 WARM_UP_STEPS = 50
 
 
-def batches_of(settings: NcfSettings, split: NcfSplit, epoch: int) -> NcfBatches:
+def batches_of(settings: NcfSettings, split: NcfSplit, epoch: int) -> Iterator[NcfBatch]:
     drawn = {"size": settings.batch, "negatives": settings.negatives, "seed": settings.seed}
-    return NcfBatches(split.train, epoch=epoch, **drawn)
+    return draw_batches(split.train, epoch=epoch, **drawn)
 
 
 class Large:

@@ -41,6 +41,9 @@ STATE_DTYPES = ("float32", "bfloat16")
 STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES[:-1])}"
 ROW_BY_ROW = "any of torch.optim that works row by row, such as sgd, adagrad or adam"
 DEVICE_TEXT = "where to compute (default: cuda where there is a GPU, else cpu)"
+WIDEST = 2**16
+"""Numbers in a layer or a row."""
+_MOST_LAYERS = 100
 _MOST_SHOWN = 24
 _TYPES: dict[Any, tuple[tuple[Any, ...], str]] = {
     int: ((int, np.integer), "a whole number"),
@@ -158,6 +161,17 @@ def check_loss(loss: float, *, lr: float, optimizer: str, when: str, remedy: str
 def widths(text: str) -> tuple[int, ...]:
     """Read the widths of layers as the command line gives them."""
     return tuple(int(width) for width in text.split(","))
+
+
+def check_widths(name: str, layers: tuple[int, ...]) -> None:
+    """Refuse widths of layers that no model has."""
+    if min(layers, default=1) < 1:
+        raise SettingsError(f"{name} is {','.join(map(str, layers))}: give widths such as 64,32")
+    if max(layers, default=1) > WIDEST or len(layers) > _MOST_LAYERS:
+        raise SettingsError(
+            f"{name} has {len(layers)} widths of up to {shortened(max(layers))}: give at most {_MOST_LAYERS} of at "
+            f"most {WIDEST:,}"
+        )
 
 
 def plain(name: str) -> str:

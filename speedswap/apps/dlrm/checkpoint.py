@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
 
-from speedswap.apps.checkpoints import RESTART, Checkpoint, RunPlace, plain_value
+from speedswap.apps.checkpoints import RESTART, Checkpoint, plain_value
 from speedswap.apps.dlrm.model import DLRM, Embeddings
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import CheckpointError
 from speedswap.apps.ranks import Job
-
-__all__ = ["DLRMCheckpoint", "load", "make_model"]
 
 SHAPE = ("dim", "capacity", "admit_after", "evict", "seed", "state_dtype")
 """Settings that define a model, in addition to its layers."""
@@ -31,44 +28,6 @@ class DLRMCheckpoint(Checkpoint):
     )  # samples in files are compared by their contents, as far as they were read
 
     @classmethod
-    def save(
-        cls,
-        output: Path,
-        place: RunPlace,
-        *,
-        trained: int,
-        best: int | None,
-        model: DLRM,
-        optimizer: Optimizer,
-        settings: DlrmSettings,
-        progress: dict[str, Any],
-    ) -> None:
-        """Write a checkpoint, as :meth:`Checkpoint.write` does.
-
-        Args:
-            output, place: as there.
-            trained: samples trained on.
-            best: samples trained on until the best evaluation, whose checkpoint stays.
-            model, optimizer, settings, progress: the content.
-
-        Raises:
-            OutputError: it cannot be written; the existing checkpoints stay.
-        """
-        cls.write(
-            output,
-            trained,
-            place=place,
-            keep=best,
-            best=best,
-            settings=settings,
-            model=model,
-            optimizer=optimizer,
-            bottom=list(settings.bottom),
-            top=list(settings.top),
-            progress=progress,
-        )
-
-    @classmethod
     def best(cls, output: Path) -> DLRMCheckpoint:
         """Read the checkpoint of a run's best evaluation.
 
@@ -79,15 +38,6 @@ class DLRMCheckpoint(Checkpoint):
         if best is None:
             raise CheckpointError(f"output {output} has no evaluation: let the run go on")
         return cls.read(output, best)
-
-    @classmethod
-    def checked(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the content if it is complete; otherwise raise any error."""
-        if not {*content} >= {"best", "bottom", "top"} or not {"samples", "test"} <= content["settings"].keys():
-            raise ValueError("its settings are not complete")
-        if not {*content["progress"]} >= PROGRESS:
-            raise ValueError("its progress is not complete")
-        return super().checked(content)
 
     def check(self, settings: DlrmSettings) -> None:
         """Refuse to resume with other settings, or to fewer epochs than the checkpoint has.

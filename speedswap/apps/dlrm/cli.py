@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 from speedswap.apps import options
 from speedswap.apps.checkpoints import FOLDER, add_resume
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, load
-from speedswap.apps.dlrm.course import DlrmResult
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.dlrm.training import train
+from speedswap.apps.dlrm.training import DlrmResult, train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions
 from speedswap.apps.running import Stop, begun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_parsers", "figures", "predict", "run", "save"]
 
 PREDICTED_AT_ONCE = 4096
 FEW = 100

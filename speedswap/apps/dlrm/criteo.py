@@ -24,8 +24,6 @@ from speedswap.apps.errors import CheckpointError, SamplesError
 from speedswap.apps.files import bytes_on_disk, opened
 from speedswap.kernels import read_lines
 
-__all__ = ["SampleFiles", "find_files", "text_of"]
-
 CHUNK_BYTES = 1 << 22
 LINE_BYTES = 1 << 16
 ROWS_AT_ONCE = 1 << 14

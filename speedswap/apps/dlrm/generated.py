@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, SamplePosition, Samples
 from speedswap.apps.errors import CheckpointError
 
-__all__ = ["GeneratedSamples"]
-
 BLOCK = 4096
 """Samples made at once."""
 FEWEST_IDS = 10

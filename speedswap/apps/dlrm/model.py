@@ -20,8 +20,6 @@ from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, NAMES, Samples
 from speedswap.apps.ranks import Job
 from speedswap.kernels import pair_gradients, pair_products
 
-__all__ = ["DLRM", "Embeddings", "interact", "interact_in_torch"]
-
 COLUMNS = NAMES[-CATEGORIES:]
 INIT_STD = 0.05
 

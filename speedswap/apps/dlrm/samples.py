@@ -1,13 +1,11 @@
-"""Samples as Criteo's display advertising set has them, and the sources that they are read from."""
+"""Samples as Criteo's display advertising set has them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "SamplePosition", "SampleSource", "Samples"]
 
 INTEGERS = 13
 CATEGORIES = 26
@@ -53,24 +51,3 @@ class SamplePosition(NamedTuple):
     """Samples read of the next one."""
     checksum: int = 0
     """Of the sizes of the former and the values of the latter."""
-
-
-class SampleSource(Protocol):
-    """Samples in an order, read from the beginning or from a position on."""
-
-    total: int
-    """The length, in a unit of the source's own, for progress; see :attr:`done`."""
-
-    @property
-    def done(self) -> int:
-        """The part of ``total`` that was read."""
-
-    @property
-    def position(self) -> SamplePosition:
-        """The place reached."""
-
-    def read(self, count: int) -> Samples:
-        """Return the next ``count`` samples, or those that are left."""
-
-    def seek(self, position: SamplePosition) -> None:
-        """Go on from a position of the same samples, before anything was read."""

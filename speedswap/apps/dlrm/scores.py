@@ -11,8 +11,6 @@ from torch import Tensor
 
 from speedswap.apps.ranks import Job
 
-__all__ = ["Quality", "Scores"]
-
 PENDING = 1 << 18
 """Scores that are kept as they come, before equal ones are counted."""
 

@@ -11,25 +11,20 @@ from typing import ClassVar
 from speedswap.apps import options
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.options import TableSettings, check_memory, one_of, option, shortened, whole, widths
+from speedswap.apps.options import (
+    WIDEST,
+    TableSettings,
+    check_memory,
+    check_widths,
+    one_of,
+    option,
+    whole,
+    widths,
+)
 from speedswap.apps.ranks import share_of_machine
-
-__all__ = ["DlrmSettings"]
 
 EVICTIONS = ("none", "lru", "lfu")
 FLOAT_BYTES = 4
-WIDEST = 2**16
-MOST_LAYERS = 100
-
-
-def check_layers(name: str, layers: tuple[int, ...]) -> None:
-    if any(width < 1 for width in layers):
-        raise SettingsError(f"{name} is {','.join(map(str, layers))}: give widths such as 64,32")
-    if max(layers, default=1) > WIDEST or len(layers) > MOST_LAYERS:
-        raise SettingsError(
-            f"{name} has {len(layers)} widths of up to {shortened(max(layers))}: give at most {MOST_LAYERS} of at most "
-            f"{WIDEST:,}"
-        )
 
 
 def patterns(text: str) -> tuple[str, ...]:
@@ -69,10 +64,10 @@ class DlrmSettings(TableSettings):
     )
     dim: int = option(32, "width of a vector", check=whole(1, WIDEST))
     bottom: tuple[int, ...] = option(
-        (64,), "hidden layers for the integers", check=check_layers, type=widths, metavar="WIDTHS"
+        (64,), "hidden layers for the integers", check=check_widths, type=widths, metavar="WIDTHS"
     )
     top: tuple[int, ...] = option(
-        (64, 32), "hidden layers over the dot products", check=check_layers, type=widths, metavar="WIDTHS"
+        (64, 32), "hidden layers over the dot products", check=check_widths, type=widths, metavar="WIDTHS"
     )
     capacity: int = option(100_000, "ids that each of the 26 tables has room for", check=whole(1, 2**31 - 1))
     admit_after: int = option(1, "an id gets a row when it is seen for so many times", check=whole(1, 2**31 - 1))

@@ -11,14 +11,15 @@ import torch
 
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.generated import GeneratedSamples
-from speedswap.apps.dlrm.samples import SamplePosition, Samples, SampleSource
+from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import SamplesError
 from speedswap.apps.ranks import Job
 
-__all__ = ["ClickBatch", "Data"]
-
 TESTED_AT_ONCE = 1 << 14
+
+SampleSource = SampleFiles | GeneratedSamples
+"""Samples in an order, read from the beginning or from a position on."""
 
 
 class ClickBatch(NamedTuple):

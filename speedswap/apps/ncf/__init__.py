@@ -20,7 +20,7 @@ from speedswap.apps.ncf.checkpoint import load
 from speedswap.apps.ncf.cli import figures, save
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate
 from speedswap.apps.ncf.generated import generate_split
-from speedswap.apps.ncf.interactions import Interactions, NcfBatch, NcfBatches, NcfSplit, OwnIds, leave_one_out
+from speedswap.apps.ncf.interactions import Interactions, NcfBatch, NcfSplit, OwnIds, draw_batches, leave_one_out
 from speedswap.apps.ncf.model import NCF, Recommendations
 from speedswap.apps.ncf.ratings import RatingsSource, read_split
 from speedswap.apps.ncf.settings import NcfSettings
@@ -32,7 +32,6 @@ __all__ = [
     "CheckpointError",
     "Interactions",
     "NcfBatch",
-    "NcfBatches",
     "NcfEpoch",
     "NcfResult",
     "NcfSettings",
@@ -44,6 +43,7 @@ __all__ = [
     "Recommendations",
     "SettingsError",
     "UnknownUserError",
+    "draw_batches",
     "evaluate",
     "figures",
     "generate_split",

@@ -21,8 +21,6 @@ from speedswap.apps.running import Stop, begun
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_parsers", "figures", "recommend", "run", "save"]
-
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add both commands to a parser's commands."""

@@ -17,8 +17,6 @@ from speedswap.apps.errors import RatingsError
 from speedswap.apps.ncf.interactions import Ids, OwnIds
 from speedswap.apps.ncf.ratings import NEEDED, RatingsForm, json_values, shown
 
-__all__ = ["RatingsColumns", "read_columns"]
-
 TEXT = pa.large_string()
 MARK = "\x1f"
 """Stands for a separator of two characters."""

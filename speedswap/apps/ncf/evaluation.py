@@ -14,8 +14,6 @@ from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit
 from speedswap.apps.options import check_memory
 from speedswap.apps.ranks import Job
 
-__all__ = ["TOP", "Candidates", "Ranking", "evaluate", "popularity_baseline", "rank", "ranking"]
-
 TOP = 10
 CHUNK_SCORES = 1 << 17
 FEW = 1_000

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit, leave_one_out
 
-__all__ = ["generate_split"]
-
 RANK = 4
 """The rank of the planted structure: tastes and items are vectors of this length."""
 CHOICES = 8

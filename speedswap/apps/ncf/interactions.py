@@ -22,7 +22,6 @@ from speedswap.apps.ranks import Job
 if TYPE_CHECKING:
     from speedswap.apps.ncf.ratings import RatingsSource
 
-__all__ = ["Ids", "Interactions", "NcfBatch", "NcfBatches", "NcfSplit", "OwnIds", "leave_one_out"]
 
 Ids = NDArray[np.int64]
 
@@ -33,8 +32,8 @@ WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII)
 class Interactions:
     """Unique pairs of a user and an item, 8 bytes each.
 
-    All possible pairs are numbered ``user * num_items + item``, their keys. Kept is, per existing pair, the count
-    of smaller keys that do *not* exist. One binary search in it finds the n-th item that a user has not seen:
+    All possible pairs are numbered ``user * num_items + item``, their keys. Held is, for each existing pair, the count
+    of smaller keys that do *not* exist. One binary search in that gives the n-th item that a user has not seen:
     negatives are drawn exactly, without rejection.
 
     Args:
@@ -186,6 +185,11 @@ class NcfSplit:
     source: RatingsSource | None = None
     """The file that it was read from, if any."""
 
+    def checksums(self) -> dict[str, Any]:
+        """Return checksums of interactions and ids, to tell one data set from another."""
+        ids = [each and each.checksum for each in (self.user_ids, self.item_ids)]
+        return {"ratings_checksum": self.train.checksum, "ids_checksum": ids}
+
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return the split as arrays of plain numbers, for a checkpoint: where each user's items end, the items, …"""
         num_items = self.train.num_items
@@ -270,8 +274,17 @@ class NcfBatch(NamedTuple):
         return NcfBatch(users, items, labels, self.size)
 
 
-class NcfBatches:
-    """An epoch's batches, shuffled and with fresh negatives.
+def draw_batches(
+    train: Interactions,
+    *,
+    epoch: int,
+    size: int,
+    negatives: int,
+    seed: int,
+    start: int = 0,
+    job: Job | None = None,
+) -> Iterator[NcfBatch]:
+    """Yield an epoch's batches, in its own order and with fresh negatives.
 
     A positive and its negatives stay together, so that a user's row is looked up once for them. Batch n of epoch e is a
     function of (seed, e, n) alone: an interrupted run goes on with the very batches of an uninterrupted one.
@@ -284,50 +297,25 @@ class NcfBatches:
         seed: of order and negatives.
         start: the batch to begin with.
         job: the ranks, each of which gets its share of every batch.
+
+    Raises:
+        RatingsError: a user has interacted with all items.
     """
-
-    def __init__(
-        self,
-        train: Interactions,
-        *,
-        epoch: int,
-        size: int,
-        negatives: int,
-        seed: int,
-        start: int = 0,
-        job: Job | None = None,
-    ) -> None:
-        self._train = train
-        self._epoch = epoch
-        self._size = size
-        self._negatives = negatives
-        self._seed = seed
-        self._start = start
-        self._job = job or Job()
-
-    def __len__(self) -> int:
-        return -(-len(self._train) // self._size) - self._start
-
-    def __iter__(self) -> Iterator[NcfBatch]:
-        order = np.arange(len(self._train), dtype=np.int32 if len(self._train) < 2**31 else np.int64)
-        np.random.default_rng([self._seed, self._epoch]).shuffle(order)
-        for number in range(self._start, self._start + len(self)):
-            yield self._batch(number, order[number * self._size : (number + 1) * self._size])
-
-    def _batch(self, number: int, positions: np.ndarray) -> NcfBatch:
-        rng = np.random.default_rng([self._seed, self._epoch, number])
-        users, items = self._train.pairs(positions)
-        unseen = self._train.unseen_counts(users)
+    order: NDArray[np.integer] = np.arange(len(train), dtype=np.int32 if len(train) < 2**31 else np.int64)
+    np.random.default_rng([seed, epoch]).shuffle(order)
+    for number, first in enumerate(range(start * size, len(train), size), start):
+        rng = np.random.default_rng([seed, epoch, number])
+        users, items = train.pairs(order[first : first + size])
+        unseen = train.unseen_counts(users)
         if not unseen.all():
-            user = users[unseen.argmin()]
             raise RatingsError(
-                f"user number {user} has interacted with each of the {self._train.num_items} items, so that there are "
-                "no negatives to draw: leave the user out"
+                f"user number {users[unseen.argmin()]} has interacted with each of the {train.num_items} items, so "
+                "that there are no negatives to draw: leave the user out"
             )
-        numbers = rng.integers(0, unseen[:, None], size=(len(users), self._negatives))
-        size, share = len(users), self._job.share(len(users))
+        numbers = rng.integers(0, unseen[:, None], size=(len(users), negatives))
+        count, share = len(users), (job or Job()).share(len(users))
         users, items, numbers = users[share], items[share], numbers[share]
-        columns = np.concatenate([items[:, None], self._train.unseen(users[:, None], numbers)], axis=1)
+        columns = np.concatenate([items[:, None], train.unseen(users[:, None], numbers)], axis=1)
         labels = torch.zeros(columns.shape)
         labels[:, 0] = 1
-        return NcfBatch(torch.from_numpy(users), torch.from_numpy(columns), labels, size)
+        yield NcfBatch(torch.from_numpy(users), torch.from_numpy(columns), labels, count)

@@ -17,14 +17,11 @@ from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserErr
 from speedswap.apps.ncf.interactions import Ids, NcfSplit, OwnIds
 from speedswap.apps.ranks import Job
 
-__all__ = ["MODELS", "NCF", "Recommendations"]
-
 MODELS = ("gmf", "mlp", "neumf")
 INIT_STD = 0.01
 CHUNK_USERS = 256
 CHUNK_SCORES = 1 << 18
 SHOWN_IDS = 3
-MOST_DIGITS = 18
 MOST_SHOWN = 100
 
 
@@ -199,7 +196,7 @@ class NCF(nn.Module):
                 "exclude_seen is True, but what users have seen was not saved with this model: train it again, or give "
                 "exclude_seen=False"
             )
-        users = rows_of(user_ids, self.user_ids, self.user.num_embeddings)
+        users = rows_of(user_ids, self.user_ids or OwnIds(np.arange(self.user.num_embeddings)))
         items: list[list[int | str]] = []
         scores: list[list[float]] = []
         with torch.no_grad():
@@ -222,23 +219,20 @@ class NCF(nn.Module):
 # ---- the best items out of all, in bounded memory --------------------------------------------------------------------
 
 
-def rows_of(user_ids: Iterable[object], ids: OwnIds | None, num_users: int) -> Ids:
+def rows_of(user_ids: Iterable[object], ids: OwnIds) -> Ids:
     """Return the users' rows.
 
     Raises:
         UnknownUserError: one of them is unknown.
     """
     rows = []
-    numbers = OwnIds(np.arange(0)) if ids is None else ids
     for place, user in enumerate(user_ids):
-        row = number_below(user, num_users) if ids is None else numbers.row(user)
-        if row is None:
-            known = (
-                f"the rows 0 to {num_users - 1}, for their ids were not saved"
-                if ids is None
-                else f"{len(ids):,}, such as {', '.join(repr(ids[row]) for row in range(min(SHOWN_IDS, len(ids))))}"
+        if (row := ids.row(user)) is None:
+            shown = text if len(text := repr(user)) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+            raise UnknownUserError(
+                f"user_ids[{place}] is {shown}, who was not trained on: users are {len(ids):,}, such as "
+                f"{', '.join(repr(ids[row]) for row in range(min(SHOWN_IDS, len(ids))))}"
             )
-            raise UnknownUserError(f"user_ids[{place}] is {shown_id(user)}, who was not trained on: users are {known}")
         rows.append(row)
     return np.array(rows, np.int64)
 
@@ -285,14 +279,3 @@ def seen_items(users: Ids, split: NcfSplit | None) -> tuple[Ids, Ids]:
     places, items = np.concatenate([places, tested]), np.concatenate([items, split.test_items[at[tested]]])
     order = np.argsort(items, kind="stable")
     return places[order], items[order]
-
-
-def number_below(user: object, num_users: int) -> int | None:
-    text = str(user)
-    short = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
-    return int(text) if short and int(text) < num_users else None
-
-
-def shown_id(user: object) -> str:
-    text = repr(user)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

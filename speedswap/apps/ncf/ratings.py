@@ -20,8 +20,6 @@ from speedswap.apps.files import opened
 from speedswap.apps.ncf.interactions import Interactions, NcfSplit, leave_one_out
 from speedswap.apps.options import one_of
 
-__all__ = ["MISSING", "NEEDED", "RatingsForm", "RatingsSource", "check_columns", "json_values", "read_split", "shown"]
-
 ROLES = ("user", "item", "rating", "time")
 NEEDED = ROLES[:2]
 MISSING = ("skip", "error")

@@ -15,24 +15,21 @@ from speedswap.apps.errors import SettingsError
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.options import (
+    WIDEST,
     TableSettings,
     check_memory,
+    check_widths,
     one_of,
     option,
     plain,
-    shortened,
     whole,
     widths,
 )
 from speedswap.apps.ranks import share_of_machine
 
-__all__ = ["NcfSettings", "parse_columns"]
-
 CONSTANT_LR = ("adagrad",)
 """Optimizers whose steps shrink without a schedule."""
 FLOAT_BYTES = 4
-WIDEST = 2**16
-MOST_LAYERS = 100
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -47,14 +44,10 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def check_layers(name: str, layers: tuple[int, ...]) -> None:
-    if not layers or min(layers) < 1 or layers[0] % 2:
+    check_widths(name, layers)
+    if not layers or layers[0] % 2:
         raise SettingsError(
             f"layers is {','.join(map(str, layers))}: give widths such as 64,32,16,8, the first of them even"
-        )
-    if max(layers) > WIDEST or len(layers) > MOST_LAYERS:
-        raise SettingsError(
-            f"layers has {len(layers)} widths of up to {shortened(max(layers))}: give at most "
-            f"{MOST_LAYERS} of at most {WIDEST:,}"
         )
 
 

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap.apps.checkpoints import Pace, RunPlace, require_same
 from speedswap.apps.files import remove_leftovers
-from speedswap.apps.ncf.checkpoint import NCFCheckpoint
+from speedswap.apps.ncf.checkpoint import NCFCheckpoint, make_model
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
 from speedswap.apps.ncf.generated import generate_split
-from speedswap.apps.ncf.interactions import NcfBatch, NcfBatches, NcfSplit
+from speedswap.apps.ncf.interactions import NcfBatch, NcfSplit, draw_batches
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import NcfSettings
@@ -31,8 +31,6 @@ from speedswap.apps.running import Stop, listening, show_progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["NcfEpoch", "NcfResult", "prefetched", "train", "train_step"]
 
 
 class NcfEpoch(NamedTuple):
@@ -75,6 +73,11 @@ class NcfResult:
     training_seconds: float = 0.0
     """The time of those steps."""
     interrupted: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The batches of an epoch."""
+        return -(-len(self.split.train) // self.settings.batch)
 
     @property
     def best(self) -> NcfEpoch | None:
@@ -158,19 +161,7 @@ def train(
     candidates = Candidates.draw(
         split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
     )
-    model = NCF(
-        split.train.num_users,
-        split.train.num_items,
-        model=settings.model,
-        factors=settings.factors,
-        layers=settings.layers,
-        storage=settings.storage,
-        state_dtype=getattr(torch, settings.state_dtype),
-        scratch=settings.scratch,
-        seed=settings.seed,
-        job=job,
-    ).to(device)
-    model.know(split)
+    model = make_model(settings, split, job).to(device)
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
     job.sum_gradients(optimizer, model.dense().values())
@@ -197,10 +188,10 @@ def run_epochs(
 ) -> None:
     """Train until the end or until stopped, and record the course in the result."""
     settings, device, job = result.settings, at.loss.device, result.job
-    steps = -(-len(result.split.train) // settings.batch)
+    steps = result.steps_per_epoch
     with show_progress(settings.epochs * steps, at.epoch * steps + at.step, shown=progress) as shown:
         while at.epoch < settings.epochs:
-            batches = NcfBatches(
+            batches = draw_batches(
                 result.split.train,
                 epoch=at.epoch,
                 size=settings.batch,
@@ -274,29 +265,37 @@ def train_step(model: NCF, optimizer: Optimizer, batch: NcfBatch) -> Tensor:
 
 
 def save(result: NcfResult, at: NcfProgress, output: Path) -> None:
-    best, loss = result.best, loss_of_all(result, at)
+    """Write a checkpoint; the last one and that of the best epoch stay."""
+    steps, settings, split = result.steps_per_epoch, result.settings, result.split
+    best = None if result.best is None else result.best.number * steps
+    progress = {
+        "seconds": at.seconds,
+        "loss": torch.tensor(loss_of_all(result, at), dtype=torch.float64),
+        "epochs": [tuple(epoch) for epoch in result.epochs],
+    }
     with at.pace.saving():
-        NCFCheckpoint.save(
+        NCFCheckpoint.write(
             output,
-            RunPlace(at.epoch, at.step),
-            best=best.number if best is not None else None,
+            at.epoch * steps + at.step,
+            place=RunPlace(at.epoch, at.step),
+            keep=best,
+            best=best,
+            settings=settings,
             model=result.model,
             optimizer=result.optimizer,
-            settings=result.settings,
-            split=result.split,
-            progress={
-                "seconds": at.seconds,
-                "loss": torch.tensor(loss, dtype=torch.float64),
-                "epochs": [tuple(epoch) for epoch in result.epochs],
-            },
+            layers=list(settings.layers),
+            split=split.arrays(),
+            **split.checksums(),
+            progress=progress,
         )
 
 
 def restore(checkpoint: NCFCheckpoint, result: NcfResult, at: NcfProgress) -> None:
     checkpoint.restore(result.model, result.optimizer)
-    progress = checkpoint.content["progress"]
-    at.epoch, at.step = checkpoint.place
-    at.seconds = progress["seconds"]
-    if result.job.leads:
-        at.loss += progress["loss"].to(at.loss.device)
-    result.epochs = [NcfEpoch(*epoch) for epoch in progress["epochs"]]
+    with checkpoint.says_damaged():
+        progress = checkpoint.content["progress"]
+        at.epoch, at.step = checkpoint.place
+        at.seconds = progress["seconds"]
+        if result.job.leads:
+            at.loss += progress["loss"].to(at.loss.device)
+        result.epochs = [NcfEpoch(*epoch) for epoch in progress["epochs"]]

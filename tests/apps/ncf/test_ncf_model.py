@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import speedswap
-from speedswap.apps.ncf import NCF, Interactions, NcfBatches, train_step
+from speedswap.apps.ncf import NCF, Interactions, draw_batches, train_step
 
 
 def arrays_of(model):
@@ -103,7 +103,7 @@ def test_with_adagrad_every_loss_is_that_of_the_model_in_torchs_memory(depth, de
     losses = []
     for number in range(3):
         batches = (
-            batch.to(torch.device(device)) for batch in NcfBatches(train, epoch=number, size=64, negatives=4, seed=0)
+            batch.to(torch.device(device)) for batch in draw_batches(train, epoch=number, size=64, negatives=4, seed=0)
         )
         ids = {model.user: lambda batch: batch.users, model.item: lambda batch: batch.items}
         for batch in speedswap.lookahead(batches, ids, depth=depth):

@@ -109,7 +109,7 @@ def test_a_user_who_is_not_known_is_named():
     for same in (["29", "3"], np.array([29, 3]), np.array(["29", "3"]), torch.tensor([29, 3])):
         assert model.recommend(same) == expected
     for user in (30, -1, "own3", 1.5, None):
-        with pytest.raises(UnknownUserError, match="users are the rows 0 to 29"):
+        with pytest.raises(UnknownUserError, match="users are 30, such as 0, 1, 2"):
             model.recommend([user])
 
 
