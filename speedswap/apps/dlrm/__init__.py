@@ -27,6 +27,8 @@ from speedswap.apps.dlrm.stream import ClickBatch, Data
 from speedswap.apps.dlrm.training import DlrmResult, Evaluation, Point, evaluate, train, train_step
 from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
 
+Settings, Result = DlrmSettings, DlrmResult
+
 __all__ = [
     "DLRM",
     "CheckpointError",
@@ -38,11 +40,13 @@ __all__ = [
     "Evaluation",
     "GeneratedSamples",
     "Point",
+    "Result",
     "SampleFiles",
     "SamplePosition",
     "Samples",
     "SamplesError",
     "Scores",
+    "Settings",
     "SettingsError",
     "evaluate",
     "figures",

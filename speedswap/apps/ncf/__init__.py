@@ -26,6 +26,8 @@ from speedswap.apps.ncf.ratings import RatingsSource, read_split
 from speedswap.apps.ncf.settings import NcfSettings
 from speedswap.apps.ncf.training import NcfEpoch, NcfResult, train, train_step
 
+Settings, Result = NcfSettings, NcfResult
+
 __all__ = [
     "NCF",
     "Candidates",
@@ -41,6 +43,8 @@ __all__ = [
     "RatingsError",
     "RatingsSource",
     "Recommendations",
+    "Result",
+    "Settings",
     "SettingsError",
     "UnknownUserError",
     "draw_batches",
