@@ -200,7 +200,7 @@ def steps(colors: dict[str, str], found: dict[str, Any]) -> str:
         f"{work['lookups']:,} lookups in a table of {work['rows']:,} × {work['dim']}; {found['threads']} CPU threads"
     )
     head = _head("One training step, in milliseconds (shorter is better)", [words], colors)
-    return _bars("A training step of speedswap beside torch and FBGEMM", head, groups, longest, colors)
+    return _bars("A training step of speedswap compared with torch and FBGEMM", head, groups, longest, colors)
 
 
 def disks(colors: dict[str, str], found: dict[str, Any]) -> str:
@@ -217,7 +217,7 @@ def disks(colors: dict[str, str], found: dict[str, Any]) -> str:
     words = f"{work['rows']:,} rows of {work['row_bytes']:,} bytes: {size:.0f} times the memory that each store may use"
     legend = "Cold: reads of rows that are in no cache. Uniform, Zipf: steps with ids drawn evenly, or by Zipf's law"
     head = _head("Training on disk, thousands of rows per second", [words, legend], colors)
-    return _bars("Steps of tables larger than memory, speedswap beside other stores", head, groups, most, colors)
+    return _bars("Steps of tables larger than memory, speedswap compared with other stores", head, groups, most, colors)
 
 
 def _head(title: str, words: list[str], colors: dict[str, str]) -> list[str]:
