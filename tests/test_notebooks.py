@@ -49,6 +49,7 @@ def test_all_notebooks_begin_alike():
 
 
 def test_where_speedswap_is_missing_it_installs_the_clone(monkeypatch):
+    importlib.import_module("speedswap.cli")  # the cell imports it where find_spec finds nothing
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run_first_cell() == [("pip", 'install --quiet "..[demo]"')]
 
