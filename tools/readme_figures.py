@@ -267,7 +267,7 @@ def disk(found: Figures) -> Rows:
             f"{ms(one['pause']['p99'], 0)} ({how})" for how, one in keyed.items()
         ),
         "opening after a kill, per 10 million rows": f"{found['kill']['seconds_per_10m_rows']:.2f} s",
-        "memory compared with what cache, index, buffers and a step's block are allowed": (
+        "memory compared with what cache, index, buffers and blocks are allowed": (
             f"{pauses['resident_bytes'] / 2**20:.0f} of {pauses['allowed_bytes'] / 2**20:.0f} MiB"
         ),
         "creation of 1,000,000,000 × 128 with Adam's state": f"{found['created_seconds']:.2f} s",

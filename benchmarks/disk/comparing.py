@@ -199,7 +199,7 @@ class Contest:
         child.check(self.shape.lookups)
         limits, shape = self.limits, self.shape
         allowed = limits.cache + 4 * shape.rows + 16 * (limits.cache // shape.row_bytes) + 2**26
-        allowed += self.turns.small * shape.row_bytes  # a step's block
+        allowed += self._children[OURS].start.one.copies * self.turns.small * shape.row_bytes  # a step's blocks
         return {**found, "resident_bytes": child.figures()["resident"], "allowed_bytes": allowed}
 
     def _note(self, steps: Steps) -> Steps:

@@ -260,8 +260,8 @@ class Contestant(NamedTuple):
     """One way to keep rows on a disk: its name, its library, its class.
 
     Attributes:
-        copies: of a step's rows that its calls allocate, for which it has memory beyond the limit. What all others
-            gather into is allocated before.
+        copies: of a step's rows that its calls allocate, for which it has memory beyond the limit: the heap keeps a
+            freed one, and the next seldom fits there. What all others gather into is allocated before.
     """
 
     name: str
@@ -275,7 +275,7 @@ class Contestant(NamedTuple):
 
 
 CONTESTANTS = (
-    Contestant("speedswap", "speedswap", Ours, copies=1),
+    Contestant("speedswap", "speedswap", Ours, copies=2),
     Contestant("mmap with prefetch", "torch", Mapped),
     Contestant("NumPy memmap", "NumPy", NumPy),
     Contestant("LMDB", "lmdb", Lmdb, copies=2),
