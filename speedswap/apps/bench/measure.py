@@ -26,6 +26,7 @@ import speedswap
 from speedswap.apps.files import write_given
 from speedswap.kernels import capabilities
 
+ENOUGH_SECONDS = 10.0  # of timed calls of a candidate; mapped files may take that long for one
 REST_SECONDS = 0.01
 
 Name = TypeVar("Name", bound=Hashable)
@@ -45,12 +46,15 @@ def in_turn(candidates: Mapping[Name, Callable[[int], object]], *, repeats: int,
 
     Each time it is called twice, and the second call counts: the first one wakes its threads, while those of the
     candidate before it (OpenMP's spin for milliseconds after their work) go to sleep. Each call gets a new number, so
-    that it can take other rows: no call finds its rows in the cache.
+    that it can take other rows: no call finds its rows in the cache. A candidate whose timed calls have taken
+    :data:`ENOUGH_SECONDS` is called no more: its median is that of fewer.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     calls = itertools.count()
     for repeat in range(warm_up + repeats):
         for name, candidate in candidates.items():
+            if sum(seconds[name]) > ENOUGH_SECONDS:
+                continue
             time.sleep(REST_SECONDS)
             candidate(next(calls))
             synchronize()

@@ -217,6 +217,22 @@ def test_the_second_of_two_calls_counts():
     assert calls == list(range(8))
 
 
+def test_a_slow_candidate_is_called_less_often(monkeypatch):
+    monkeypatch.setattr(measure, "ENOUGH_SECONDS", 0.15)
+    calls = {"slow": 0, "fast": 0}
+
+    def candidate(name, seconds):
+        def call(number):
+            calls[name] += 1
+            time.sleep(seconds)
+
+        return call
+
+    found = measure.in_turn({"slow": candidate("slow", 0.1), "fast": candidate("fast", 0.0)}, repeats=5, warm_up=0)
+    assert calls == {"slow": 4, "fast": 10}
+    assert found["slow"] >= 0.1 > found["fast"]
+
+
 def test_steps_count_from_the_second_to_the_last_but_one():
     def loop(repeat):
         for seconds in (0.2, 0.2, 0.004, 0.004, 0.2):
