@@ -33,7 +33,7 @@ class Lane:
     has given up.
 
     Args:
-        process_group: the processes; each of them must create the lane.
+        process_group: the processes; each of them must create the lane. None for this process alone.
         name: the lane's name, unique within the group.
         timeout: the timeout of a round, after which the lane is unusable.
         payload: the process group that transfers rows between GPUs; by default they go through host memory.
@@ -53,14 +53,18 @@ class Lane:
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup | None,
         name: str,
-        timeout: timedelta,
+        timeout: timedelta = timedelta(0),
         payload: dist.ProcessGroup | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self.ranks = dist.get_process_group_ranks(process_group) if ranks is None else [*ranks]
-        self.rank = self.ranks.index(dist.get_rank())
+        self.ranks, self.rank = [0], 0
+        self._group: dist.ProcessGroup | None = None
+        if process_group is not None:
+            self.ranks = dist.get_process_group_ranks(process_group) if ranks is None else [*ranks]
+            self.rank = self.ranks.index(dist.get_rank())
+            self._group = connect(process_group, name, self.ranks, timeout)
         self.pending: Pending | None = None
         self.failures = 0
         self.rounds = 0
@@ -71,7 +75,6 @@ class Lane:
         self.payloads = 0
         self.payload_bytes = 0
         self._timeout = timeout
-        self._group: dist.ProcessGroup | None = connect(process_group, name, self.ranks, timeout)
         self._payload = payload
         self._task: Task | None = None
         self._is_in_call = False

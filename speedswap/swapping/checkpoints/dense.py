@@ -78,22 +78,16 @@ def content_of(
         rank: this process's rank among those that save together, all of which must call this: they differ in their
             random generators, and in their shards of what ``fully_shard`` has split.
     """
+    random, dense = random_of(rank), Encoder(drops=True) if rank else encoder
     with rows_apart():
-        states = [dict(model.state_dict()), *[each.state_dict() for each in optimizers]]
-    model_state, *states = _whole(states, is_kept=not rank)
-    generators = {random_of(rank): encoder.encode(random_state(), random_of(rank))}
-    if rank:
-        return generators
-    kept = [
-        {"class": type(each).__name__, "state": encoder.encode(state, f"optimizers.{place}")}
+        states = [each.state_dict() for each in optimizers]
+        content: dict[str, Any] = {"model": dense.encode(dict(model.state_dict()), "model")}
+    content["optimizers"] = [
+        {"class": type(each).__name__, "state": dense.encode(state, f"optimizers.{place}")}
         for place, (each, state) in enumerate(zip(optimizers, states, strict=True))
     ]
-    return {
-        "model": encoder.encode(model_state, "model"),
-        "optimizers": kept,
-        **generators,
-        "extra": encoder.encode(extra, "extra"),
-    }
+    own = {random: encoder.encode(random_state(), random)}
+    return own if rank else {**content, **own, "extra": encoder.encode(extra, "extra")}
 
 
 def random_of(rank: int) -> str:
@@ -226,24 +220,6 @@ def _restore(target: Any, state: Any) -> None:
 # ---- tensors split over ranks by fully_shard
 
 
-def _whole(value: Any, *, is_kept: bool) -> Any:
-    """Return nested data with its DTensors gathered from all ranks, each of which must call this.
-
-    Args:
-        value: dicts and lists that may contain DTensors.
-        is_kept: False on ranks that do not need the whole tensors, which get None.
-    """
-    if isinstance(value, Mapping):
-        return {key: _whole(each, is_kept=is_kept) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        found = [_whole(each, is_kept=is_kept) for each in value]
-        return found if isinstance(value, list) else tuple(found)
-    if not hasattr(value, "full_tensor"):
-        return value
-    together = value.full_tensor()
-    return together.cpu() if is_kept else None
-
-
 def _divided_as(like: Any, value: Any) -> Any:
     """Return this rank's shard of a whole tensor, split like a DTensor of its shape.
 
@@ -277,17 +253,10 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if not all(isinstance(each, dict) for each in state["state"].values()):
         raise ValueError("a parameter's state is none")
     try:
-        fresh = _stand_in(optimizer)
-        _step(fresh)
-        fresh = _loaded(optimizer, fresh.state_dict())
-        _step(fresh)
+        fresh = _tried(optimizer, _tried(optimizer).state_dict())
     except Exception:
         return
-    twin = _loaded(optimizer, state)
-    for weight in parameters_of(twin):
-        if not weight.numel():  # a table's state, whose columns are not here
-            weight.grad = None
-    _step(twin)
+    twin = _tried(optimizer, state)
     for weight, like in zip(parameters_of(twin), parameters_of(fresh), strict=True):
         for key in fresh.state[like].keys() & twin.state[weight].keys():
             found, wanted = twin.state[weight][key], fresh.state[like][key]
@@ -296,22 +265,23 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 raise ValueError(f"{key!r} is {str(found)[:80]}")
 
 
-def _loaded(optimizer: Optimizer, state: dict[str, Any]) -> Optimizer:
-    """Return a stand-in with a loaded state, in which single numbers keep their values and device."""
-    twin = _stand_in(optimizer)
-    values = {name: {key: _light(value) for key, value in each.items()} for name, each in state["state"].items()}
-    twin.load_state_dict({**state, "state": values})
-    for name, parameter in _by_name(twin, state):
-        numbers = {key: value for key, value in values.get(name, {}).items() if isinstance(value, Tensor)}
-        twin.state[parameter].update({key: value for key, value in numbers.items() if not value.is_meta})
-    return twin
-
-
-def _stand_in(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class and settings over parameters without memory."""
+def _tried(optimizer: Optimizer, state: dict[str, Any] | None = None) -> Optimizer:
+    """Return a copy over parameters without memory, after loading a state, if given, and a step."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     groups = [{**group, "params": [*map(_on_meta, group["params"])]} for group in optimizer.param_groups]
     twin.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
+    if state is not None:
+        values = {name: {key: _light(value) for key, value in each.items()} for name, each in state["state"].items()}
+        twin.load_state_dict({**state, "state": values})
+        for name, parameter in _by_name(twin, state):
+            numbers = {key: value for key, value in values.get(name, {}).items() if isinstance(value, Tensor)}
+            # torch has moved single numbers to the parameter's device.
+            twin.state[parameter].update({key: value for key, value in numbers.items() if not value.is_meta})
+            if not parameter.numel():  # a table's state, whose columns are not here
+                parameter.grad = None
+    for group in twin.param_groups:
+        group.update({way: False for way in _WAYS if way in group})
+    step_unnoticed(twin)
     return twin
 
 
@@ -320,12 +290,6 @@ def _on_meta(parameter: Tensor) -> nn.Parameter:
     twin = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
     twin.grad = torch.empty_like(twin)
     return twin
-
-
-def _step(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        group.update({way: False for way in _WAYS if way in group})
-    step_unnoticed(optimizer)
 
 
 def _light(value: Any) -> Any:
@@ -353,12 +317,11 @@ def random_state() -> dict[str, Any]:
 
 def check_random_state(state: dict[str, Any]) -> None:
     """Raise if :func:`restore_random_state` would, or if a generator would read outside of its state."""
-    python, numpy = state["python"], state["numpy"]
-    random.Random().setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
-    require(isinstance(python["gauss"], float | None), f"Python's gauss is {python['gauss']!r}")
+    gauss, numpy = state["python"]["gauss"], state["numpy"]
+    require(isinstance(gauss, float | None), f"Python's gauss is {gauss!r}")
     kind = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002
     require(numpy["bit_generator"] == kind, f"NumPy draws from {kind}, and not from {numpy['bit_generator']!r}")
-    np.random.RandomState(getattr(np.random, kind)()).set_state(numpy)
+    _put(state, random.Random(), np.random.RandomState(getattr(np.random, kind)()), torch.Generator())
     if kind == "MT19937":
         require(numpy["state"]["key"].shape == (624,), "NumPy's generator has 624 numbers")
     if kind in ("MT19937", "Philox"):  # they read at this position, unchecked
@@ -382,10 +345,14 @@ def check_generator(generator: torch.Generator, state: Tensor) -> None:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Restore the generators from :func:`random_state`'s result; those of GPUs as far as the GPUs exist here."""
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
+    _put(state, random, np.random, torch.default_generator)
     if "cuda" in state and torch.cuda.is_available():
         for device, each in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(each, device)
+
+
+def _put(state: dict[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
+    own = state["python"]
+    python.setstate((own["version"], tuple(own["numbers"].tolist()), own["gauss"]))
+    numpy.set_state(state["numpy"])
+    generator.set_state(state["torch"])

@@ -30,14 +30,24 @@ from speedswap.tables import Table
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, sync_names
 from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
 
-_PIECE = 4 << 20
+_PIECE_BYTES = 8 << 20
 _NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table
+
+
+def new_digest(dtype: torch.dtype, shape: Sequence[int]) -> hashlib.blake2b:
+    """Return the hash of a tensor, to which its bytes are still to be added."""
+    return hashlib.blake2b(f"{dtype} {tuple(shape)}".encode(), digest_size=16)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in ordinary memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest_of(tensor: Tensor) -> str:
     """Return a hash of a contiguous tensor in ordinary memory: of its dtype, shape and bytes."""
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    digest = new_digest(tensor.dtype, tensor.shape)
+    digest.update(raw(tensor))
     return digest.hexdigest()
 
 
@@ -200,14 +210,20 @@ class TensorsOf:
         except (OSError, ValueError) as error:
             raise damaged(self.folder, error, name) from error
 
-    def rows(self, file: str, name: str, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop`` of a tensor.
+    def pieces(self, file: str, *names: str) -> Iterator[list[Tensor]]:
+        """Yield some rows after the other of tensors that have equally many.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
-        with self._reading(file):
-            return self.file(file).read_rows(name, start, stop)
+        reader = self.file(file)
+        places = [reader.places[name] for name in names]
+        rows = places[0].shape[0] if places[0].shape else 1
+        step = max(1, _PIECE_BYTES * rows // max(1, sum(place.nbytes for place in places)))
+        for start in range(0, rows, step):
+            with self._reading(file):
+                some = [reader.read_rows(name, start, min(start + step, rows)) for name in names]
+            yield some
 
     def read(self, saved: SavedTensor) -> Tensor:
         """Return a tensor.
@@ -234,12 +250,9 @@ class TensorsOf:
         if reader.places.keys() != digests.keys():
             raise damaged(self.folder, f"{file} has the tensors {', '.join(reader.places)}")
         for name, place in reader.places.items():
-            digest = hashlib.blake2b(digest_size=16)
-            rows = place.shape[0] if place.shape else 1
-            step = max(1, _PIECE * rows // max(place.nbytes, 1))
-            for start in range(0, rows, step):
-                piece = self.rows(file, name, start, min(start + step, rows))
-                digest.update(piece.reshape(-1).view(torch.uint8).numpy().data)
+            digest = new_digest(place.dtype, place.shape)
+            for (piece,) in self.pieces(file, name):
+                digest.update(raw(piece))
             if digest.hexdigest() != digests[name]:
                 raise self._changed(name, file)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
-from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, write_all
 from speedswap.tables.files.tensor_file import DTYPES
 
 MANIFEST = "CHECKPOINT"
@@ -42,16 +42,23 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     bool: ("is_initial",),
 }
 _MOST_NESTED = 100
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The location of a tensor (a file and a key in it) and its hash."""
+    """The location of a tensor (a file and a key in it) and its hash.
+
+    Raises:
+        ValueError: a name or the hash has not its form. So it is for the other parts of a manifest.
+    """
 
     file: str
     key: str
     digest: str
+
+    def __post_init__(self) -> None:
+        is_named = _matches(_TENSORS, self.file) and isinstance(self.key, str)
+        require(is_named and _matches(_DIGEST, self.digest), f"a tensor is {self}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class Delta:
     file: str
     rows: int
     digests: dict[str, str]
+
+    def __post_init__(self) -> None:
+        is_hashed = all(_matches(_DIGEST, digest) for digest in self.digests.values())
+        require(_matches(_TENSORS, self.file) and _is_count(self.rows) and is_hashed, f"a change is {self}")
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,27 @@ class SavedTable:
     path: str = ""
     commit: int = 0
     shards: tuple[SavedTable, ...] = ()
+
+    def __post_init__(self) -> None:
+        for kind, names in _FIELDS.items():
+            for name in names:
+                value = getattr(self, name)
+                fits = _is_count(value) if kind is int else isinstance(value, kind)
+                require(fits, f"{name} of table {self.name!r} is {value!r}")
+        require(not any(shard.shards for shard in self.shards), f"table {self.name!r} has shards of shards")
+        require(all(isinstance(each, str) for each in self.id_maps.values()), f"the id maps are {self.id_maps}")
+        is_there = bool(self.path or self.shards) or _matches(_COPY, self.copy)
+        require(is_there, f"the copy of table {self.name!r} is {self.copy!r}")
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> SavedTable:
+        """Return the table that ``asdict`` made plain data of.
+
+        Raises:
+            ValueError, TypeError, KeyError: the data are not a table.
+        """
+        deltas = tuple(Delta(**delta) for delta in data["deltas"])
+        return cls(**{**data, "deltas": deltas, "shards": tuple(map(cls.of, data["shards"]))})
 
     @property
     def parts(self) -> tuple[SavedTable, ...]:
@@ -138,9 +170,7 @@ class Manifest:
                 "are the most; give large lists of numbers as tensors"
             )
         file = OpenFile(directory.create(MANIFEST))
-        rest = memoryview(b"%08x\n" % zlib.crc32(body) + body)
-        while rest:
-            rest = rest[os.write(file.fd, rest) :]
+        write_all(file.fd, b"%08x\n" % zlib.crc32(body) + body, 0)
         os.fsync(file.fd)
         return len(body) + 9
 
@@ -174,10 +204,7 @@ class Manifest:
         token, step, content = data["token"], data["step"], data["content"]
         require(isinstance(token, str) and _is_count(step) and isinstance(content, dict), "its step is missing")
         tensors = {name: SavedTensor(**entry) for name, entry in data["tensors"].items()}
-        for tensor in tensors.values():
-            named = _matches(_TENSORS, tensor.file) and isinstance(tensor.key, str)
-            require(named and _matches(_DIGEST, tensor.digest), f"a tensor is {tensor}")
-        return cls(token, step, content, tensors, tuple(map(_saved_table, data["tables"])))
+        return cls(token, step, content, tensors, tuple(map(SavedTable.of, data["tables"])))
 
     @classmethod
     def merged(cls, parts: Sequence[Manifest], num_rows: Mapping[str, int]) -> Manifest:
@@ -191,8 +218,8 @@ class Manifest:
         for table in first.tables:
             if table.name in num_rows:
                 shards = tuple(each for part in parts for each in part.tables if each.name == table.name)
-                whole = replace(table, copy="", deltas=(), path="", commit=0, shards=shards)
-                table = replace(whole, num_embeddings=num_rows[table.name])
+                rows = num_rows[table.name]
+                table = replace(table, copy="", deltas=(), path="", commit=0, shards=shards, num_embeddings=rows)
             tables.append(table)
         content = {key: value for part in reversed(parts) for key, value in part.content.items()}
         tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
@@ -224,29 +251,6 @@ def says_malformed(folder: Path, what: str) -> Iterator[None]:
         raise damaged(folder, f"{what}: {type(error).__name__}: {error}", MANIFEST) from error
 
 
-def _saved_table(entry: dict[str, Any]) -> SavedTable:
-    """Parse a table from the file, and check all names and numbers.
-
-    Raises:
-        ValueError, TypeError, KeyError: the data are not a table.
-    """
-    deltas = tuple(Delta(**delta) for delta in entry.pop("deltas"))
-    shards = tuple(map(_saved_table, entry.pop("shards", ())))
-    table = SavedTable(**entry, deltas=deltas, shards=shards)
-    for kind, names in _FIELDS.items():
-        for name, value in ((name, getattr(table, name)) for name in names):
-            fits = _is_count(value) if kind is int else isinstance(value, kind)
-            require(fits, f"{name} of table {table.name!r} is {value!r}")
-    require(not any(shard.shards for shard in shards), f"table {table.name!r} has shards of shards")
-    require(all(isinstance(each, str) for each in table.id_maps.values()), f"the id maps are {table.id_maps}")
-    is_there = bool(table.path or table.shards) or _matches(_COPY, table.copy)
-    require(is_there, f"the copy of table {table.name!r} is {table.copy!r}")
-    for delta in deltas:
-        require(_matches(_TENSORS, delta.file) and _is_count(delta.rows), f"a change is in {delta.file!r}")
-        require(all(_matches(_DIGEST, digest) for digest in delta.digests.values()), "a change has no hash")
-    return table
-
-
 def _matches(pattern: re.Pattern[str], value: object) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
@@ -264,8 +268,29 @@ def require(condition: bool, problem: str) -> None:
 # ---------------------------------------------------------------------- plain data
 
 
+def word(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in files."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {word(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DECODED: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$dict": dict,
+    "$counter": Counter,
+    "$float": float,
+    "$array": Tensor.numpy,
+    "$bytes": lambda raw: raw.numpy().tobytes(),
+    "$dtype": _DTYPES.__getitem__,
+    "$device": torch.device,
+}
+
+
 class Encoder:
     """An encoder of nested data as JSON, which collects its tensors.
+
+    Args:
+        drops: True to collect none.
 
     Attributes:
         tensors: detached tensors by name, of dtypes that a file of tensors can hold.
@@ -278,15 +303,17 @@ class Encoder:
         ['optimizer.sum']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, drops: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._drops = drops
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Any:
         """Encode a value as plain data for JSON.
 
         Args:
             value: numbers, text, None, dicts, lists, tuples, tensors and arrays, and objects that have a
-                ``state_dict``, or are generators of random numbers.
+                ``state_dict``, or are generators of random numbers. A tensor split over ranks is gathered: every rank
+                must encode it.
             name: the value's name, for messages and its tensors.
             depth: its nesting depth.
 
@@ -298,6 +325,8 @@ class Encoder:
             raise ValueError(
                 f"{name[:40]}… contains itself, or is nested more than {_MOST_NESTED} deep; give flatter data"
             )
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+            value = value.item()
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int):
@@ -307,16 +336,22 @@ class Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value, name)
         if isinstance(value, np.ndarray | np.generic):
-            return self._array(np.asarray(value), name, scalar=isinstance(value, np.generic))
+            return {"$array": self._tensor(_tensor_of(value, name), name)}
         if isinstance(value, bytes | bytearray):
             return {"$bytes": self._tensor(torch.tensor(list(value), dtype=torch.uint8), name)}
-        if isinstance(value, Mapping):
-            return self._mapping(value, name, depth)
-        if isinstance(value, list | tuple):
-            encoded = [self.encode(each, f"{name}.{place}", depth + 1) for place, each in enumerate(value)]
-            return encoded if isinstance(value, list) else {"$tuple": encoded}
+        if isinstance(value, list):
+            return [self.encode(each, f"{name}.{place}", depth + 1) for place, each in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"$tuple": self.encode([*value], name, depth)}
+        if isinstance(value, Counter):
+            return {"$counter": self.encode({**value}, name, depth)}
         if isinstance(value, torch.dtype | torch.device):
             return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+        if isinstance(value, Mapping):
+            pairs = [(key, self.encode(each, f"{name}.{key}", depth + 1)) for key, each in value.items()]
+            if all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return dict(pairs)
+            return {"$dict": [[self.encode(key, name), each] for key, each in pairs]}
         if isinstance(value, torch.Generator):
             return self.encode(value.get_state(), name)
         if callable(getattr(value, "state_dict", None)):
@@ -326,15 +361,9 @@ class Encoder:
             "an object with state_dict() and load_state_dict()"
         )
 
-    def _mapping(self, value: Mapping[Any, Any], name: str, depth: int) -> dict[str, Any]:
-        pairs = [(key, self.encode(each, f"{name}.{key}", depth + 1)) for key, each in value.items()]
-        if isinstance(value, Counter):
-            return {"$counter": [[self.encode(key, name), each] for key, each in pairs]}
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return dict(pairs)
-        return {"$dict": [[self.encode(key, name), each] for key, each in pairs]}
-
     def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
+        if hasattr(value, "full_tensor"):  # split by fully_shard
+            value = value.full_tensor().cpu()
         if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
             kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}, on {value.device}"
             raise TypeError(f"{name} is {kind}; give a dense one")
@@ -343,21 +372,20 @@ class Encoder:
         value = value.detach().resolve_conj().resolve_neg()
         encoded = {"$tensor": name}
         if value.dtype not in DTYPES:  # as bytes, with one more dimension
-            encoded["dtype"] = str(value.dtype).removeprefix("torch.")
+            encoded["dtype"] = word(value.dtype)
             value = value.contiguous().unsqueeze(-1).view(torch.uint8)
-        self.tensors[name] = value
+        if not self._drops:
+            self.tensors[name] = value
         return encoded
 
-    def _array(self, value: np.ndarray[Any, Any], name: str, *, scalar: bool) -> Any:
-        if scalar and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
-            return self.encode(value.item(), name)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # a read-only array is only read
-                found = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-            return {"$array": self._tensor(found, name)}
-        except TypeError:
-            raise TypeError(f"{name} is an array of {value.dtype}, which no tensor holds; give numbers") from None
+
+def _tensor_of(value: np.ndarray[Any, Any] | np.generic, name: str) -> Tensor:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a read-only array is only read
+            return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    except TypeError:
+        raise TypeError(f"{name} is an array of {value.dtype}, which no tensor holds; give numbers") from None
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -368,7 +396,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         tensor: returns the tensor of a name.
 
     Raises:
-        ValueError, KeyError, TypeError: it was not written by an encoder.
+        ValueError, KeyError, TypeError, AttributeError: it was not written by an encoder.
     """
     again = functools.partial(decode, tensor=tensor)
     if isinstance(value, list):
@@ -378,23 +406,9 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     key = next(iter(value), "")
     if not key.startswith("$"):
         return {name: again(each) for name, each in value.items()}
-    given = value[key]
     if key == "$tensor":
-        found = tensor(given)
+        found = tensor(value[key])
         return found if "dtype" not in value else found.view(_DTYPES[value["dtype"]]).squeeze(-1)
-    if key == "$array":
-        return again(given).numpy()
-    if key == "$bytes":
-        return again(given).numpy().tobytes()
-    if key == "$tuple":
-        return tuple(again(given))
-    if key == "$float" and given in ("inf", "-inf", "nan"):
-        return float(given)
-    if key in ("$dict", "$counter"):
-        pairs = {again(name): again(each) for name, each in given}
-        return pairs if key == "$dict" else Counter(pairs)
-    if key == "$dtype":
-        return _DTYPES[given]
-    if key == "$device":
-        return torch.device(given)
-    raise ValueError(f"{key[:40]!r} is nothing that a checkpoint holds")
+    if key not in _DECODED:
+        raise ValueError(f"{key[:40]!r} is nothing that a checkpoint holds")
+    return _DECODED[key](again(value[key]))

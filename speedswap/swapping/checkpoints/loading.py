@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap.collectives import of_all_ranks
+from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
@@ -41,13 +40,12 @@ from speedswap.swapping.checkpoints.tables import (
     ROWS,
     TOKEN,
     CopiedIn,
-    SavingRanks,
     copied,
     descriptions_of,
+    lane_of,
     let_go,
     modules_of,
     path_in,
-    piece_rows,
     tables_of,
 )
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
@@ -125,16 +123,16 @@ def load_checkpoint(
         folder, manifest, files = opened(path, step)
         return LoadedCheckpoint(manifest.step, decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
-    ranks = SavingRanks.of(modules)
-    with ranks.together():
+    lane = lane_of(modules)
+    with lane.task(Kind.CHECKPOINT) as task:
         for module in modules.values():
             module.table.check_open()
         folder, manifest, files = opened(path, step)
-        if len({*ranks.share(manifest.token)}) > 1:
+        if len({*task.share(manifest.token)}) > 1:
             raise CheckpointError(
                 f"path is {os.fspath(path)!r}, where ranks find different checkpoints; give all the same"
             )
-        random = random_of(ranks.rank)
+        random = random_of(lane.rank)
         names = ("model", "optimizers", "extra", *({random} & manifest.content.keys()))
         content = decoded(manifest, files, names)
         check_model(content["model"], model, folder)
@@ -159,17 +157,18 @@ def load_checkpoint(
             table.check()
         _take_settings(tables, state_of)
         with restored(extra or {}, content["extra"], folder):
-            ranks.wait()  # nothing else has changed yet, on any rank
+            task.round()  # nothing else has changed yet, on any rank
         for table in tables:
             table.load()
-        ranks.wait()  # before dense parameters are split, in which all take part
+        task.round()  # before dense parameters are split, in which all take part
         load_dense(model, content["model"], optimizers, states)
         for table in tables:
             if table.trainer is not None:
                 table.module._step.state.resume(table.trainer, initial=table.saved.is_initial)
         if random_state and random in content:
             restore_random_state(content[random])
-        ranks.wait()
+        task.round()
+        task.finish()
     Folders.known_sound = manifest.token
     return LoadedCheckpoint(manifest.step, content["extra"], folder)
 
@@ -218,15 +217,11 @@ def _tables(
         )
     tables = []
     for saved in manifest.tables:
-        if any(part.id_maps.keys() != saved.id_maps.keys() for part in saved.parts):
-            raise damaged(files.folder, f"an id map of table {saved.name!r} is missing")
-        for name in (name for part in saved.parts for name in part.id_maps.values()):
-            if name not in manifest.tensors:
-                raise damaged(files.folder, f"{name!r} is missing")
         tables.append(table := TableToLoad(saved, found[saved.name], files, manifest.token))
         table.check()
-        for key in saved.id_maps:
-            table.check_id_map(key, (files.read(manifest.tensors[part.id_maps[key]]) for part in saved.parts))
+        for key in {key: None for part in saved.parts for key in part.id_maps}:
+            with says_malformed(files.folder, f"an id map of table {saved.name!r}"):
+                table.check_id_map(key, (files.read(manifest.tensors[part.id_maps[key]]) for part in saved.parts))
     return tables
 
 
@@ -309,9 +304,8 @@ class TableToLoad:
         for column in table.columns.values():
             if places[column.name].dtype != column.stored_dtype:
                 raise damaged(self._folder, f"{delta.file} has {column.name!r} as {places[column.name].dtype}")
-        last, step = -1, piece_rows(table)
-        for start in range(0, delta.rows, step):
-            rows = self._tensors.rows(delta.file, ROWS, start, min(start + step, delta.rows))
+        last = -1
+        for (rows,) in self._tensors.pieces(delta.file, ROWS):
             if not last < int(rows[0]) <= int(rows[-1]) < table.num_embeddings or bool((rows.diff() <= 0).any()):
                 raise damaged(self._folder, f"{delta.file} has rows that table {self.saved.name!r} lacks, or has twice")
             last = int(rows[-1])
@@ -435,10 +429,9 @@ class TableToLoad:
             source.shard.table.close()
 
     def _apply(self, delta: Delta, source: Shard, names: list[str]) -> None:
-        read, table = functools.partial(self._tensors.rows, delta.file), self._target.table
-        step = piece_rows(source.table)
-        for start in range(0, delta.rows, step):
-            stop = min(start + step, delta.rows)
-            owned, places = place_rows(read(ROWS, start, stop), source, self._target)
-            values = {name: read(name, start, stop).to(table.columns[name].dtype)[owned] for name in names}
-            table.scatter(places, values)
+        table = self._target.table
+        dtypes = [table.columns[name].dtype for name in names]
+        for rows, *values in self._tensors.pieces(delta.file, ROWS, *names):
+            owned, places = place_rows(rows, source, self._target)
+            own = [value.to(dtype)[owned] for value, dtype in zip(values, dtypes, strict=True)]
+            table.scatter(places, dict(zip(names, own, strict=True)))

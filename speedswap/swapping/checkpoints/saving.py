@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap.collectives import of_all_ranks
+from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
-from speedswap.swapping.checkpoints.files import NewFiles
+from speedswap.swapping.checkpoints.files import NewFiles, new_digest, raw
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable
 from speedswap.swapping.checkpoints.tables import (
@@ -27,14 +26,13 @@ from speedswap.swapping.checkpoints.tables import (
     ROWS,
     TOKEN,
     CopiedIn,
-    SavingRanks,
     all_locked,
     commits_of,
     copied,
     descriptions_of,
+    lane_of,
     let_go,
     path_from,
-    piece_rows,
     tables_of,
 )
 from speedswap.swapping.table_module import TableModule
@@ -47,6 +45,7 @@ from speedswap.tables.store import Commits
 
 _MOST_DELTAS = 0.5  # share of the copy's bytes beyond which a new copy is written
 _MOST_HELD = 2  # commits that a table keeps
+_PIECE_BYTES = 8 << 20
 
 
 class SavedCheckpoint(NamedTuple):
@@ -138,55 +137,57 @@ def save_checkpoint(
     attach_all(optimizers, tables_of(model, optimizers).values())
     folders = Folders(Path(path).absolute())
     modules = tables_of(model)
-    ranks = SavingRanks.of(modules)
-    with ranks.together(), ranks.once(folders.locked, nullcontext):
-        number = ranks.once(lambda: _next_number(folders, extra, keep), lambda: 0)
-        number, token = ranks.share([number, secrets.token_hex(16)])[0]
-        with ranks.once(lambda: folders.writing(number, step), folders.joining) as folder:
+    lane = lane_of(modules)
+    is_first = lane.rank == 0
+    with lane.task(Kind.CHECKPOINT) as task, folders.locked() if is_first else nullcontext():
+        number = _next_number(folders, extra, keep) if is_first else 0
+        number, token = task.share([number, secrets.token_hex(16)])[0]
+        with folders.writing(number, step) if is_first else folders.joining() as folder:
             saving = None
             try:
-                ranks.wait()
+                task.round()
                 files, existing = NewFiles(require_shared(folder, folders.path)), folders.manifests()
-                encoder, suffix = Encoder(), f"-{ranks.rank}" if ranks.rank else ""
+                encoder, suffix = Encoder(), "" if is_first else f"-{lane.rank}"
                 saving = TablesToSave(files, number, token, existing, suffix, copies=tables == "copy")
                 with all_locked(modules):
                     saved = tuple(
                         saving.save(index, name, module, encoder)
                         for index, (name, module) in enumerate(modules.items())
-                        if ranks.rank == 0 or module._step.is_sharded
+                        if is_first or module._step.is_sharded
                     )
-                    ranks.wait()  # a failed rank is noticed before dense parameters are gathered
-                    content = content_of(model, optimizers, extra, encoder, ranks.rank)
+                    task.round()  # a failed rank is noticed before dense parameters are gathered
+                    content = content_of(model, optimizers, extra, encoder, lane.rank)
                 name = f"tensors-{number}{suffix}.safetensors"
                 tensors = files.write_changed(name, encoder.tensors, existing[-1] if existing else None)
                 saving.wait()
                 with _says_unreadable(folders):
                     files.check_written(tensors.values(), saved)
                 own = Manifest(token, step, content, tensors, saved)
-                parts = ranks.share([asdict(own), files.bytes_written])
+                parts = task.share([asdict(own), files.bytes_written])
                 bytes_written = sum(nbytes for _, nbytes in parts)
-                if ranks.rank == 0:
+                if is_first:
                     num_rows = {n: each.table.num_embeddings for n, each in modules.items() if each._step.is_sharded}
                     whole = Manifest.merged([Manifest.of(part) for part, _ in parts], num_rows)
                     bytes_written += whole.write(files.directory)
                     with _says_unreadable(folders):
                         Manifest.read(files.directory)
             except BaseException:
-                ranks.give_up()  # the others have finished when the folder is removed
+                task.give_up()  # the others have finished when the folder is removed
                 if saving is not None:
                     saving.give_up()
                 raise
         Folders.known_sound = token
-        if ranks.rank == 0:
+        if is_first:
             folders.remove_but(keep)
-        ranks.wait()
+        task.round()
         saving.published()
         existing = folders.manifests()
         for module in modules.values():
             table, owners, _ = own_shard(module.table)
             let_go(table, existing)
-            if module._step.is_sharded and table.path is not None and ranks.rank == 0:
+            if module._step.is_sharded and table.path is not None and is_first:
                 remove_former(table.path.parent, owners.world_size, lambda former: bool(commits_of(existing, former)))
+        task.finish()
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
 
 
@@ -230,16 +231,13 @@ def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
     """
     if keep is None or isinstance(keep, range):
         return keep
-    try:
-        found: int | Collection[int] = (
-            frozenset(map(operator.index, keep)) if isinstance(keep, Iterable) else operator.index(keep)
-        )
-    except TypeError:
-        found = 0
-    if isinstance(found, int) and found < 1:
-        shown = keep if isinstance(keep, SupportsIndex) else repr(keep)
-        raise ValueError(f"keep is {shown}; give 1 or more, steps to keep, or None for all")
-    return found
+    with suppress(TypeError):
+        if isinstance(keep, Iterable):
+            return frozenset(map(operator.index, keep))
+        if operator.index(keep) >= 1:
+            return operator.index(keep)
+    shown = keep if isinstance(keep, SupportsIndex) else repr(keep)
+    raise ValueError(f"keep is {shown}; give 1 or more, steps to keep, or None for all")
 
 
 class TablesToSave:
@@ -285,37 +283,33 @@ class TablesToSave:
             maps[key] = f"tables.{name}.id_maps.{key}{shard}"
             encoder.tensors[maps[key]] = id_map.to_bytes()
         table.drain()
-        saved = SavedTable(
+        attributes = {**table.attributes, **live}  # before those of the commit
+        return SavedTable(
             name,
             descriptions_of(table),
             table.num_embeddings,
             table.seed,
             table.writes,
-            {**table.attributes, **live},
+            attributes,
             module._step.state.is_initial,
             maps,
+            **(self._held_by(table) or self._copied(name, table, index, shard)),
         )
-        commit = self._hold(table)
-        if commit is not None and table.path is not None:
-            checkpoints = self._files.folder.parent
-            return replace(saved, path=path_from(checkpoints, table.path, checkpoints.parent), commit=commit)
-        copy, deltas = self._copied(name, table, index, shard)
-        return replace(saved, copy=copy, deltas=deltas)
 
-    def _hold(self, table: Table) -> int | None:
-        """Begin a held commit of a table on disk; return its number, or None if the table must be copied."""
+    def _held_by(self, table: Table) -> dict[str, Any]:
+        """Begin a held commit of a table on disk; return its path and number, or nothing if it must be copied."""
         commits = table.store.commits
         if self._copies or table.path is None or commits is None:
-            return None
+            return {}
         let_go(table, self._existing)
         if len(commits.held) >= _MOST_HELD:
-            return None
+            return {}
         checkpoints = self._files.folder.parent
         keeper = path_from(table.path, checkpoints, checkpoints.parent)
         table.attributes.update({TOKEN: self._token, KEEPER: keeper})
         commit = commits.hold()
         self._held.append((table, commits, commit))
-        return commit
+        return {"path": path_from(checkpoints, table.path, checkpoints.parent), "commit": commit}
 
     def wait(self) -> None:
         """Wait until the begun commits are durable."""
@@ -329,7 +323,7 @@ class TablesToSave:
                 table.flush()
                 commits.let_go(commit)
 
-    def _copied(self, name: str, table: Table, index: int, shard: str) -> tuple[str, tuple[Delta, ...]]:
+    def _copied(self, name: str, table: Table, index: int, shard: str) -> dict[str, Any]:
         """Write a copy of a table, or link the previous copy and write the changes since.
 
         Args:
@@ -347,10 +341,10 @@ class TablesToSave:
                 for file in (before.copy, *(delta.file for delta in before.deltas)):
                     self._files.link(self._previous[1], file)
                 more = (self._delta(table, changed, index),) if len(changed) else ()
-                return before.copy, (*before.deltas, *more)
+                return {"copy": before.copy, "deltas": (*before.deltas, *more)}
         copy = f"table-{self._number}-{index}{shard}"
         self._files.add_copy(table, copy)
-        return copy, ()
+        return {"copy": copy}
 
     def _before(self, name: str, table: Table, shard: str) -> SavedTable | None:
         """Return the table in the previous checkpoint, if the changes since are known."""
@@ -372,16 +366,17 @@ class TablesToSave:
         name = f"rows-{self._number}-{index}{self._suffix}.safetensors"
         columns = table.columns.values()
         shapes = {each.name: (each.stored_dtype, (len(rows), *each.row_shape)) for each in columns}
-        digests = {key: hashlib.blake2b(digest_size=16) for key in (ROWS, *shapes)}
-        step = piece_rows(table)
-        with self._files.new_tensors(name, {ROWS: (torch.int64, rows.shape), **shapes}) as writer:
-            for start in range(0, len(rows), step):
-                some = rows[start : start + step]
+        shapes = {ROWS: (torch.int64, tuple(rows.shape)), **shapes}
+        digests = {key: new_digest(*shape) for key, shape in shapes.items()}
+        at_once = max(1, _PIECE_BYTES * table.num_embeddings // max(table.nbytes, 1))
+        with self._files.new_tensors(name, shapes) as writer:
+            for start in range(0, len(rows), at_once):
+                some = rows[start : start + at_once]
                 values = table.lease(some, device=torch.device("cpu")).columns
                 for key, value in {ROWS: some, **values}.items():
                     value = value.to(writer.places[key].dtype).contiguous()
                     writer.write(key, value, first_row=start)
-                    digests[key].update(value.reshape(-1).view(torch.uint8).numpy().data)
+                    digests[key].update(raw(value))
         return Delta(name, len(rows), {key: digest.hexdigest() for key, digest in digests.items()})
 
     def published(self) -> None:

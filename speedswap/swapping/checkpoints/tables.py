@@ -1,4 +1,4 @@
-"""The tables of a model in a checkpoint, and the ranks that own them.
+"""The tables of a model in a checkpoint, and the lane of the ranks that own them.
 
 A table is either referenced by a commit, or copied; after a copy, only changed rows are saved.
 """
@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedswap.collectives import Kind, RankGroup, Task
+from speedswap.collectives import Lane
 from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.swapping.checkpoints.format import Manifest
+from speedswap.swapping.checkpoints.format import Manifest, word
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.notes import ChangedRows
 
-_PIECE_BYTES = 8 << 20
 ROWS = "rows"
 # A table's attributes for the last checkpoint that references it: the checkpoint's token and directory.
 TOKEN, KEEPER = "checkpoint", "checkpoints"
@@ -137,82 +135,26 @@ def path_in(folder: Path, path: str) -> Path:
 def descriptions_of(table: Table) -> dict[str, list[Any]]:
     """Return, by column, the properties that must be equal to copy rows, as plain data."""
     columns = table.columns.values()
-    return {each.name: [list(each.row_shape), _word(each.dtype), _word(each.stored_dtype)] for each in columns}
+    return {each.name: [list(each.row_shape), word(each.dtype), word(each.stored_dtype)] for each in columns}
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def lane_of(modules: Mapping[str, TableModule]) -> Lane:
+    """Return the lane of the ranks that own the tables of a model; that of this process alone if none do.
 
-
-def piece_rows(table: Table) -> int:
-    return max(1, _PIECE_BYTES * table.num_embeddings // max(table.nbytes, 1))
-
-
-class SavingRanks:
-    """The ranks that own a model's tables.
-
-    Args:
-        group: the ranks; None for a single process.
-
-    Attributes:
-        rank: this process's index among them; 0 for a single process.
+    Raises:
+        ValueError: a table is local to each rank, so that it has no common state; or tables belong to several groups.
     """
-
-    def __init__(self, group: RankGroup | None) -> None:
-        self._group = group
-        self._task: Task | None = None
-        self.rank = 0 if group is None else group.rank
-
-    @classmethod
-    def of(cls, modules: Mapping[str, TableModule]) -> SavingRanks:
-        """Return the ranks that own the tables of a model.
-
-        Raises:
-            ValueError: a table is local to each rank, so that it has no common state; or tables belong to several
-                groups.
-        """
-        groups = {each.table.ranks for each in modules.values()} - {None}
-        if len(groups) > 1:
+    groups = {each.table.ranks for each in modules.values()} - {None}
+    if len(groups) > 1:
+        raise ValueError(
+            f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables those of "
+            "one, or save parts of the model apart"
+        )
+    for name, each in modules.items():
+        if groups and each.table.ranks is None and each.weight.requires_grad:
             raise ValueError(
-                f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables "
-                "those of one, or save parts of the model apart"
+                f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are owned "
+                "by all of them; give it their storage=speedswap.Ranks() too, or save it apart"
             )
-        for name, each in modules.items():
-            if groups and each.table.ranks is None and each.weight.requires_grad:
-                raise ValueError(
-                    f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are "
-                    "owned by all of them; give it their storage=speedswap.Ranks() too, or save it apart"
-                )
-        return cls(next(iter(groups), None))
-
-    def once(self, work: Callable[[], Any], elsewhere: Callable[[], Any]) -> Any:
-        """Run one function on the first rank, and another on the others."""
-        return work() if self.rank == 0 else elsewhere()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Surround work that the ranks do together: a failure in it raises on all."""
-        if self._group is None:
-            yield
-            return
-        with self._group.main.task(Kind.CHECKPOINT) as self._task:
-            yield
-            self._task.finish()
-
-    def wait(self) -> None:
-        """Wait until all ranks have arrived here without failure."""
-        if self._task is not None:
-            self._task.round()
-
-    def give_up(self) -> None:
-        """Make the others fail in their next round, and wait until they have."""
-        if self._task is not None:
-            self._task.give_up()
-
-    def share(self, data: Any) -> list[Any]:
-        """Return the data of all ranks, in rank order.
-
-        Args:
-            data: this rank's data, plain data for JSON.
-        """
-        return [data] if self._task is None else self._task.share(data)
+    group = next(iter(groups), None)
+    return Lane(None, "checkpoint") if group is None else group.main

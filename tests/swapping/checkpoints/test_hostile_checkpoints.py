@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -124,10 +123,7 @@ def test_changes_of_rows_that_are_not_there(row: int, attacked: Attacked) -> Non
     reader = TensorReader(OpenFile(os.open(path, os.O_RDONLY)), "changes")
     tensors = {name: reader.read(name) for name in reader.places} | {"rows": torch.tensor([row])}
     NewFiles(attacked.folder).write_tensors("rows-99-0.safetensors", tensors)
-    digests = {
-        name: hashlib.blake2b(each.reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
-        for name, each in tensors.items()
-    }
+    digests = {name: digest_of(each) for name, each in tensors.items()}
     changed = {**delta, "file": "rows-99-0.safetensors", "digests": digests}
     write(attacked.folder, replaced(attacked.data, ("tables", 1, "deltas", 0), changed))
     try:
