@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._warnings import users_level
-from speedswap.collectives import Kind, RankGroup, digest_of, of_all_ranks
+from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import ConversionError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
@@ -197,26 +197,16 @@ def _refuse(
         name = names[0] or "the model"
         reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]
     if not reasons and ranks is not None:
-        reasons += _differing(found, ranks)
+        for module, names in found:
+            try:
+                ranks.require_alike(module.weight, f"{names[0] or 'the model'}: its rows")
+            except ValueError as error:  # on every rank
+                reasons.append(str(error))
     if reasons:
         raise ConversionError(
             "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings unchanged with "
             "skip=[names]"
         )
-
-
-def _differing(found: Sequence[tuple[_Plain, list[str]]], group: RankGroup) -> Iterator[str]:
-    """Yield the embeddings whose rows differ between the ranks that will own them; every rank must call this."""
-    with group.main.task(Kind.COMPARE) as task:
-        of_ranks = task.share([digest_of(module.weight) for module, _ in found])
-    for (_, names), *digests in zip(found, *of_ranks, strict=False):
-        for rank, digest in zip(group.ranks, digests, strict=True):
-            if digest != digests[0]:
-                yield (
-                    f"{names[0] or 'the model'}: its rows differ between ranks {group.ranks[0]} and {rank}; load them "
-                    f"on every rank, or call torch.distributed.broadcast(weight.data, {group.ranks[0]}) before"
-                )
-                break
 
 
 def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]) -> Iterator[str]:
