@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -115,7 +115,7 @@ class _Thread(threading.local):
 
 
 this_thread = _Thread()
-# A probe uses the process's random generators. A forked child finds the lock free.
+# A probed step uses the process's random generators. A forked child finds the lock free.
 _one_at_a_time = Locked()
 
 
@@ -162,14 +162,9 @@ class _FirstValues(dict[str, Any]):
             self.first[key] = value.detach().clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+    # dict's own would not call __setitem__.
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
 
 
 def probe(
@@ -187,11 +182,6 @@ def probe(
     Raises:
         OptimizerError: it mixes rows, only takes sparse gradients, or keeps state without rows.
     """
-    with _one_at_a_time.lock:
-        return _probe(optimizer, weight, embedding_dim, dtype, fresh)
-
-
-def _probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype: torch.dtype, fresh: bool) -> RowState:
     name = type(optimizer).__name__
     num_rows = 7 if embedding_dim != 7 else 11
     generator = torch.Generator().manual_seed(_SEED)
@@ -334,7 +324,7 @@ def _run(
         if moving and "lr" in group and not group["lr"]:
             group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
     step: Callable[..., Any] = type(optimizer).step
-    with seeded(_SEED, toy.device), torch.enable_grad():
+    with _one_at_a_time.lock, seeded(_SEED, toy.device), torch.enable_grad():
         for grad in values[1:]:
             toy.grad = grad.clone()
             args = [_closure(toy, grad)] if _needs_closure(step) else []
