@@ -5,7 +5,7 @@ from speedswap.collectives.group import Buckets, RankGroup, begin_step, is_distr
 from speedswap.collectives.lane import SPARE_IDS, Lane
 from speedswap.collectives.messages import ANYTHING, ROOM, Agreed, Kind, Parcel, as_bytes, digest_of, packed, unpacked
 from speedswap.collectives.pace import OwnPace
-from speedswap.collectives.task import Difference, PeerOutOfMemory, Task
+from speedswap.collectives.task import PeerOutOfMemory, Task
 
 __all__ = [
     "ANYTHING",
@@ -14,7 +14,6 @@ __all__ = [
     "Agreed",
     "Ahead",
     "Buckets",
-    "Difference",
     "Errand",
     "Kind",
     "Lane",

@@ -100,9 +100,9 @@ class RankGroup:
             settings: the settings by name, compared as text.
         """
         with self.main.task(Kind.MAKE) as task:
-            found = task.difference_of({name: str(value) for name, value in settings.items()})
+            found = task.difference_of({"": {name: str(value) for name, value in settings.items()}})
         if found is not None:
-            raise ValueError(f"{what} has {found.text()}; give the same on all ranks")
+            raise ValueError(f"{what} has {found[1]}; give the same on all ranks")
 
     def call(self) -> AbstractContextManager[None]:
         """Surround a call that all ranks make: an error that ends it becomes a PeerError on the others."""

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,23 +39,6 @@ _DROPS, _MEMORY = 1, 2  # a failed rank's note: it lost its part of the step; ou
 
 class PeerOutOfMemory(MemoryError):
     """Another rank has run out of memory, so this one has abandoned its attempt too."""
-
-
-class Difference(NamedTuple):
-    """Settings that differ between two ranks.
-
-    Attributes:
-        ranks: the first rank, and the first that differs from it.
-        values: the values on each, by the setting's name; "none" if a rank lacks the setting.
-    """
-
-    ranks: tuple[int, int]
-    values: Mapping[str, tuple[str, str]]
-
-    def text(self, begin: str = "") -> str:
-        """Describe the two ranks' settings, each list introduced by the same words."""
-        sides = [", ".join(f"{name} {both[side]}" for name, both in self.values.items()) for side in (0, 1)]
-        return ", but ".join(f"{begin}{side} on rank {rank}" for side, rank in zip(sides, self.ranks, strict=True))
 
 
 class Pending(Protocol):
@@ -190,15 +173,28 @@ class Task:
         found = self.share_numbers(torch.frombuffer(bytearray(words), dtype=torch.int64))
         return [json.loads(each.numpy().tobytes()) for each in found]
 
-    def difference_of(self, settings: Mapping[str, str]) -> Difference | None:
-        """Return the difference between ranks' settings, text by name, if any; in one round, or more if they differ."""
+    def difference_of(self, settings: Mapping[str, Mapping[str, str]], begin: str = "") -> tuple[str, str] | None:
+        """Compare the ranks' settings, in one round, or more if they differ.
+
+        Args:
+            settings: for each of some objects its settings, text by name.
+            begin: words before the settings of either rank.
+
+        Returns:
+            The first object whose settings differ, and in words those on the first rank and on another; None if all
+            ranks have the same. A setting named "optimizer" is its class, and if it differs, others do not matter.
+        """
         if len({*self.round(note=digest_of(settings)).notes}) == 1:
             return None
-        first, *others = self.share(dict(settings))
+        first, *others = self.share(settings)
         place, other = next((place, each) for place, each in enumerate(others, 1) if each != first)
-        both = {name: (first.get(name, "none"), other.get(name, "none")) for name in {**first, **other}}
-        values = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-        return Difference((self.lane.ranks[0], self.lane.ranks[place]), values)
+        name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+        both = first.get(name, {}), other.get(name, {})
+        names = [each for each in {**both[0], **both[1]} if both[0].get(each) != both[1].get(each)]
+        names = ["optimizer"] if "optimizer" in names else names
+        sides = (", ".join(f"{each} {side.get(each, 'none')}" for each in names) for side in both)
+        ranks = self.lane.ranks[0], self.lane.ranks[place]
+        return name, ", but ".join(f"{begin}{side} on rank {rank}" for side, rank in zip(sides, ranks, strict=True))
 
     @contextmanager
     def promised(self) -> Iterator[None]:

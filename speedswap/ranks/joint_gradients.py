@@ -10,12 +10,12 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from speedswap._warnings import warn_once
-from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task, packed, unpacked
+from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import RanksError
 from speedswap.ranks.route import LentRows, ask
 from speedswap.swapping.optimizers import settings_of
@@ -235,9 +235,13 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
             for group, task in tasks.items():
                 settings = {} if optimizer is None else _settings_of(optimizer, group)
                 agreed.append(task)  # before the round, after which the others rely on success
-                if (found := task.difference_of(settings)) is not None:
+                if (found := task.difference_of(settings, "with ")) is not None:
                     task.finish()  # the others know
-                    _raise_different(found, {step.number: step.name for step in JointGradients.of(group).steps()})
+                    names = {str(step.number): step.name for step in JointGradients.of(group).steps()}
+                    raise RanksError(
+                        f"table {names[found[0]]!r} is trained {found[1]}: owners step in their own rows, so all ranks "
+                        "need one optimizer, with the same settings. No table has changed"
+                    )
 
         try:
             yield agree
@@ -254,27 +258,12 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
             task.lane.step += 1
 
 
-def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, str]:
-    """Return an optimizer's settings for each table owned by a group's ranks, named with the table's number."""
+def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, dict[str, str]]:
+    """Return an optimizer's settings for each table owned by a group's ranks, by the table's number."""
     of_weight = {id(step.weight): step.number for step in JointGradients.of(group).steps()}
     found: dict[int, dict[str, str]] = {}
     for some in optimizer.param_groups:
         numbers = [of_weight[id(each)] for each in some["params"] if id(each) in of_weight]
         if numbers:
             found |= dict.fromkeys(numbers, settings_of(optimizer, some))
-    return {f"{number} {name}": text for number, each in sorted(found.items()) for name, text in each.items()}
-
-
-def _raise_different(found: Difference, names: dict[int, str]) -> NoReturn:
-    """Raise RanksError for the first table whose optimizer settings differ between ranks."""
-    by_table: dict[int, dict[str, tuple[str, str]]] = {}
-    for name, both in found.values.items():
-        number, setting = name.split(" ", 1)
-        by_table.setdefault(int(number), {})[setting] = both
-    first = min(by_table)
-    values = by_table[first]
-    values = {"optimizer": values["optimizer"]} if "optimizer" in values else values
-    raise RanksError(
-        f"table {names[first]!r} is trained {found._replace(values=values).text('with ')}: owners step in their own "
-        "rows, so all ranks need one optimizer, with the same settings. No table has changed"
-    )
+    return {str(number): settings for number, settings in sorted(found.items())}
