@@ -205,18 +205,11 @@ def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tens
 
 def _combined(norms: Sequence[float], order: float) -> float:
     """Combine the ranks' norms into the norm over all rows."""
-    if any(math.isnan(norm) for norm in norms):
-        return math.nan
-    if order == math.inf:
-        return max(norms)
-    if order == -math.inf:
-        return min(norms)
-    if order == 0:
+    if order == 0 or any(math.isnan(norm) for norm in norms):
         return sum(norms)
     # Relative to the largest, since its power might overflow.
-    scale = max(norms)
-    is_plain = scale == 0 or math.isinf(scale)
-    return scale if is_plain else scale * sum((norm / scale) ** order for norm in norms) ** (1 / order)
+    scale = max(norms) if math.isfinite(order) and 0 < max(norms) < math.inf else 1.0
+    return scale * float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64) / scale, order))
 
 
 def _source_of(grad: ShardedGrad) -> ShardedGrad:
