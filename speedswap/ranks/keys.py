@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -256,12 +256,11 @@ class ShardedIdMap(IdMap):
             self._serves = False
         return rows if is_mine else None
 
-    def ask(self, keys: Any) -> AskedAhead:
-        _refuse_ahead()
-
     @staticmethod
     def ask_all(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
-        _refuse_ahead()
+        raise IdMapError(
+            "keys that are owned by ranks are not asked for ahead of their turn; look them up when it comes"
+        )
 
     # ------------------------------------------------------------------ saving
 
@@ -353,10 +352,6 @@ def _held(maps: Sequence[ShardedIdMap], *, changing: bool) -> Iterator[None]:
 
 def _shaped(rows: Sequence[Tensor], keys: Sequence[Keys]) -> list[Tensor]:
     return [own.long().view(some.shape).to(some.device) for own, some in zip(rows, keys, strict=True)]
-
-
-def _refuse_ahead() -> NoReturn:
-    raise IdMapError("keys that are owned by ranks are not asked for ahead of their turn; look them up when it comes")
 
 
 def _fits_ring(part: SavedMap, share: int) -> bool:

@@ -146,10 +146,23 @@ class ShardedStore(RowStore, Files, JointRows):
                     return weights, local, LentRows(ahead.route, ahead.block, version)
             else:
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
-            route, version = self.ask(task, wanted, device), self.own.version
-            block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
-            (weights,) = bring(task, [route], [block.weight])
-        return weights, local, LentRows(route, block, version)
+            lent, weights = self._lend(task, wanted, device, None if training else ["weight"])
+        return weights, local, lent
+
+    def _lend(
+        self, task: Task, wanted: Wanted, device: torch.device, columns: Sequence[str] | None
+    ) -> tuple[LentRows, Tensor]:
+        """Exchange rows with the other ranks; return those lent to them, and the weights of the wanted ones.
+
+        Args:
+            task: the ranks' common one.
+            wanted: the rows that this rank requests.
+            device: the device that needs them.
+            columns: the columns to gather of the lent rows.
+        """
+        route, version = self.ask(task, wanted, device), self.own.version
+        block = self.own.lease(route.union, columns=columns, device=device)
+        return LentRows(route, block, version), bring(task, [route], [block.weight])[0]
 
     def ask(
         self,
@@ -201,11 +214,8 @@ class ShardedStore(RowStore, Files, JointRows):
             self.notes.writes += 1
 
     def serve(self, task: Task, rows: Tensor | None) -> Tensor | None:
-        asked, device = torch.empty(0, dtype=torch.int64) if rows is None else rows, torch.device("cpu")
-        wanted, places = Wanted.of(self.owners, asked)
-        route = self.ask(task, wanted, device)
-        block = self.own.lease(route.union, columns=["weight"], device=device)
-        (came,) = bring(task, [route], [block.weight])
+        wanted, places = Wanted.of(self.owners, torch.empty(0, dtype=torch.int64) if rows is None else rows)
+        came = self._lend(task, wanted, torch.device("cpu"), ["weight"])[1]
         return None if rows is None else came.index_select(0, places)
 
     # ------------------------------------------------------------------ batches of rows
