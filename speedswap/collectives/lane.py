@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from speedswap.collectives.messages import ANYTHING, KINDS, Kind, Line, Sheet
+from speedswap.collectives.messages import ANYTHING, Kind, Line, Sheet, purpose_of
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
 from speedswap.kernels import deferred_interrupts
@@ -138,10 +138,8 @@ class Lane:
 
     def place(self, kind: int, about: int) -> str:
         """Describe a task in words."""
-        if kind == Kind.AT_OWN_PACE:
-            return self.place(about >> 32, ANYTHING)
         name = getattr(self.tables.get(about), "name", None)
-        return KINDS[kind].text + ("" if name is None else f" in table {name!r}")
+        return purpose_of(kind, about).text + ("" if name is None else f" in table {name!r}")
 
     def begin_step(self, sign: object) -> None:
         """Record a sign that this rank begins a step. The same sign twice, without a round between, means it left one.
@@ -224,7 +222,7 @@ class Lane:
     def _break(self, error: Exception) -> None:
         task = self._task
         here = "" if task is None else f", while this one, rank {self.ranks[self.rank]}, was at {task.place}"
-        remedy = "" if task is None else task.kind.remedy
+        remedy = "" if task is None else task.purpose.remedy
         if "timed out" in str(error).lower():
             why = (
                 f"another rank did not come within {self._timeout.total_seconds():g} seconds{here}: every rank of the "

@@ -70,10 +70,10 @@ class Kind(enum.IntEnum):
     FINITE = "the search for infinite gradients"
     STEP = "the optimizer's step"
     # A batch that is split
-    AT_OWN_PACE = "a batch that is split", _SPLITTING
-    BACKWARD = "BatchSplitter.backward()"
-    BACKWARD_COUPLED = "BatchSplitter.backward_coupled()"
-    FORWARD = "BatchSplitter.forward()"
+    AT_OWN_PACE = "passes at each rank's own pace"
+    BACKWARD = "BatchSplitter.backward()", _SPLITTING
+    BACKWARD_COUPLED = "BatchSplitter.backward_coupled()", _SPLITTING
+    FORWARD = "BatchSplitter.forward()", _SPLITTING
     BACKWARD_OF_SHARDS = "BatchSplitter.backward() of sharded modules"
     PASSES = "passes without a gradient", _EVALUATION
     # A lookahead
@@ -92,6 +92,11 @@ class Kind(enum.IntEnum):
 
 KINDS: tuple[Kind, ...] = (*Kind,)
 """The kinds by the numbers that lines tell."""
+
+
+def purpose_of(kind: int, about: int) -> Kind:
+    """Return what a task is for: its kind, or for passes at each rank's own pace, that of all of them."""
+    return KINDS[about >> 32 if kind == Kind.AT_OWN_PACE else kind]
 
 
 class Line(NamedTuple):

@@ -25,8 +25,8 @@ class OwnPace:
 
     Args:
         lane: the ranks' lane.
-        servers: tables and id maps by number, the same on all ranks. Their ``serve(task, asked)`` answers this rank's
-            lookup and the others'; it returns None if this rank has no lookup, or it was not its turn.
+        servers: tables and id maps by number, the same on all ranks. Their ``serve(task, asked, part)`` answers this
+            rank's lookup and the others'; it returns None if this rank has no lookup, or it was not its turn.
     """
 
     def __init__(self, lane: Lane, servers: Mapping[int, Any]) -> None:
@@ -64,22 +64,23 @@ class OwnPace:
         finally:
             self.is_active = False
 
-    def look_up(self, number: int, asked: Any) -> Tensor:
+    def look_up(self, number: int, asked: Any, part: int = 0) -> Tensor:
         """Fetch rows of a table from their owners, or the rows of keys.
 
         Args:
             number: the number of the table or id map.
-            asked: unique ids, shape (n,); or the request to the id map.
+            asked: ids, shape (n,); or the request to the id map.
+            part: the index of the table's column, the weight by default.
 
         Returns:
-            The weights, shape (n, embedding_dim), in host memory; or the keys' rows.
+            The column's values, shape (n, …), in host memory; or the keys' rows.
         """
-        came = None
+        came, mine = None, part << 32 | number
         while came is None:
             with self._task() as task:
-                # A note is a table's number, or the negative number of a meeting.
-                wanted = min(note for note in task.round(note=number).notes if note >= 0)
-                came = self._serve(task, wanted, asked if wanted == number else None)
+                # A note is a column and the number of its table, or the negative number of a meeting.
+                wanted = min(note for note in task.round(note=mine).notes if note >= 0)
+                came = self._serve(task, wanted, asked if wanted == mine else None)
         return came
 
     @contextmanager
@@ -88,11 +89,12 @@ class OwnPace:
         with suppress(PeerOutOfMemory), self._lane.task(Kind.AT_OWN_PACE, self._meetings, may_retry=True) as task:
             yield task
 
-    def _serve(self, task: Task, number: int, asked: Any = None) -> Tensor | None:
+    def _serve(self, task: Task, wanted: int, asked: Any = None) -> Tensor | None:
+        part, number = divmod(wanted, 1 << 32)
         server = self._servers.get(number)
         if server is None:
             raise RanksError("another rank looks up in an embedding that is gone on this one; keep its module")
-        found: Tensor | None = server.serve(task, asked)
+        found: Tensor | None = server.serve(task, asked, part)
         return found
 
     def round(self, stage: int, *numbers: float, is_out_of_memory: bool = False) -> list[list[float]]:
@@ -127,7 +129,7 @@ class OwnPace:
                         other = next(place for place, one in enumerate(stages) if one != stages[0])
                         raise PeerError(
                             f"rank {self.ranks[other]} is in another place of the training loop than rank "
-                            f"{self.ranks[0]}. {task.kind.remedy.rstrip()}"
+                            f"{self.ranks[0]}. {task.purpose.remedy.rstrip()}"
                         )
                     each = [] if out else task.numbers_that_came(sent, found.counts)
         self._meetings += 1

@@ -15,7 +15,6 @@ from speedswap.collectives.messages import (
     ANYTHING,
     ANYWHERE,
     FAILED,
-    KINDS,
     OK,
     TORN,
     Kind,
@@ -25,6 +24,7 @@ from speedswap.collectives.messages import (
     as_bytes,
     digest_of,
     packed,
+    purpose_of,
     unpacked,
 )
 from speedswap.errors import PeerError
@@ -86,6 +86,11 @@ class Task:
         self.kind, self._about, self._stage = kind, about, stage
         self._may_retry = may_retry
         self._part = 0  # the innermost part
+
+    @property
+    def purpose(self) -> Kind:
+        """Its purpose; see :func:`purpose_of`."""
+        return purpose_of(self.kind, self._about)
 
     @property
     def place(self) -> str:
@@ -355,5 +360,5 @@ class Task:
         return PeerError(
             f"rank {lane.ranks[other]} is at {there}, but rank {lane.ranks[lane.rank]} at {here}: every rank of the "
             "group has to look up, read and step equally often, in the same order, and one that catches an exception "
-            f"misses its batch. {KINDS[lines[other].kind].remedy or self.kind.remedy}{may_go_on}"
+            f"misses its batch. {purpose_of(*lines[other][:2]).remedy or self.purpose.remedy}{may_go_on}"
         )

@@ -300,16 +300,12 @@ _ALIASES = _functions("data detach")
 _RESHAPING = _functions("flatten mT permute ravel reshape swapaxes T t transpose view")
 
 
-_linalg: Any = torch._C._linalg  # type: ignore[attr-defined]
 _HANDLED: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _check_finite,
     torch.linalg.vector_norm: _vector_norm,
-    _linalg.linalg_vector_norm: _vector_norm,
     torch.linalg.norm: _norm(torch.linalg.norm, "A ord", None, of_matrix=True),
-    _linalg.linalg_norm: _norm(torch.linalg.norm, "A ord", None, of_matrix=True),
     torch.linalg.matrix_norm: _norm(torch.linalg.matrix_norm, "A ord", "fro", of_matrix=True, dim=(-2, -1)),
-    _linalg.linalg_matrix_norm: _norm(torch.linalg.matrix_norm, "A ord", "fro", of_matrix=True, dim=(-2, -1)),
     torch.norm: _norm(torch.norm, "input p", "fro"),
     Tensor.norm: _norm(torch.norm, "input p", "fro"),
     torch.dist: _dist,

@@ -232,7 +232,7 @@ class ShardedIdMap(IdMap):
         found = as_keys(keys, self.keys)
         return self.group.own_pace.look_up(self.number, (found, adds, parts or [len(found)]))
 
-    def serve(self, task: Task, asked: _Asked | None) -> Tensor | None:
+    def serve(self, task: Task, asked: _Asked | None, part: int) -> Tensor | None:
         """Answer key lookups while the ranks run at their own pace: first those that add no keys."""
         note = 0 if asked is None else len(asked[2]) << 1 | asked[1]
         wanted = [each for each in task.round(note=note).notes if each]

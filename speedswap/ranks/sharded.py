@@ -146,23 +146,10 @@ class ShardedStore(RowStore, Files, JointRows):
                     return weights, local, LentRows(ahead.route, ahead.block, version)
             else:
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
-            lent, weights = self._lend(task, wanted, device, None if training else ["weight"])
-        return weights, local, lent
-
-    def _lend(
-        self, task: Task, wanted: Wanted, device: torch.device, columns: Sequence[str] | None
-    ) -> tuple[LentRows, Tensor]:
-        """Exchange rows with the other ranks; return those lent to them, and the weights of the wanted ones.
-
-        Args:
-            task: the ranks' common one.
-            wanted: the rows that this rank requests.
-            device: the device that needs them.
-            columns: the columns to gather of the lent rows.
-        """
-        route, version = self.ask(task, wanted, device), self.own.version
-        block = self.own.lease(route.union, columns=columns, device=device)
-        return LentRows(route, block, version), bring(task, [route], [block.weight])[0]
+            route, version = self.ask(task, wanted, device), self.own.version
+            block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
+            (weights,) = bring(task, [route], [block.weight])
+        return weights, local, LentRows(route, block, version)
 
     def ask(
         self,
@@ -213,10 +200,10 @@ class ShardedStore(RowStore, Files, JointRows):
         if not len(places):
             self.notes.writes += 1
 
-    def serve(self, task: Task, rows: Tensor | None) -> Tensor | None:
-        wanted, places = Wanted.of(self.owners, torch.empty(0, dtype=torch.int64) if rows is None else rows)
-        came = self._lend(task, wanted, torch.device("cpu"), ["weight"])[1]
-        return None if rows is None else came.index_select(0, places)
+    def serve(self, task: Task, rows: Tensor | None, part: int) -> Tensor | None:
+        name, asked = [*self.columns][part], torch.empty(0, dtype=torch.int64) if rows is None else rows
+        found = self._gather(task, asked, [name], torch.device("cpu"))[name]
+        return None if rows is None else found
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -228,22 +215,30 @@ class ShardedStore(RowStore, Files, JointRows):
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
         """Fetch rows from their owners; every rank must call this, with its own rows."""
-        device = device or rows.device
-        if self.group.own_pace.is_active and columns is not None and list(columns) == ["weight"]:
-            return Block(rows, {"weight": self.group.own_pace.look_up(self.number, rows).to(device)})
-        with self.task(Kind.GATHER) as task:
-            wanted, places = Wanted.of(self.owners, rows)
-            route = self.ask(task, wanted, columns=self.columns if columns is None else columns)
-            block = self.own.lease(route.union, columns=columns, device=device)
-            came = {
-                name: bring(task, [route], [block[name]])[0].index_select(0, places.to(device))
-                for name in self.columns
-                if name in block.columns
-            }
-            task.finish()
+        device, order = device or rows.device, [*self.columns]
+        if (pace := self.group.own_pace).is_active:
+            asked = order if columns is None else columns
+            came = {name: pace.look_up(self.number, rows, order.index(name)).to(device) for name in asked}
+        else:
+            with self.task(Kind.GATHER) as task:
+                came = self._gather(task, rows, columns, device)
+                task.finish()
         for name, into in (out or {}).items():
             came[name] = into.copy_(came[name])
         return Block(rows, came)
+
+    def _gather(
+        self, task: Task, rows: Tensor, columns: Sequence[str] | None, device: torch.device
+    ) -> dict[str, Tensor]:
+        wanted, places = Wanted.of(self.owners, rows)
+        names = self.columns if columns is None else columns
+        route = self.ask(task, wanted, device if [*names] == ["weight"] else None, names)
+        block = self.own.lease(route.union, columns=columns, device=device)
+        return {
+            name: bring(task, [route], [block[name]])[0].index_select(0, places.to(device))
+            for name in self.columns
+            if name in block.columns
+        }
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         """Send rows to their owners; every rank must call this, with rows that no other rank writes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap.collectives import Kind, Task
-from speedswap.tables import Block, RowStore, WrappedStore
+from speedswap.tables import RowStore, WrappedStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest, ManifestFile, ShardsManifest, require_shared, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory
@@ -25,37 +25,16 @@ if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
 
 _PIECE_BYTES = 8 << 20
-_DONE = 0
 
 # ---- read by the first rank alone, such as to write a file: the others serve it meanwhile
 
 
 class _Alone(WrappedStore):
-    """A store that one rank reads alone.
+    """A store that one rank reads at its own pace."""
 
-    Args:
-        inner: the rows.
-        task: the task in which the other ranks serve it.
-    """
-
-    def __init__(self, inner: RowStore, task: Task) -> None:
+    def __init__(self, inner: RowStore) -> None:
         super().__init__(inner)
         self.group = None
-        self._task = task
-
-    def gather(
-        self,
-        rows: Tensor,
-        columns: Sequence[str] | None = None,
-        device: torch.device | None = None,
-        out: Mapping[str, Tensor] | None = None,
-    ) -> Block:
-        found: dict[str, Tensor] = {}
-        for column in columns or self.columns:
-            self._task.round(note=1 + [*self.columns].index(column))
-            into = {column: out[column]} if out and column in out else None
-            found |= self.inner.gather(rows, [column], device, into).columns
-        return Block(rows, found)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         return self.gather(torch.arange(start, stop), [column], device)[column]
@@ -75,14 +54,10 @@ def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
     Raises:
         PeerError: the first rank has failed.
     """
-    with joint.group.main.task(Kind.ALONE, joint.number) as task:
-        if joint.group.rank == 0:
-            yield _Alone(outer, task)
-            task.round(note=_DONE)
-        else:
-            while (wanted := task.round().notes[0]) != _DONE:
-                joint.gather(torch.empty(0, dtype=torch.int64), [[*joint.columns][wanted - 1]], torch.device("cpu"))
-            yield None
+    pace = joint.group.own_pace
+    with pace.task(Kind.ALONE):
+        yield _Alone(outer) if joint.group.rank == 0 else None
+        pace.round(0)  # until it has finished
 
 
 # ---- a part on each rank
