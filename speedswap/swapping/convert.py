@@ -29,16 +29,6 @@ _Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module, str]]]
 
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 @of_all_ranks
@@ -114,7 +104,13 @@ def convert(
     for each in places.values():
         each.require_free()
     _refuse(model, found, settings, place.ranks)
-    _warn_of_sparse([names[0] or "the model" for module, names in found if module.sparse])
+    if sparse := [names[0] or "the model" for module, names in found if module.sparse]:
+        warnings.warn(
+            f"{', '.join(sparse)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
+            "torch.optim.Adam in place of SparseAdam: it too moves the batch's rows alone",
+            SpeedswapWarning,
+            stacklevel=users_level(),
+        )
     while found:
         old, names = found.pop(0)
         new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
@@ -234,7 +230,7 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
         yield "its weight is in memory shared between processes, which its table would not be; convert it before that"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         yield "its weight has hooks; remove them first"
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+    if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
         yield "it has hooks; remove them, and register them with what replaces it"
     more = [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]
     if more:
@@ -273,9 +269,6 @@ def _own_attributes(module: _Plain) -> list[str]:
     return [name for name in vars(module) if name not in vars(plain)]
 
 
-# ---------------------------------------------------------------------- warnings
-
-
 def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:
     """Warn that nothing was converted, unless it was converted before, or skipped."""
     if any(isinstance(module, TableModule) for module in model.modules()):
@@ -290,13 +283,3 @@ def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:
         SpeedswapWarning,
         stacklevel=users_level(),
     )
-
-
-def _warn_of_sparse(names: Sequence[str]) -> None:
-    if names:
-        warnings.warn(
-            f"{', '.join(names)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
-            "torch.optim.Adam in place of SparseAdam: it too moves the batch's rows alone",
-            SpeedswapWarning,
-            stacklevel=users_level(),
-        )
