@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
 from speedswap.swapping.attach import attach
-from speedswap.swapping.checkpoints.format import Encoder, require, says_malformed
+from speedswap.swapping.checkpoints.format import Encoder, says_malformed
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, step_unnoticed
 from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart
+from speedswap.tables.files.damage import require
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")  # "meta" has the plain one
 
@@ -248,10 +249,8 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer = innermost(optimizer)
     for group in state["param_groups"]:
         for way in _WAYS:
-            if not isinstance(group.get(way), bool | None):
-                raise ValueError(f"{way!r} is {group[way]!r}")
-    if not all(isinstance(each, dict) for each in state["state"].values()):
-        raise ValueError("a parameter's state is none")
+            require(isinstance(group.get(way), bool | None), f"{way!r} is {group.get(way)!r}")
+    require(all(isinstance(each, dict) for each in state["state"].values()), "a parameter's state is none")
     try:
         fresh = _tried(optimizer, _tried(optimizer).state_dict())
     except Exception:
@@ -260,9 +259,9 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for weight, like in zip(parameters_of(twin), parameters_of(fresh), strict=True):
         for key in fresh.state[like].keys() & twin.state[weight].keys():
             found, wanted = twin.state[weight][key], fresh.state[like][key]
-            is_number = weight.numel() or not isinstance(found, Tensor) or found.numel() == 1
-            if not is_number or isinstance(found, Tensor) != isinstance(wanted, Tensor):
-                raise ValueError(f"{key!r} is {str(found)[:80]}")
+            is_number = weight.numel() > 0 or not isinstance(found, Tensor) or found.numel() == 1
+            is_alike = is_number and isinstance(found, Tensor) == isinstance(wanted, Tensor)
+            require(is_alike, f"{key!r} is {str(found)[:80]}")
 
 
 def _tried(optimizer: Optimizer, state: dict[str, Any] | None = None) -> Optimizer:

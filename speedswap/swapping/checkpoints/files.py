@@ -27,6 +27,7 @@ from speedswap.swapping.checkpoints.format import (
     says_malformed,
 )
 from speedswap.tables import Table
+from speedswap.tables.files.damage import require
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, sync_names
 from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
 
@@ -196,19 +197,9 @@ class TensorsOf:
         """
         if name not in self._readers:
             what = str(self.folder / name)
-            with self._reading(name):
+            with says_malformed(self.folder, "its header", name):
                 self._readers[name] = TensorReader(OpenFile(self._directory.open(name)), what)
         return self._readers[name]
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Raise CheckpointError if a file cannot be read."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (OSError, ValueError) as error:
-            raise damaged(self.folder, error, name) from error
 
     def pieces(self, file: str, *names: str) -> Iterator[list[Tensor]]:
         """Yield some rows after the other of tensors that have equally many.
@@ -221,7 +212,7 @@ class TensorsOf:
         rows = places[0].shape[0] if places[0].shape else 1
         step = max(1, _PIECE_BYTES * rows // max(1, sum(place.nbytes for place in places)))
         for start in range(0, rows, step):
-            with self._reading(file):
+            with says_malformed(self.folder, "its tensors", file):
                 some = [reader.read_rows(name, start, min(start + step, rows)) for name in names]
             yield some
 
@@ -234,7 +225,7 @@ class TensorsOf:
         reader = self.file(saved.file)
         if saved.key not in reader.places:
             raise damaged(self.folder, f"{saved.file} lacks {saved.key!r}")
-        with self._reading(saved.file):
+        with says_malformed(self.folder, "its tensors", saved.file):
             tensor = reader.read(saved.key)
         if digest_of(tensor) != saved.digest:
             raise self._changed(saved.key, saved.file)
@@ -269,10 +260,8 @@ def opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manife
     folder = Path(path).absolute()
     if step is not None or not (folder / MANIFEST).exists():
         folder = Folders(folder).choose(step).path
-    try:
+    with says_malformed(folder, "its folder", ""):
         directory = OpenDirectory(folder)
-    except OSError as error:
-        raise damaged(folder, error) from error
     return folder, Manifest.read(directory), TensorsOf(directory)
 
 
@@ -287,8 +276,7 @@ def decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[
             part: decode(manifest.content[part], lambda name: files.read(manifest.tensors[name])) for part in parts
         }
         for each in content.get("optimizers", []):
-            if not isinstance(each["class"], str) or not {"state", "param_groups"} <= each["state"].keys():
-                raise ValueError("an optimizer's state is missing")
-        if not isinstance(content.get("model", {}), dict):
-            raise ValueError("the model's state is missing")
+            is_whole = isinstance(each["class"], str) and {"state", "param_groups"} <= each["state"].keys()
+            require(is_whole, "an optimizer's state is missing")
+        require(isinstance(content.get("model", {}), dict), "the model's state is missing")
     return content

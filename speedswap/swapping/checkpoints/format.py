@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from speedswap._words import a_kind
-from speedswap.errors import CheckpointError
+from speedswap.errors import CheckpointError, TableFormatError
+from speedswap.tables.files.damage import Damage, is_int, require
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, write_all
 from speedswap.tables.files.tensor_file import DTYPES
 
@@ -49,7 +50,7 @@ class SavedTensor:
     """The location of a tensor (a file and a key in it) and its hash.
 
     Raises:
-        ValueError: a name or the hash has not its form. So it is for the other parts of a manifest.
+        Damage: a name or the hash does not have its form; likewise for the other parts of a manifest.
     """
 
     file: str
@@ -121,7 +122,7 @@ class SavedTable:
         """Return the table that ``asdict`` made plain data of.
 
         Raises:
-            ValueError, TypeError, KeyError: the data are not a table.
+            Damage, TypeError, KeyError: the data are not a table.
         """
         deltas = tuple(Delta(**delta) for delta in data["deltas"])
         return cls(**{**data, "deltas": deltas, "shards": tuple(map(cls.of, data["shards"]))})
@@ -181,7 +182,7 @@ class Manifest:
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        try:
+        with says_malformed(directory.path, "its description"):
             file = OpenFile(directory.open(MANIFEST))
             raw = os.pread(file.fd, _MAX_BYTES + 1, 0)
             checksum, _, body = raw.partition(b"\n")
@@ -191,15 +192,13 @@ class Manifest:
             require(data["format"] == FORMAT, "it does not describe a checkpoint")
             require(data["version"] == VERSION, f"its version is {data['version']!r}; this speedswap reads {VERSION}")
             return cls.of(data)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise damaged(directory.path, error, MANIFEST) from error
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Manifest:
         """Return the manifest that ``asdict`` made plain data of, with all names and numbers checked.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: the data are not a manifest.
+            Damage, TypeError, KeyError, AttributeError: the data are not a manifest.
         """
         token, step, content = data["token"], data["step"], data["content"]
         require(isinstance(token, str) and _is_count(step) and isinstance(content, dict), "its step is missing")
@@ -241,14 +240,22 @@ def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
 
 
 @contextmanager
-def says_malformed(folder: Path, what: str) -> Iterator[None]:
-    """Raise CheckpointError for invalid contents of a checkpoint, which may be anything."""
+def says_malformed(folder: Path, what: str, file: str = MANIFEST) -> Iterator[None]:
+    """Raise CheckpointError for invalid contents of a checkpoint, which may be anything.
+
+    Args:
+        folder: the checkpoint's.
+        what: the part of it, for messages.
+        file: the name of the file that has it.
+    """
     try:
         yield
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise damaged(folder, f"{what}: {type(error).__name__}: {error}", MANIFEST) from error
+        says_all = isinstance(error, OSError | TableFormatError | Damage)
+        problem = error if says_all else f"{what}: {type(error).__name__}: {error}"
+        raise damaged(folder, problem, file) from error
 
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:
@@ -256,13 +263,7 @@ def _matches(pattern: re.Pattern[str], value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
-
-
-def require(condition: bool, problem: str) -> None:
-    """Raise ValueError, with what is wrong with a checkpoint, unless a condition holds."""
-    if not condition:
-        raise ValueError(problem)
+    return is_int(value, 0, 2**64 - 1)
 
 
 # ---------------------------------------------------------------------- plain data

@@ -52,6 +52,7 @@ from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
+from speedswap.tables.files.damage import require
 from speedswap.tables.shards import InOrder, Owners, Shard, own_shard, place_rows, take_shards
 from speedswap.tables.store import Commits
 
@@ -280,34 +281,34 @@ class TableToLoad:
                 f"checkpoint {self._folder} refers to {which} at {os.path.normpath(path)}, which is not there; put the "
                 "table's directory back there"
             )
-        try:
-            if part.copy and (path.is_symlink() or (path.parent.is_symlink() and path.parent != self._folder)):
-                raise TableFormatError(f"{path} is a symbolic link, which is not followed")
+        with says_malformed(self._folder, "its rows", part.copy or str(path)):
+            is_link = part.copy and (path.is_symlink() or (path.parent.is_symlink() and path.parent != self._folder))
+            require(not is_link, f"{path} is a symbolic link, which is not followed")
             table = Table.open(path, mode="r", commit=None if part.copy else part.commit)
-            if part.path and table.attributes.get(TOKEN) != self._token:
-                raise TableFormatError(f"commit {part.commit} of the table at {path} is not that of this checkpoint")
-        except (OSError, ValueError) as error:
-            raise damaged(self._folder, error, part.copy or str(path)) from error
-        if (table.num_embeddings, descriptions_of(table)) != (owners.rows_of(rank), part.columns):
-            raise damaged(self._folder, f"{path} is not the table {self.saved.name!r}")
-        for delta in part.deltas:
-            self._tensors.check(delta.file, delta.digests)
-            self._check_delta(delta, table)
+            is_held = part.copy or table.attributes.get(TOKEN) == self._token
+            require(bool(is_held), f"commit {part.commit} of the table at {path} is not that of this checkpoint")
+            is_same = (table.num_embeddings, descriptions_of(table)) == (owners.rows_of(rank), part.columns)
+            require(is_same, f"{path} is not the table {self.saved.name!r}")
+            for delta in part.deltas:
+                self._tensors.check(delta.file, delta.digests)
+                self._check_delta(delta, table)
         return _Source(part, path, Shard(table, owners, rank))
 
     def _check_delta(self, delta: Delta, table: Table) -> None:
-        places = self._tensors.file(delta.file).places
-        shapes: dict[str, tuple[int, ...]] = {ROWS: (delta.rows,)}
-        shapes |= {each.name: (delta.rows, *each.row_shape) for each in table.columns.values()}
-        if {key: place.shape for key, place in places.items()} != shapes or places[ROWS].dtype != torch.int64:
-            raise damaged(self._folder, f"{delta.file} has not the rows of table {self.saved.name!r}")
-        for column in table.columns.values():
-            if places[column.name].dtype != column.stored_dtype:
-                raise damaged(self._folder, f"{delta.file} has {column.name!r} as {places[column.name].dtype}")
+        """Check that changed rows are the table's.
+
+        Raises:
+            Damage: they are not.
+        """
+        places, name = self._tensors.file(delta.file).places, self.saved.name
+        shapes = {each.name: (each.stored_dtype, (delta.rows, *each.row_shape)) for each in table.columns.values()}
+        shapes[ROWS] = torch.int64, (delta.rows,)
+        found = {key: (place.dtype, place.shape) for key, place in places.items()}
+        require(found == shapes, f"{delta.file} does not have the rows of table {name!r}")
         last = -1
         for (rows,) in self._tensors.pieces(delta.file, ROWS):
-            if not last < int(rows[0]) <= int(rows[-1]) < table.num_embeddings or bool((rows.diff() <= 0).any()):
-                raise damaged(self._folder, f"{delta.file} has rows that table {self.saved.name!r} lacks, or has twice")
+            is_ascending = last < int(rows[0]) <= int(rows[-1]) < table.num_embeddings and bool((rows.diff() > 0).all())
+            require(is_ascending, f"{delta.file} has rows that table {name!r} lacks, or has twice")
             last = int(rows[-1])
 
     def check(self) -> None:
