@@ -15,8 +15,6 @@ from speedswap.collectives.messages import ANYTHING, FAILED, OK, Kind, Line
 from speedswap.collectives.task import Task
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
-_DEPTH_BITS = 10
-_MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 
 
 class Errand:
@@ -93,21 +91,9 @@ class Ahead:
             self._thread.end()
         self.lane.close()
 
-    def begin(self, depth: int) -> None:
-        """Begin the announcements of another lookahead; every rank must call this.
-
-        Args:
-            depth: the number of batches to announce ahead; the same on all ranks.
-
-        Raises:
-            ValueError: ``depth`` differs between ranks; raised on all of them.
-        """
-        notes = self._main.notes(Kind.BEGIN, self._time << _DEPTH_BITS | min(depth, _MOST_DEPTH))
-        self._time = max(notes) >> _DEPTH_BITS
-        depths = [note & _MOST_DEPTH for note in notes]
-        if len({*depths}) > 1:
-            given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self.lane.ranks, depths, strict=True))
-            raise ValueError(f"depth is {given}; give all ranks the same")
+    def begin(self) -> None:
+        """Begin the announcements of another lookahead; every rank must call this."""
+        self._time = max(self._main.notes(Kind.BEGIN, self._time))
 
     def announce(self, errand: Errand) -> None:
         """Queue an errand after those announced before."""

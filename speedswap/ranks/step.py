@@ -176,7 +176,8 @@ class ShardedStep(RowStep):
         return None
 
     def begin_lookahead(self, depth: int) -> None:
-        self.group.ahead.begin(depth)
+        self.group.require_same_settings("lookahead", {"depth": depth})
+        self.group.ahead.begin()
         super().begin_lookahead(depth)
 
     def end_announcements(self, *, failed: bool) -> None:

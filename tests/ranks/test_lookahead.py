@@ -106,7 +106,7 @@ def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts
 def test_ranks_look_as_far_ahead_as_each_other(ranks: RankPool) -> None:
     """Otherwise one would leave the loop before the other has taken its last batches."""
     for said, steps in ranks.run(scenarios.other_depths, 2):
-        assert said == "depth is 1 on rank 0, 2 on rank 1; give all ranks the same"
+        assert said == "lookahead has depth 1 on rank 0, but depth 2 on rank 1; give the same on all ranks"
         assert steps == 5
 
 
