@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor
 
 from speedswap.collectives import Kind, Task
 from speedswap.swapping.graphs import outside_graphs
-from speedswap.swapping.scoring import Exclude, Exclusions, Pieces, Scored, as_matrix, best_rows, exclusions_of
+from speedswap.swapping.scoring import Exclude, Exclusions, Scored, best_rows, top_rows
 from speedswap.tables import RowStore, Table, WrappedStore
 from speedswap.tables.part import PartStore
-from speedswap.tables.record import count
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
@@ -34,30 +34,29 @@ class _RowsInOrder(WrappedStore):
 
     def __init__(self, store: ShardedStore, first_row: int, num_rows: int) -> None:
         super().__init__(store.own.store)
-        self._own, self._owners, self._rank = store.own, store.owners, store.group.rank
-        self._first_row = first_row
-        self._begin = self._owners.count_below(first_row, self._rank)
-        self.num_embeddings = self._owners.count_below(first_row + num_rows, self._rank) - self._begin
+        self._own, self.owners, self._rank = store.own, store.owners, store.group.rank
+        self.first_row = first_row
+        self._begin = self.owners.count_below(first_row, self._rank)
+        self.num_embeddings = self.owners.count_below(first_row + num_rows, self._rank) - self._begin
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        ids = self._owners.ids_in_order(self._rank, self._begin + start, self._begin + stop)
-        return self._own.gather(self._owners.places(ids, self._rank), columns=[column], device=device)[column]
+        ids = self.owners.ids_in_order(self._rank, self._begin + start, self._begin + stop)
+        return self._own.gather(self.owners.places(ids, self._rank), columns=[column], device=device)[column]
 
     def flush_at_end(self) -> None:
         return None  # the table of these rows closes it
 
     def rows_of(self, numbers: Tensor) -> Tensor:
         """Translate numbers here to the table's rows; -1 stays."""
-        ids = self._owners.ids_numbered(numbers.clamp(min=0).view(-1) + self._begin, self._rank) - self._first_row
+        ids = self.owners.ids_numbered(numbers.clamp(min=0).view(-1) + self._begin, self._rank) - self.first_row
         return ids.view(numbers.shape).masked_fill(numbers < 0, -1)
 
     def numbers_of(self, rows: Tensor) -> Tensor:
         """Translate rows of the table, which this rank owns, to their numbers here."""
-        return self._owners.numbers_in_order(rows + self._first_row, self._rank) - self._begin
+        return self.owners.numbers_in_order(rows + self.first_row, self._rank) - self._begin
 
 
 @outside_graphs
-@torch.no_grad()
 def top_rows_of_ranks(
     table: Table, queries: Tensor, k: int, *, chunk: int | None, exclude: Exclude, padding_idx: int | None
 ) -> Scored:
@@ -68,31 +67,30 @@ def top_rows_of_ranks(
     """
     store, first_row = _joint_store(table.store)
     with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
-        many, k = as_matrix(table, queries).cpu(), count("k", k)
-        if k > table.num_embeddings:
-            raise ValueError(
-                f"k is {k}, but table {table.name!r} has {table.num_embeddings} rows; give at most as many"
-            )
-        chunk = None if chunk is None else count("chunk", chunk)
-        table.check_open()
-        whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
-        left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
-        own = _RowsInOrder(store, first_row, table.num_embeddings)
-        size = len(task.lane.ranks)
-        asked = task.round([len(many)] * size, note=k)
-        most = max(asked.notes)  # the most that any rank wants
-        bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
-        at_once = max(1, _BYTES // (bytes_each * size))  # queries per rank
-        theirs = _share_exclusions(task, store, own, first_row, left_out)
-        parts = []
-        for first in range(0, max(asked.counts), at_once):
-            sizes = [max(0, min(count - first, at_once)) for count in asked.counts]
-            within = [_within(each, first, count, queries.device) for each, count in zip(theirs, sizes, strict=True)]
-            parts.append(_one_group(task, own, many[first : first + at_once], sizes, most, within, chunk))
-    values = torch.cat([part.values[:, :k] for part in parts]) if parts else many.new_empty(0, k)
-    ids = torch.cat([part.ids[:, :k] for part in parts]) if parts else torch.empty(0, k, dtype=torch.int64)
-    best = Scored(values.to(queries.device), ids.to(queries.device))
-    return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
+        search = partial(_search, task, _RowsInOrder(store, first_row, table.num_embeddings))
+        return top_rows(table, queries, k, chunk=chunk, exclude=exclude, padding_idx=padding_idx, search=search)
+
+
+def _search(
+    task: Task, own: _RowsInOrder, table: Table, queries: Tensor, k: int, chunk: int | None, left_out: Exclusions
+) -> Scored:
+    """Return the best rows for checked queries, as :func:`best_rows` does."""
+    table.check_open()
+    many, size = queries.cpu(), len(task.lane.ranks)
+    left_out = Exclusions(*(each if each is None else each.cpu() for each in left_out))  # type: ignore[arg-type]
+    asked = task.round([len(many)] * size, note=k)
+    most = max(asked.notes)  # the most that any rank wants
+    bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
+    at_once = max(1, _BYTES // (bytes_each * size))  # queries per rank
+    theirs = _share_exclusions(task, own, left_out)
+    parts = []
+    for first in range(0, max(asked.counts), at_once):
+        sizes = [max(0, min(count - first, at_once)) for count in asked.counts]
+        within = [_within(each, first, count, queries.device) for each, count in zip(theirs, sizes, strict=True)]
+        parts.append(_one_group(task, own, many[first : first + at_once], sizes, most, within, chunk))
+    values = torch.cat([many.new_empty(0, k), *(part.values[:, :k] for part in parts)])
+    ids = torch.cat([torch.empty(0, k, dtype=torch.int64), *(part.ids[:, :k] for part in parts)])
+    return Scored(values.to(queries.device), ids.to(queries.device))
 
 
 def _joint_store(store: RowStore) -> tuple[ShardedStore, int]:
@@ -153,19 +151,17 @@ def _merged(values: Tensor, ids: Tensor) -> Scored:
 # ---------------------------------------------------------------------- rows that are left out
 
 
-def _share_exclusions(
-    task: Task, store: ShardedStore, own: _RowsInOrder, first_row: int, left_out: Exclusions
-) -> list[Exclusions]:
+def _share_exclusions(task: Task, own: _RowsInOrder, left_out: Exclusions) -> list[Exclusions]:
     """Send each owner its excluded rows; return those for each rank's queries, as numbers of this rank's rows."""
     size = len(task.lane.ranks)
     queries = torch.cat([torch.full_like(left_out.ids, _FOR_ALL), left_out.queries])
     rows = torch.cat([left_out.ids, left_out.theirs])
-    owner = store.owners.of(rows + first_row)
+    owner = own.owners.of(rows + own.first_row)
     order = owner.argsort(stable=True)
     sent = torch.bincount(owner, minlength=size).tolist()
     received = task.round(sent).counts
     came = task.send(torch.stack([queries, rows], dim=1)[order], sent, received)
-    masks = _share_masks(task, store, own, first_row, left_out.mask)
+    masks = _share_masks(task, own, left_out.mask)
     found = []
     for pairs, mask in zip(torch.split(came, received), masks, strict=True):
         asking, numbers = pairs[:, 0], own.numbers_of(pairs[:, 1])
@@ -174,18 +170,16 @@ def _share_exclusions(
     return found
 
 
-def _share_masks(
-    task: Task, store: ShardedStore, own: _RowsInOrder, first_row: int, mask: Tensor | None
-) -> list[Tensor | None]:
+def _share_masks(task: Task, own: _RowsInOrder, mask: Tensor | None) -> list[Tensor | None]:
     """Send each owner the mask of its rows; return the masks for each rank's queries."""
     has_mask = [bool(note) for note in task.round(note=int(mask is not None)).notes]
     if not any(has_mask):
         return [None] * len(has_mask)
-    owners, parts = store.owners, [torch.empty(0, dtype=torch.bool)] * len(has_mask)
+    parts = [torch.empty(0, dtype=torch.bool)] * len(has_mask)
     if mask is not None:
         for rank in range(len(has_mask)):
-            begin, end = (owners.count_below(row, rank) for row in (first_row, first_row + len(mask)))
-            parts[rank] = mask[owners.ids_in_order(rank, begin, end) - first_row]
+            begin, end = (own.owners.count_below(row, rank) for row in (own.first_row, own.first_row + len(mask)))
+            parts[rank] = mask[own.owners.ids_in_order(rank, begin, end) - own.first_row]
     sent, given = [len(part) for part in parts], torch.cat(parts)
     received = [own.num_embeddings * has for has in has_mask]
     came = torch.split(task.send(given, sent, received), received)

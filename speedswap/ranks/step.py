@@ -385,7 +385,7 @@ class ShardedStep(RowStep):
     def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
         return ShardedKeys(id_map, table, self, first_row)
 
-    top_rows = staticmethod(top_rows_of_ranks)
+    top_rows = staticmethod(top_rows_of_ranks)  # type: ignore[assignment]
 
     def _is_zeroed(self, grad: Tensor) -> bool:
         return self._gradients.is_zeroed(self.number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -227,11 +227,21 @@ def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:
 @outside_graphs
 @torch.no_grad()
 def top_rows(
-    table: Table, queries: Tensor, k: int, *, chunk: int | None, exclude: Exclude, padding_idx: int | None
+    table: Table,
+    queries: Tensor,
+    k: int,
+    *,
+    chunk: int | None,
+    exclude: Exclude,
+    padding_idx: int | None,
+    search: Callable[..., Scored] | None = None,
 ) -> Scored:
     """Return the ``k`` rows of a table with the largest inner products; see :meth:`TableModule.score`.
 
     Source: exact search, in one pass; the best scores so far are the bound that later ones must pass.
+
+    Args:
+        search: searches in place of :func:`best_rows`.
     """
     many = as_matrix(table, queries)
     k = count("k", k)
@@ -240,7 +250,7 @@ def top_rows(
     chunk = None if chunk is None else count("chunk", chunk)
     whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
     left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
-    best = best_rows(table, many, k, chunk, left_out)
+    best = (search or best_rows)(table, many, k, chunk, left_out)
     return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
 
 
