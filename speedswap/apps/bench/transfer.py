@@ -52,7 +52,7 @@ class TransferPlan:
             return cls(table, 512, 16_384, 3, sweeps, 200_000)
         cached = 8 * cache_bytes()
         sizes = tuple(size for size in (2**29, 2**31, 2**33) if size >= cached)  # no cache holds them
-        # A virtual machine reports its host's cache, of which it may have a small share: memory decides then.
+        # A virtual machine reports its host's cache and may have a small share of it: memory decides then.
         fits = int(_SHARE_OF_MEMORY * available_bytes() / _COPIES) >> 20 << 20
         sweeps = {
             "row_bytes": (16, 64, 128, 256, 512, 1024, 4096),
