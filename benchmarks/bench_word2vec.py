@@ -23,7 +23,7 @@ import torch
 import speedswap
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.options import compute_device
-from speedswap.apps.word2vec import Settings, WordVectors, figures, train
+from speedswap.apps.word2vec import Settings, WordVectors, train
 from speedswap.apps.word2vec.blocks import BLOCK
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.settings import make_optimizer, suited
@@ -89,7 +89,8 @@ def write_synthetic(path: Path, words: int, vocabulary: int = 50_000) -> Path:
 
 def run_speedswap(settings: Settings, pair_files: list[Path]) -> dict[str, Any]:
     result = train(settings, progress=False)
-    found = figures(result, [result.vectors.similarity(pairs) for pairs in pair_files])
+    result.similarities = [result.vectors.similarity(pairs) for pairs in pair_files]
+    found = result.report()
     if found["settings"]["corpus"] is not None:
         found["settings"]["corpus"] = Path(found["settings"]["corpus"]).name
     del found["loss"]

@@ -33,13 +33,6 @@ STEPS_PER_SAVE = 20.0
 _NONE = -1
 RESTART = "start over (--restart)"
 
-_OWN = {  # content in the checkpoints of one command only
-    "word2vec": {"device", "corpus"},
-    "ncf": {"split", "ratings_checksum"},
-    "dlrm": {"bottom", "top"},
-}
-_OF_ALL = {"settings", "place", "progress"}  # in those of every command
-
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
@@ -99,8 +92,9 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ writing
 
-    @staticmethod
+    @classmethod
     def write(
+        cls,
         output: Path,
         step: int,
         *,
@@ -126,6 +120,7 @@ class Checkpoint:
             OutputError: it cannot be written; the existing checkpoints stay.
         """
         content = {
+            "command": cls.command,
             "settings": {name: plain_value(value) for name, value in asdict(settings).items()},
             "place": list(place),
             **more,
@@ -155,7 +150,7 @@ class Checkpoint:
             raise CheckpointError(f"output {output} has no checkpoint to go on from: {remedy}")
         found = speedswap.load_checkpoint(output / FOLDER, None, step=step)
         command, writer = f"speedswap {cls.command}", _writer_of(found.extra)
-        if writer not in (command, None):
+        if writer != command:
             where = "another --output" if remedy == RESTART else f"the output directory of a run of {command}"
             raise CheckpointError(f"output {output} has the checkpoints of {writer}, not of {command}: give {where}")
         try:
@@ -270,12 +265,10 @@ class Checkpoint:
         speedswap.load_checkpoint(self.folder, model, optimizer, random_state=False)
 
 
-def _writer_of(content: Any) -> str | None:
-    """Return the command that wrote a checkpoint's content; None if it is incomplete and could be any command's."""
-    has = {*content} if isinstance(content, dict) else set()
-    if not has >= _OF_ALL:
-        return "another program"
-    return next((f"speedswap {name}" for name, own in _OWN.items() if has >= own), None)
+def _writer_of(content: Any) -> str:
+    """Return the command that wrote a checkpoint's content."""
+    is_ours = isinstance(content, dict) and "command" in content
+    return f"speedswap {content['command']}" if is_ours else "another program"
 
 
 def remove_checkpoints(output: Path) -> None:

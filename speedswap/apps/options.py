@@ -45,14 +45,14 @@ WIDEST = 2**16
 """Numbers in a layer or a row."""
 _MOST_LAYERS = 100
 _MOST_SHOWN = 24
-_TYPES: dict[Any, tuple[tuple[Any, ...], str]] = {
+_TYPES: dict[Any, tuple[Any, str]] = {
     int: ((int, np.integer), "a whole number"),
     float: ((int, float, np.integer, np.floating), "a number"),
-    str: ((str,), "a string"),
-    bool: ((bool,), "True or False"),
+    str: (str, "a string"),
+    bool: (bool, "True or False"),
     Path: ((str, PathLike), "a path"),
-    Mapping: ((Mapping,), "a mapping"),
-    NoneType: ((NoneType,), "None"),
+    Mapping: (Mapping, "a mapping"),
+    NoneType: (NoneType, "None"),
 }
 
 ASettings = TypeVar("ASettings", bound="AppSettings")
@@ -384,3 +384,50 @@ class TableSettings(AppSettings):
         """
         is_near = self.compute_device().type == "cpu" and self.storage not in ON_DISK
         return int(not is_near) if self.lookahead is None else self.lookahead
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    settings: type[AppSettings],
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    description: str,
+    resumes: bool = True,
+) -> argparse.ArgumentParser:
+    """Add the command of an application to a parser's commands.
+
+    Args:
+        commands: of the parser.
+        name: of the command.
+        settings: the class of its settings.
+        run: runs it, given the parsed arguments, and returns the exit status.
+        summary, description: for the help.
+        resumes: whether it goes on from checkpoints.
+    """
+    parser = commands.add_parser(name, help=summary, description=description)
+    settings.add_arguments(parser)
+    parser.add_argument(
+        "--output", type=Path, default=Path(f"{name}-output"), metavar="DIR", help="default: %(default)s"
+    )
+    if resumes:
+        choice = parser.add_mutually_exclusive_group()
+        choice.add_argument(
+            "--resume",
+            action="store_true",
+            default=None,
+            help="insist on going on from the last checkpoint in the output directory, also of a finished run to more "
+            "--epochs; an unfinished run of the same settings goes on without this",
+        )
+        choice.add_argument(
+            "--restart",
+            dest="resume",
+            action="store_false",
+            help="start over; the first checkpoint replaces those in the output directory",
+        )
+    parser.set_defaults(run=run)
+    return parser

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import speedswap
-from speedswap.apps import checkpoints
+from speedswap.apps import run, saved_run
 from speedswap.apps.word2vec import Settings, train
 from speedswap.cli import main
 
@@ -27,7 +27,7 @@ def outputs(tmp_path_factory):
         assert main([command, *SMALL[command], "--output", str(folder / command)]) == 0
     with pytest.MonkeyPatch.context() as patched:
         for name in ("SECONDS_BETWEEN", "STEPS_PER_SAVE"):
-            patched.setattr(checkpoints, name, 0.0)
+            patched.setattr(run, name, 0.0)
         settings = Settings(generate=20_000, dim=4, epochs=1, device="cpu")
         train(settings, output=folder / "word2vec", progress=False)  # whose checkpoints the command would remove
     speedswap.save_checkpoint(folder / "own" / "checkpoints", torch.nn.Linear(1, 1))
@@ -54,4 +54,4 @@ def test_the_output_of_another_command_is_refused(command, writer, outputs, caps
     assert (
         err == f"speedswap: output {output} has the checkpoints of {WRITERS[writer]}, not of speedswap {of}: {remedy}\n"
     )
-    assert checkpoints.Folders(outputs / writer / checkpoints.FOLDER).found()
+    assert saved_run.is_saved(outputs / writer)

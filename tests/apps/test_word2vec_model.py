@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from speedswap.apps import word2vec
 from speedswap.apps.options import named_optimizer
 from speedswap.apps.word2vec import Settings, SettingsError
 from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Sampler
@@ -77,16 +76,6 @@ def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():
     assert not context.any()
     assert 0.0099 < center.abs().max() <= 0.5 / 50
     assert abs(center.mean()) < 1e-4
-
-
-def test_the_former_name_of_rowwise_adagrad_works_and_warns():
-    with pytest.warns(DeprecationWarning, match=r"now speedswap\.optim\.RowwiseAdagrad"):
-        former = word2vec.RowwiseAdagrad
-    weight = nn.Parameter(torch.ones(2, 2))
-    weight.grad = torch.ones(2, 2)
-    former([weight], lr=0.5, initial_sum=3.0).step()
-    assert weight.tolist() == [[0.75, 0.75]] * 2
-    assert former.__name__ == "RowwiseAdagrad"
 
 
 def test_the_default_optimizer_starts_its_accumulators_above_zero():

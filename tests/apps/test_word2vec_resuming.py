@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps import checkpoints
 from speedswap.apps.errors import CheckpointError
 from speedswap.apps.word2vec import Settings, train, training
 from speedswap.apps.word2vec import corpus as corpus_module
@@ -69,7 +68,7 @@ def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
 
     with monkeypatch.context() as patched:
         patched.setattr(training, "step", step)
-        patched.setattr(checkpoints.Pace, "is_due", property(lambda self: bool(taken) and len(taken) % every == 0))
+        patched.setattr(training.Word2VecRun, "is_save_due", lambda run: bool(taken) and len(taken) % every == 0)
         if how == "ended":
             return train(settings, output=output, progress=False, **more)
         with pytest.raises(Killed):
@@ -137,7 +136,7 @@ def test_a_disk_without_room_for_checkpoints_does_not_end_the_run(corpus, tmp_pa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("speedswap.save_checkpoint", full)
-    monkeypatch.setattr(checkpoints.Pace, "is_due", True)
+    monkeypatch.setattr(training.Word2VecRun, "is_save_due", lambda run: True)
     assert_same(train(small(corpus), output=tmp_path, progress=False), expected)
     assert "no checkpoint: " in caplog.text
     assert "No space left" in caplog.text
@@ -145,10 +144,10 @@ def test_a_disk_without_room_for_checkpoints_does_not_end_the_run(corpus, tmp_pa
 
 COMMAND = """
 import sys
-from speedswap.apps import checkpoints
+from speedswap.apps import run
 from speedswap.cli import main
 from speedswap.apps.word2vec.corpus import Corpus
-checkpoints.SECONDS_BETWEEN = checkpoints.STEPS_PER_SAVE = 0.0
+run.SECONDS_BETWEEN = run.STEPS_PER_SAVE = 0.0
 Corpus.passages.__defaults__ = (700,)
 sys.exit(main(sys.argv[1:]))
 """

@@ -17,7 +17,7 @@ import simulated_gpu
 import torch
 
 import speedswap
-from speedswap.apps.word2vec import CorpusError, Result, Settings, SettingsError, save, train, training
+from speedswap.apps.word2vec import CorpusError, Run, Settings, SettingsError, train, training
 from speedswap.apps.word2vec.settings import suited
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
@@ -40,7 +40,7 @@ def small(corpus, **changes):
 
 
 @pytest.fixture(scope="module")
-def plain_run(corpus) -> Callable[..., Result]:
+def plain_run(corpus) -> Callable[..., Run]:
     """A run with the unchanged small settings, one per device."""
     return functools.cache(lambda device="cpu": train(small(corpus, device=device), progress=False))
 
@@ -150,7 +150,7 @@ def test_a_run_leaves_vectors_figures_and_plot(corpus, plain_run, tmp_path):
     keyed = pytest.importorskip("gensim.models").KeyedVectors
     result = plain_run()
     folder = tmp_path / "made" / "here"
-    files = save(result, folder)
+    files = result.write(folder)
     assert sorted(path.name for path in files) == sorted(path.name for path in folder.iterdir())
     theirs = keyed.load_word2vec_format(str(folder / "vectors.txt"))
     assert np.allclose(theirs["honey"], result.vectors["honey"], rtol=1e-5)

@@ -82,8 +82,11 @@ class Word2VecSettings(TableSettings):
             raise SettingsError(f"corpus is {self.corpus} and generate is {self.generate}: give one of the two")
 
     def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
-        """Make the optimizer of a model's parameters, with a learning rate that suits it unless one is given."""
         return make_optimizer(self.optimizer, model.parameters(), self.lr)
+
+    def suited(self) -> Suited:
+        """Return what suits the optimizer."""
+        return suited(self.optimizer)
 
 
 # ---- optimizers by name, with the learning rates that suit the summed loss -------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,10 @@ class Similarity(NamedTuple):
     known: int
     """Pairs of which both words have a vector."""
     total: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures, as JSON can hold them: it has no NaN."""
+        return self._asdict() | {"spearman": self.spearman if math.isfinite(self.spearman) else None}
 
     def __str__(self) -> str:
         return f"{self.name}: Spearman {self.spearman:.3f} on {self.known} of {self.total} pairs"
