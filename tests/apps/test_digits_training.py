@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.digits import DigitsNet, ImagesError, Settings, SettingsError, figures, read_split, train
+from speedswap.apps.digits import DigitsNet, ImagesError, Settings, SettingsError, read_split, train
 from speedswap.errors import MemoryBudgetError
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -113,7 +113,7 @@ def test_parts_of_memory_are_what_torch_says():
     assert parts["parameters"] == parts["gradients"] == parameters
     assert parts["optimizer state"] == 2 * parameters + 4 * len([*result.model.parameters()])  # and Adam's step counts
     assert parts["activations"] == max(step.peak_bytes for step in result.steps) - parameters
-    assert figures(result)["memory"]["parts"] == parts
+    assert result.figures()["memory"]["parts"] == parts
 
 
 def test_learning_rate_beyond_all_bounds_is_an_error():

@@ -11,34 +11,30 @@ A run reads the images (``task``), measures the memory of a micro-batch, trains 
 (``training``) and saves its figures (``cli``).
 """
 
-from speedswap.apps.digits.cli import figures, memory_report, save
-from speedswap.apps.digits.task import Budget, DigitsNet, Images, read_split
-from speedswap.apps.digits.task import DigitsSettings as Settings
-from speedswap.apps.digits.task import DigitsSplit as Split
-from speedswap.apps.digits.training import DigitsEpoch as Epoch
-from speedswap.apps.digits.training import DigitsResult as Result
-from speedswap.apps.digits.training import DigitsStep as Step
-from speedswap.apps.digits.training import Footprint, measure_footprint, train
+from speedswap.apps.digits.cli import memory_report
+from speedswap.apps.digits.task import Budget, DigitsNet, DigitsSettings, DigitsSplit, Images, read_split
+from speedswap.apps.digits.training import DigitsRun, DigitsStep, Footprint, measure_footprint, train
 from speedswap.apps.errors import ImagesError, SettingsError
 from speedswap.batching import LimitedMemory
+
+Run, Settings = DigitsRun, DigitsSettings
 
 __all__ = [
     "Budget",
     "DigitsNet",
-    "Epoch",
+    "DigitsRun",
+    "DigitsSettings",
+    "DigitsSplit",
+    "DigitsStep",
     "Footprint",
     "Images",
     "ImagesError",
     "LimitedMemory",
-    "Result",
+    "Run",
     "Settings",
     "SettingsError",
-    "Split",
-    "Step",
-    "figures",
     "measure_footprint",
     "memory_report",
     "read_split",
-    "save",
     "train",
 ]

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import speedswap
 from speedswap.apps.digits.task import DigitsNet, DigitsSettings, DigitsSplit, Images, read_split
-from speedswap.apps.options import check_loss
-from speedswap.apps.running import Shown, Stop, listening, show_progress
+from speedswap.apps.files import write_whole
+from speedswap.apps.run import Run
+from speedswap.apps.running import Stop, listening, show_progress
 from speedswap.batching import Callback, Event, LimitedMemory
 from speedswap.errors import MemoryBudgetError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MIB = 2**20
 LABEL_SMOOTHING = 0.1
 """Of so few images, a network that is surer has learned them by heart."""
 MEASURED = (16, 48)
@@ -78,24 +83,58 @@ class Footprint(NamedTuple):
         return max(0, (nbytes - self.fixed_bytes) // self.bytes_a_sample)
 
 
-@dataclass
-class DigitsResult:
-    """A trained network and the course of the training."""
+class DigitsRun(Run[DigitsSettings, Images]):
+    """A network that learns to read digits, in batches that exceed its memory budget.
 
-    settings: DigitsSettings
-    split: DigitsSplit
+    Attributes:
+        split: images to train on and to test on.
+        footprint: the memory of a batch in addition to the model.
+        budget_bytes: the limit of it; None for none.
+        steps, epochs: the course of the training.
+        whole: the run with whole batches and no budget, where it was asked for.
+
+    Raises:
+        ImagesError: scikit-learn is not installed.
+        MemoryBudgetError: one image does not fit, or the micro-batch size asked for.
+    """
+
+    plot_size = (12, 4)
+
     model: DigitsNet
-    optimizer: Optimizer
-    lr: float
-    """The learning rate at the beginning."""
-    footprint: Footprint
-    budget_bytes: int | None
-    """The memory of a batch in addition to the model."""
-    steps: list[DigitsStep] = field(default_factory=list)
-    epochs: list[DigitsEpoch] = field(default_factory=list)
-    whole: DigitsResult | None = None
-    """The run with whole batches and no budget, where it was asked for."""
-    interrupted: bool = False
+
+    def __init__(self, settings: DigitsSettings) -> None:
+        super().__init__(settings)
+        self.steps: list[DigitsStep] = []
+        self.epochs: list[DigitsEpoch] = []
+        self.whole: DigitsRun | None = None
+        self._seconds_before = 0.0
+        self._generator = torch.Generator().manual_seed(settings.seed)
+        self.read()
+        self.build()
+
+    def read(self) -> None:
+        split = read_split(self.settings.seed)
+        self.split = DigitsSplit(split.train.to(self.device), split.test.to(self.device))
+        self._steps_per_epoch = -(-len(split.train) // self.settings.batch)
+        self.total = self._steps_per_epoch * self.settings.epochs
+
+    def make_model(self) -> DigitsNet:
+        return DigitsNet(self.settings.width, seed=self.settings.seed)
+
+    def build(self) -> None:
+        super().build()
+        self.footprint = measure_footprint(self.model, self.split.train)
+        self.budget_bytes = affordable(self.settings, self.footprint)
+        self._memory = LimitedMemory(self.budget_bytes)
+        self._trace = Trace(self._memory)
+        size: Any = self.settings.micro_batch_size
+        self._splitter = speedswap.BatchSplitter(
+            self.model, micro_batch_size=size, grow_after=self.settings.grow_after, callbacks=[self._trace]
+        )
+
+    @property
+    def done(self) -> float:
+        return len(self.steps)
 
     @property
     def accuracy(self) -> float | None:
@@ -113,6 +152,50 @@ class DigitsResult:
         pairs = zip(self.steps, self.whole.steps if self.whole else [], strict=False)  # Ctrl-C ends either early
         return max((abs(ours.loss - theirs.loss) for ours, theirs in pairs), default=None)
 
+    # ------------------------------------------------------------------ training
+
+    def batches(self) -> Iterator[Images]:
+        order = torch.randperm(len(self.split.train), generator=self._generator).to(self.device)
+        for positions in torch.split(order, self.settings.batch):
+            yield self.split.train[positions]
+
+    def lr_left(self) -> float:
+        return 1 - self.done / self.total
+
+    def take(self, batch: Images) -> None:
+        def loss_fn(pixels: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.model(pixels), labels, label_smoothing=LABEL_SMOOTHING)
+
+        self.optimizer.zero_grad()
+        self._trace.failed = []
+        with self._memory:
+            loss = self._splitter.backward(loss_fn, batch.pixels, batch.labels).item()
+        self.check_loss(loss, f"in epoch {self.epoch + 1}")
+        self.optimizer.step()
+        sizes, failed = self._trace.sizes, tuple(self._trace.failed)
+        self.steps.append(DigitsStep(loss, len(batch), max(sizes), len(sizes), failed, self._memory.peak_bytes))
+        self.step += 1
+
+    def is_due(self) -> bool:
+        return self.step == self._steps_per_epoch
+
+    def evaluate(self) -> str:
+        loss = sum(step.loss * step.batch for step in self.steps[-self.step :]) / len(self.split.train)
+        seconds, self._seconds_before = self.training_seconds - self._seconds_before, self.training_seconds
+        self.epoch, self.step = self.epoch + 1, 0
+        self.epochs.append(DigitsEpoch(self.epoch, loss, self._recognized(self.split.test), seconds))
+        return str(self.epochs[-1])
+
+    def _recognized(self, images: Images) -> float:
+        """Return the share of images whose digit is recognized, within the memory of the training."""
+        self.model.eval()
+        with self._memory:
+            scores: Tensor = self._splitter.map(self.model, images.pixels)
+        self.model.train()
+        return (scores.argmax(1) == images.labels).double().mean().item()
+
+    # ------------------------------------------------------------------ results
+
     def parts(self) -> dict[str, int]:
         """Return bytes by purpose; a batch's peak beyond its gradients counts as activations."""
 
@@ -127,8 +210,64 @@ class DigitsResult:
             "activations": max(0, self.peak_bytes - parameters),
         }
 
+    def write_model(self, folder: Path) -> list[Path]:
+        # In memory first: torch reports a file that cannot be written as a different error.
+        parameters = io.BytesIO()
+        torch.save(self.model.state_dict(), parameters)
+        with write_whole(folder / "model.pt") as file:
+            file.write(parameters.getbuffer())
+        return [folder / "model.pt"]
 
-def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None = None) -> DigitsResult:
+    def figures(self) -> dict[str, Any]:
+        return {
+            "images": len(self.split.train),
+            "tested_images": len(self.split.test),
+            "accuracy": self.accuracy,
+            "memory": {
+                "budget_bytes": self.budget_bytes,
+                "peak_bytes": self.peak_bytes,
+                "bytes_of_a_whole_batch": self.footprint.bytes_for(self.settings.batch),
+                "bytes_a_sample": self.footprint.bytes_a_sample,
+                "parts": self.parts(),
+            },
+            "largest_difference": self.largest_difference,
+            "out_of_memory": sum(len(step.failed) for step in self.steps),
+            "epochs": [epoch._asdict() for epoch in self.epochs],
+            "steps": [step._asdict() for step in self.steps],
+        }
+
+    def draw(self, figure: Figure) -> None:
+        losses, sizes, memory = figure.subplots(1, 3)
+        numbers = range(1, len(self.steps) + 1)
+        if self.whole is not None:
+            whole = [step.loss for step in self.whole.steps]
+            losses.plot(range(1, len(whole) + 1), whole, linewidth=4, alpha=0.3, label="whole batches")
+        losses.plot(numbers, [step.loss for step in self.steps], label="in micro-batches")
+        losses.set_ylabel("loss")
+        losses.legend()
+        sizes.step(numbers, [step.micro_batch_size for step in self.steps], where="mid")
+        failed = [(number, size) for number, step in zip(numbers, self.steps, strict=True) for size in step.failed]
+        if failed:
+            sizes.plot(*zip(*failed, strict=True), "rx", label="out of memory")
+            sizes.legend()
+        sizes.set_yscale("log", base=2)
+        sizes.yaxis.set_major_formatter("{x:,.0f}")
+        sizes.set_ylabel("micro-batch size")
+        memory.step(numbers, [step.peak_bytes / MIB for step in self.steps], where="mid", label="peak")
+        if self.budget_bytes is not None:
+            memory.axhline(self.budget_bytes / MIB, color="gray", linestyle=":", label="budget")
+        unsplit = self.footprint.bytes_for(self.settings.batch) / MIB
+        memory.axhline(unsplit, color="red", linestyle=":", label="unsplit")
+        memory.set_ylabel("memory for a batch, MiB")
+        memory.set_ylim(bottom=0)
+        memory.legend()
+        for axes in (losses, sizes, memory):
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"digits, batches of {self.settings.batch:,}, {self.settings.optimizer}")
+
+
+def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None = None) -> DigitsRun:
     """Train a network to read digits, in batches that exceed its memory budget.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
@@ -145,33 +284,22 @@ def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None 
         MemoryBudgetError: one image does not fit, or the micro-batch size asked for.
         SettingsError: the learning rate is so large that the loss is not finite any more.
     """
-    device = settings.compute_device()
-    split = read_split(settings.seed)
-    split = DigitsSplit(split.train.to(device), split.test.to(device))
-    model = DigitsNet(settings.width, seed=settings.seed).to(device)
-    runs = [prepared(settings, split, model)]
+    runs = [DigitsRun(settings)]
     if settings.compare:
         plain = replace(settings, memory_budget="none", micro_batch_size=settings.batch, compare=False)
-        runs.append(prepared(plain, split, copy.deepcopy(model)))
-    steps = -(-len(split.train) // settings.batch) * settings.epochs * len(runs)
+        runs.append(DigitsRun(plain))
     result = runs[0]
-    with listening(stop) as stopped, show_progress(steps, shown=progress) as shown:
-        run_epochs(result, stopped, shown)
+    with listening(stop) as stopped, show_progress(result.total * len(runs), shown=progress) as shown:
+        for run in runs:
+            run.stop = stopped
+        result.loop(None, shown)
         for whole in runs[1:]:
             if not stopped.is_set():
                 shown.write("the same with whole batches and no budget:")
                 result.whole = whole
-                run_epochs(whole, stopped, shown)
+                whole.loop(None, shown)
                 result.interrupted = whole.interrupted
     return result
-
-
-def prepared(settings: DigitsSettings, split: DigitsSplit, model: DigitsNet) -> DigitsResult:
-    """Prepare a run."""
-    optimizer = settings.make_optimizer(model)
-    footprint = measure_footprint(model, split.train)
-    lr, budget_bytes = float(optimizer.param_groups[0]["lr"]), affordable(settings, footprint)
-    return DigitsResult(settings, split, model, optimizer, lr, footprint, budget_bytes)
 
 
 def measure_footprint(model: nn.Module, images: Images) -> Footprint:
@@ -227,50 +355,3 @@ class Trace(Callback):
 
     def on_out_of_memory(self, event: Event) -> None:
         self.failed.append(event.old_size or 0)
-
-
-def run_epochs(result: DigitsResult, stopped: Stop, shown: Shown) -> None:
-    """Train until the end or until stopped, and record the course in the result."""
-    settings, split, model = result.settings, result.split, result.model
-    memory = LimitedMemory(result.budget_bytes)
-    trace = Trace(memory)
-    size: Any = settings.micro_batch_size
-    splitter = speedswap.BatchSplitter(model, micro_batch_size=size, grow_after=settings.grow_after, callbacks=[trace])
-
-    def loss_fn(pixels: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model(pixels), labels, label_smoothing=LABEL_SMOOTHING)
-
-    generator = torch.Generator().manual_seed(settings.seed)
-    total_steps = -(-len(split.train) // settings.batch) * settings.epochs
-    for number in range(1, settings.epochs + 1):
-        begun, began = len(result.steps), time.perf_counter()
-        order = torch.randperm(len(split.train), generator=generator).to(split.train.labels.device)
-        for positions in torch.split(order, settings.batch):
-            batch = split.train[positions]
-            for group in result.optimizer.param_groups:
-                group["lr"] = result.lr * (1 - len(result.steps) / total_steps)
-            trace.failed = []
-            result.optimizer.zero_grad()
-            with memory:
-                loss = splitter.backward(loss_fn, batch.pixels, batch.labels).item()
-            check_loss(loss, lr=result.lr, optimizer=settings.optimizer, when=f"in epoch {number}")
-            result.optimizer.step()
-            sizes, failed = trace.sizes, tuple(trace.failed)
-            result.steps.append(DigitsStep(loss, len(batch), max(sizes), len(sizes), failed, memory.peak_bytes))
-            shown.update(1)
-            if stopped.is_set() and len(result.steps) < total_steps:
-                result.interrupted = True
-                return
-        done, seconds = result.steps[begun:], time.perf_counter() - began
-        loss = sum(step.loss * step.batch for step in done) / len(split.train)
-        result.epochs.append(DigitsEpoch(number, loss, accuracy(model, splitter, memory, split.test), seconds))
-        shown.write(str(result.epochs[-1]))
-
-
-def accuracy(model: nn.Module, splitter: speedswap.BatchSplitter, memory: LimitedMemory, images: Images) -> float:
-    """Return the share of images whose digit is recognized, within the memory of the training."""
-    model.eval()
-    with memory:
-        scores: Tensor = splitter.map(model, images.pixels)
-    model.train()
-    return (scores.argmax(1) == images.labels).double().mean().item()
