@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,10 +23,10 @@ import speedswap
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.options import compute_device
 from speedswap.apps.word2vec import Settings, WordVectors, train
-from speedswap.apps.word2vec.blocks import BLOCK
+from speedswap.apps.word2vec.blocks import BLOCK, Sampler
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.settings import make_optimizer, suited
-from speedswap.apps.word2vec.training import all_batches, open_corpus
+from speedswap.apps.word2vec.training import open_corpus
 
 WARM_UP_STEPS = 20
 TIMED_STEPS = 100
@@ -169,7 +168,8 @@ def time_parts(settings: Settings) -> dict[str, float]:
         model = SkipGram(len(corpus.vocabulary), settings).to(device)
         optimizer = make_optimizer(settings.optimizer, model.parameters())
         blocks = -(-suited(settings.optimizer).batch_for(corpus.corpus_words, device) // BLOCK)
-        batches = all_batches(replace(settings, epochs=100), corpus, device, blocks)
+        drawn = {"window": settings.window, "sample": settings.sample, "seed": settings.seed}
+        batches = Sampler(corpus, device, **drawn).batches(100, blocks)
         clock = time.perf_counter()
         for number, batch in enumerate(batches):
             if number == WARM_UP_STEPS:

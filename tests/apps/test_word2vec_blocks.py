@@ -1,4 +1,4 @@
-"""Window blocks hold exactly the pairs that the word2vec paper's double loop would make."""
+"""Window blocks hold exactly the pairs that the word2vec paper's double loop would make, on any device."""
 
 from __future__ import annotations
 
@@ -8,30 +8,52 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedswap.apps.word2vec.blocks import BLOCK, NOISE, PairWeights, Sampler, kept_share
-from speedswap.apps.word2vec.corpus import Passage
-
-
-def passage_of(lengths):
-    """Make sentences of the given lengths in which each word's number is its place in the text."""
-    words = np.arange(sum(lengths), dtype=np.int32)
-    return Passage(words, np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), len(words))
+from speedswap.apps.word2vec import Corpus, blocks
+from speedswap.apps.word2vec.blocks import BLOCK, NOISE, PairWeights, Sampler, kept_share, reach
 
 
-def sampler_for(words, *, window=5, sample=0.0, seed=0):
-    return Sampler(np.ones(words, np.int64), window=window, sample=sample, seed=seed)
+@pytest.fixture
+def corpus_of(tmp_path):
+    """Makes a corpus of sentences, each a list of words."""
+    made = []
+
+    def make(sentences, min_count=1):
+        path = tmp_path / f"{len(made)}.txt"
+        path.write_text("\n".join(" ".join(sentence) for sentence in sentences), encoding="utf-8")
+        made.append(Corpus(path, min_count=min_count))
+        return made[-1]
+
+    yield make
+    for corpus in made:
+        corpus.close()
 
 
-def pairs_in(batches, window, words):
-    """Sum the weights of some batches as {(center, context): weight}, without the zeros."""
+def places(lengths):
+    """Make sentences of the given lengths in which each word is named after its place in the text, also its number."""
+    ends = list(itertools.accumulate(lengths))
+    return [[f"w{place}" for place in range(end - length, end)] for length, end in zip(lengths, ends, strict=True)]
+
+
+def sampler_of(corpus, device, *, window=5, sample=0.0, seed=0):
+    return Sampler(corpus, torch.device(device), window=window, sample=sample, seed=seed)
+
+
+def pairs_in(batches, window, device):
     found = Counter()
+    pair_weights = PairWeights(window, negative=5).to(device)
     for batch in batches:
-        weights = PairWeights(window, negative=5)(batch.left, batch.right)[:, :, :-NOISE]
+        weights = pair_weights(batch.left, batch.right)[:, :, :-NOISE].cpu()
+        centers, contexts = batch.centers.cpu(), batch.contexts.cpu()
         for block, row, column in weights.nonzero().tolist():
-            center, context = int(batch.centers[block, row]), int(batch.contexts[block, column])
-            found[center, context] += float(weights[block, row, column])
+            pair = int(centers[block, row]), int(contexts[block, column])
+            found[pair] += float(weights[block, row, column])
     return found
+
+
+def same(left, right):
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(left[:5], right[:5], strict=True))
 
 
 def test_one_center_by_hand():
@@ -48,61 +70,73 @@ def test_one_center_by_hand():
 
 @pytest.mark.parametrize("window", [1, 2, 5, 40])
 @pytest.mark.parametrize("lengths", [[2], [1, 3, 1], [31, 1, 64], [200, 7, 45, 90]])
-def test_pairs_are_those_of_a_double_loop(window, lengths):
+def test_pairs_are_those_of_a_double_loop(window, lengths, corpus_of, device):
     """Every center meets every word within its own reach, once, and no word of another sentence."""
-    passage = passage_of(lengths)
-    words = len(passage.words)
-    batches = list(sampler_for(words, window=window).batches(passage, blocks_per_batch=2))
-    reach = {}
+    words = sum(lengths)
+    batches = list(sampler_of(corpus_of(places(lengths)), device, window=window).batches(1, blocks_per_batch=2))
+    reached = {}
     for batch in batches:
-        for center, left, right in zip(*(ids.flatten().tolist() for ids in (batch.centers, *batch[2:4])), strict=True):
+        for center, left, right in zip(*(t.flatten().tolist() for t in (batch.centers, *batch[2:4])), strict=True):
             if left or right:
-                reach[center] = (left, right)
+                assert center not in reached
+                reached[center] = (left, right)
     expected = Counter()
     start = 0
     for length in lengths:
         for center in range(start, start + length):
-            left, right = reach.get(center, (0, 0))
+            left, right = reached.get(center, (0, 0))
             before, after = center - start, start + length - 1 - center
             drawn = max(left, right)
             assert (left, right) == (min(before, drawn), min(after, drawn))
-            assert drawn <= window
-            assert drawn >= min(1, max(before, after))
-            for context in range(center - left, center + right + 1):
-                if context != center:
-                    expected[center, context] += 1
+            assert min(1, max(before, after)) <= drawn <= window
+            expected.update((center, context) for context in range(center - left, center + right + 1))
+            del expected[center, center]
         start += length
-    assert pairs_in(batches, window, words) == expected
-    assert sum(batch.pairs for batch in batches) == expected.total()
+    assert pairs_in(batches, window, device) == expected
+    assert [int(batch.pairs) for batch in batches] == [int((batch.left + batch.right).sum()) for batch in batches]
     assert sum(batch.corpus_words for batch in batches) == pytest.approx(words)
+    assert all(len(batch.centers) == 2 for batch in batches[:-1])
 
 
-def test_every_word_is_a_center_once():
-    passage = passage_of([100, 200, 33])
-    seen = Counter()
-    for batch in sampler_for(333).batches(passage, blocks_per_batch=3):
-        real = (batch.left + batch.right) > 0
-        seen.update(batch.centers[real].tolist())
-    assert seen == Counter(range(333))
+def test_blocks_come_in_random_order_and_epochs_differ(corpus_of, device):
+    batches = list(sampler_of(corpus_of(places([1000])), device).batches(2, blocks_per_batch=1))
+    firsts = [int(batch.centers[0, 0]) for batch in batches]
+    first, second = firsts[: len(firsts) // 2], firsts[len(firsts) // 2 :]
+    assert sorted(first) == sorted(second) == list(range(0, 1000, BLOCK))
+    assert first != second
+    assert first != sorted(first)
 
 
-def test_window_sizes_are_uniform():
+def test_window_sizes_are_uniform(corpus_of, device):
     """Inside one long sentence each of 1 to 5 is drawn a fifth of the time, alike on both sides."""
-    left, right = sampler_for(100_000).reach(np.zeros(100_000, np.int32))
-    inner_left, inner_right = left[5:-5], right[5:-5]
-    assert np.array_equal(inner_left, inner_right)
-    shares = np.bincount(inner_left, minlength=6) / len(inner_left)
+    sentences = torch.zeros(100_000, dtype=torch.int32, device=device)
+    draws = sampler_of(corpus_of([["a", "b"]]), device).draws
+    left, right = (each.cpu() for each in reach(sentences, draws.of_blocks(100_000, 5, 1)[0]))
+    assert torch.equal(left[5:-5], right[5:-5])
+    shares = np.bincount(left[5:-5], minlength=6) / len(left[5:-5])
     assert shares[0] == 0
     assert np.allclose(shares[1:], 0.2, atol=0.01)
 
 
-def test_negatives_follow_the_counts_to_the_power_of_three_quarters():
-    """Counts 1, 16, 81 and 256 are drawn as 1 : 8 : 27 : 64."""
-    sampler = Sampler(np.array([1, 16, 81, 256]), window=5, sample=0, seed=0)
-    drawn = sampler.negatives(np.random.default_rng(0).random((20_000, NOISE)))
+def test_negatives_follow_the_counts_to_the_power_of_three_quarters(corpus_of, device):
+    """Counts 256, 81, 16 and 1 are drawn as 64 : 27 : 8 : 1."""
+    counts = {"a": 256, "b": 81, "c": 16, "d": 1}
+    corpus = corpus_of([[word for word, count in counts.items() for _ in range(count)]])
+    sampler = sampler_of(corpus, device)
+    drawn = sampler.negatives(sampler.draws.of_blocks(1, 5, 20_000)[2]).cpu()
     assert drawn.shape == (20_000, NOISE)
-    shares = np.bincount(drawn.ravel(), minlength=4) / drawn.size
-    assert np.allclose(shares, np.array([1, 8, 27, 64]) / 100, atol=0.003)
+    assert drawn.dtype == torch.int32
+    shares = np.bincount(drawn.flatten(), minlength=4) / drawn.numel()
+    assert np.allclose(shares, np.array([64, 27, 8, 1]) / 100, atol=0.003)
+
+
+def test_blocks_end_with_the_negatives(corpus_of, device):
+    corpus = corpus_of([["a"] * 5000 + ["b"] * 50])
+    (batch,) = sampler_of(corpus, device).batches(1, blocks_per_batch=1000)
+    negatives = batch.contexts[:, -NOISE:]
+    assert batch.contexts.shape[1] == BLOCK + 10 + NOISE
+    rare = float((negatives == 1).float().mean())
+    assert rare == pytest.approx(50**0.75 / (5000**0.75 + 50**0.75), rel=0.4)  # of 5,000: five standard deviations
 
 
 def test_kept_share_by_hand():
@@ -111,37 +145,94 @@ def test_kept_share_by_hand():
     assert kept_share(np.array([90, 10]), 0.0).tolist() == [1.0, 1.0]
 
 
-def test_subsampling_keeps_that_share_of_the_words():
-    counts = np.array([60_000, 30_000, 10_000])
-    words = np.repeat(np.arange(3, dtype=np.int32), counts)
-    passage = Passage(words, np.arange(len(words), dtype=np.int32), len(words))
-    kept, sentences = Sampler(counts, window=5, sample=0.05, seed=0).subsample(passage)
-    assert np.array_equal(words[sentences], kept)
-    frequency = counts / counts.sum()
-    expected = (np.sqrt(frequency / 0.05) + 1) * 0.05 / frequency
-    assert np.allclose(np.bincount(kept) / counts, np.minimum(1, expected), atol=0.01)
+def test_subsampling_keeps_that_share_of_the_words(corpus_of, device):
+    """Of words below min_count and ends of lines it keeps none."""
+    counts = {"a": 60_000, "b": 30_000, "c": 10_000}
+    frequent = [word for word, count in counts.items() for _ in range(count)]
+    corpus = corpus_of([[*frequent[first : first + 100], f"rare{first}"] for first in range(0, len(frequent), 100)], 2)
+    numbers, corpus_words = next(corpus.numbers(1 << 20))
+    assert corpus_words == 101_000
+    kept, sentences = sampler_of(corpus, device, sample=0.05).subsample(torch.from_numpy(numbers).to(device))
+    frequency = np.array(list(counts.values())) / 100_000
+    expected = np.minimum(1, (np.sqrt(frequency / 0.05) + 1) * 0.05 / frequency)
+    assert np.allclose(np.bincount(kept.cpu()) / list(counts.values()), expected, atol=0.01)
+    assert np.array_equal(kept.cpu().numpy(), np.searchsorted([600, 900], sentences.cpu().numpy(), side="right"))
 
 
-def test_windows_close_over_words_that_were_thinned_out():
+def test_windows_close_over_words_that_were_thinned_out(corpus_of, device):
     """Pairs are made of what stays, as in the original program: neighbours may lie further apart in the text."""
-    passage = passage_of([1000])
-    sampler = Sampler(np.ones(1000, np.int64), window=1, sample=1e-4, seed=0)
-    kept = Sampler(np.ones(1000, np.int64), window=1, sample=1e-4, seed=0).subsample(passage)[0].tolist()
+    corpus = corpus_of(places([1000]))
+    ((numbers, _),) = corpus.numbers(1 << 20)
+    samplers = [sampler_of(corpus, device, window=1, sample=1e-4) for _ in range(2)]
+    kept = samplers[0].subsample(torch.from_numpy(numbers).to(device))[0].tolist()
     assert 300 < len(kept) < 600
     neighbours = set(itertools.pairwise(kept))
-    found = pairs_in(list(sampler.batches(passage, 1000)), 1, 1000)
+    found = pairs_in(samplers[1].batches(1, 1000), 1, device)
     assert set(found) == neighbours | {(right, left) for left, right in neighbours}
 
 
-@pytest.mark.parametrize("lengths", [[], [1]])
-def test_a_passage_without_pairs(lengths):
-    batches = list(sampler_for(1).batches(passage_of(lengths), 4))
-    assert sum(batch.pairs for batch in batches) == 0
+def test_a_piece_without_pairs(corpus_of, device):
+    sampler = sampler_of(corpus_of([["a", "b"]]), device)
+    for numbers in ([], [0], [1]):
+        piece = blocks.Piece(torch.tensor(numbers, dtype=torch.int32, device=device), 1)
+        assert sum(int(batch.pairs) for batch in sampler.of_piece(piece, 4)) == 0
 
 
-def test_seed_decides_every_draw():
-    passage = passage_of([500, 500])
-    first, again, other = (list(sampler_for(1000, seed=seed).batches(passage, 8)) for seed in (3, 3, 4))
-    for left, right in zip(first, again, strict=True):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(left[:4], right[:4], strict=True))
+def test_windows_close_over_words_that_are_left_out(corpus_of, device):
+    sentences = [["a", "rare", "b"], ["b", "other", "a"]]
+    batches = list(sampler_of(corpus_of(sentences, min_count=2), device, window=1).batches(1, 4))
+    assert pairs_in(batches, 1, device) == Counter({(0, 1): 2, (1, 0): 2})
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_pieces_and_where_they_stay_change_nothing_else(resident, corpus_of, device, monkeypatch):
+    """A piece's end ends a sentence; a corpus too large for the device comes again each epoch."""
+    monkeypatch.setattr(blocks, "PIECE_WORDS", {"cpu": 64, "cuda": 64})
+    if not resident:
+        monkeypatch.setattr(blocks, "RESIDENT_SHARE", 0.0)
+    loads = []
+    numbers = Corpus.numbers
+    monkeypatch.setattr(
+        Corpus, "numbers", lambda corpus, size, **more: loads.append(size) or numbers(corpus, size, **more)
+    )
+    corpus = corpus_of(places([150]))
+    before = len(loads)
+    batches = list(sampler_of(corpus, device, window=1).batches(3, blocks_per_batch=100))
+    assert len(loads) - before == (1 if resident and device != "cpu" else 3)
+    assert [len(batch.centers) for batch in batches] == [2, 2, 1] * 3
+    neighbours = [(place, place + 1) for place in range(149) if place + 1 not in (64, 128)]
+    expected = Counter({pair: 3 for left, right in neighbours for pair in ((left, right), (right, left))})
+    assert pairs_in(batches, 1, device) == expected
+
+
+def test_seed_decides_every_draw(corpus_of, device):
+    corpus = corpus_of(places([500, 500]))
+    first, again, other = (list(sampler_of(corpus, device, seed=seed).batches(2, 8)) for seed in (3, 3, 4))
+    assert all(same(left, right) for left, right in zip(first, again, strict=True))
     assert not torch.equal(first[0].contexts, other[0].contexts)
+
+
+def test_nothing_that_is_kept_makes_no_batches(corpus_of, device):
+    assert list(sampler_of(corpus_of(places([1000])), device, sample=1e-300).batches(2, 8)) == []
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_is_a_view_and_a_piece_is_asked_about_once(corpus_of):
+    """On CPU tensors: there every operation shows that a GPU would be given, or would have to answer."""
+    batches = sampler_of(corpus_of(places([5000])), "cpu").batches(1, blocks_per_batch=10)
+    with _Operations() as first:
+        next(batches)
+    with _Operations() as others:
+        count = len(list(batches))
+    assert count == 15
+    assert [name for name in first.names if name in ("nonzero", "item", "_local_scalar_dense", "unique")] == ["nonzero"]
+    assert set(others.names) <= {"slice", "select", "alias", "detach"}

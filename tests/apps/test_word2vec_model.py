@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 
 from speedswap.apps.options import named_optimizer
 from speedswap.apps.word2vec import Settings, SettingsError
-from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Sampler
-from speedswap.apps.word2vec.corpus import Passage
+from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Piece, Sampler
+from speedswap.apps.word2vec.corpus import END
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.settings import OWN, make_optimizer
 from speedswap.optim import RowwiseAdagrad
@@ -22,10 +23,12 @@ from speedswap.optim import RowwiseAdagrad
 def batch_of(words, vocabulary, window, seed=0):
     """Make a batch of random text: sentences of nine words."""
     text = np.random.default_rng(seed).integers(0, vocabulary, words).astype(np.int32)
-    passage = Passage(text, np.arange(words, dtype=np.int32) // 9, words)
-    (batch,) = Sampler(np.bincount(text, minlength=vocabulary), window=window, sample=0, seed=seed).batches(
-        passage, words
+    corpus = SimpleNamespace(
+        counts=np.bincount(text, minlength=vocabulary), position=np.arange(-1, vocabulary, dtype=np.int32)
     )
+    numbers = torch.from_numpy(np.insert(text + 1, range(9, words, 9), END))
+    sampler = Sampler(corpus, torch.device("cpu"), window=window, sample=0, seed=seed)
+    (batch,) = sampler.of_piece(Piece(numbers, words), words)
     return batch
 
 

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from speedswap.apps.errors import CheckpointError
-from speedswap.apps.word2vec import Settings, train, training
-from speedswap.apps.word2vec import corpus as corpus_module
+from speedswap.apps.word2vec import Settings, blocks, train, training
 from speedswap.cli import main
 
 SMALL = {"dim": 8, "sample": 0.05, "epochs": 3, "batch": 64, "device": "cpu", "min_count": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _many_passages():
-    """An epoch of several passages, as a large corpus has."""
+def _many_pieces():
+    """An epoch of several pieces, as a large corpus has."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(corpus_module.Corpus.passages, "__defaults__", (700,))
+        patched.setitem(blocks.PIECE_WORDS, "cpu", 700)
         yield
 
 
@@ -87,7 +86,7 @@ def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
     ],
 )
 def test_a_killed_run_goes_on_without_being_told(steps, every, changes, corpus, tmp_path, monkeypatch, capsys):
-    """From its last checkpoint, in the middle of a passage, and says so in one line."""
+    """From its last checkpoint, in the middle of a piece, and says so in one line."""
     settings = small(corpus, **changes)
     expected = train(settings, progress=False)
     assert 100 < expected.steps < 130
@@ -146,9 +145,9 @@ COMMAND = """
 import sys
 from speedswap.apps import run
 from speedswap.cli import main
-from speedswap.apps.word2vec.corpus import Corpus
+from speedswap.apps.word2vec.blocks import PIECE_WORDS
 run.SECONDS_BETWEEN = run.STEPS_PER_SAVE = 0.0
-Corpus.passages.__defaults__ = (700,)
+PIECE_WORDS["cpu"] = 700
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -197,9 +197,9 @@ class Corpus:
                 "write one sentence per line, or lower min_count"
             )
 
-    def passages(self, size: int = CHUNK_WORDS, *, skip: int = 0) -> Iterator[Passage]:
-        """Yield the corpus in pieces of ``size`` words but the first ``skip``; a piece's end also ends a sentence."""
-        for numbers, corpus_words in self.numbers(size, skip=skip):
+    def passages(self, size: int = CHUNK_WORDS) -> Iterator[Passage]:
+        """Yield the corpus in pieces of ``size`` words; a piece's end also ends a sentence."""
+        for numbers, corpus_words in self.numbers(size):
             sentences = np.cumsum(numbers == END, dtype=np.int32)
             words = self.position[numbers]
             known = words >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from speedswap.apps.ranks import Job
 from speedswap.apps.run import Run
 from speedswap.apps.running import Shown
 from speedswap.apps.saved_run import RESTART, SavedRun
-from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, DeviceSampler, Sampler
+from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.model import SkipGram
 from speedswap.apps.word2vec.settings import Word2VecSettings
@@ -109,10 +109,12 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         return self.trained_words / self.training_seconds
 
     def batches(self) -> Iterable[BlockBatch]:
-        blocks = -(-self.batch // BLOCK)
-        batches = all_batches(self.settings, self._corpus, self.device, blocks, self._position, self.job)
+        settings = self.settings
+        drawn: dict[str, Any] = {"window": settings.window, "sample": settings.sample, "seed": settings.seed}
+        sampler = Sampler(self._corpus, self.device, **drawn, job=self.job)
+        batches = sampler.batches(settings.epochs, -(-self.batch // BLOCK), self._position)
         ids = {self.model.center: lambda batch: batch.centers, self.model.context: lambda batch: batch.contexts}
-        return speedswap.lookahead(batches, ids, depth=self.settings.lookahead_depth())
+        return speedswap.lookahead(batches, ids, depth=settings.lookahead_depth())
 
     def lr_left(self) -> float:
         return self.settings.suited().lr_left(self.done / self.total)
@@ -291,7 +293,7 @@ class Meter:
         self._looked = time.perf_counter()
 
 
-# ---- the corpus and its batches --------------------------------------------------------------------------------------
+# ---- the corpus --------------------------------------------------------------------------------------
 
 
 def open_corpus(settings: Word2VecSettings) -> Corpus:
@@ -324,19 +326,3 @@ def demo_corpus() -> Path:
         f"no corpus given, and the demo corpus comes with gensim: {pip_install('gensim', extra='demo')}; "
         "or give a text file"
     )
-
-
-def all_batches(
-    settings: Word2VecSettings,
-    corpus: Corpus,
-    device: torch.device,
-    blocks: int,
-    start: BlockPosition = START,
-    job: Job | None = None,
-) -> Iterator[BlockBatch]:
-    """Yield every epoch's batches of ``blocks`` blocks from a point on, on the device; a GPU makes them itself."""
-    drawn: dict[str, Any] = {"window": settings.window, "sample": settings.sample, "seed": settings.seed, "job": job}
-    if device.type == "cpu":
-        yield from Sampler(corpus.counts, **drawn).all_batches(corpus, settings.epochs, blocks, start)
-    else:
-        yield from DeviceSampler(corpus, device, **drawn).batches(settings.epochs, blocks, start)
