@@ -40,32 +40,27 @@ Settings = TypeVar("Settings", bound=AppSettings)
 Batch = TypeVar("Batch")
 
 
-class Run(ABC, Generic[Settings, Batch]):
+class Training(ABC, Generic[Settings, Batch]):
     """A model in training, and the course of the training.
 
     Attributes:
-        command: the name of the command.
-        deciding: the settings that a resumed run must share with the one before.
-        ends_at_once: False if a run that is asked to end takes the batches that were fetched ahead first.
+        ends_at_once: False if a training that is asked to end takes the batches that were fetched ahead first.
         plot: the name of the plot's file.
         plot_size: in inches.
         settings: of the run.
         job: the ranks that train the model.
         device: that computes.
-        shows: True if this process shows the progress.
         model: in its state after the last step.
         optimizer: of the model's parameters.
         lr: the learning rate at the beginning.
         epoch: epochs completed.
         step: steps taken in the next one.
-        training_seconds: the time of this run's steps and of making their batches, without evaluations and checkpoints.
+        training_seconds: the time of the steps and of making their batches, without evaluations and checkpoints.
         interrupted: True if the training ended early, on request or by a failure.
         total: the extent of the whole training, in the unit of ``done``.
         unit: that of both, for the progress bar.
     """
 
-    command: ClassVar[str]
-    deciding: ClassVar[tuple[str, ...]]
     ends_at_once: ClassVar[bool] = True
     plot: ClassVar[str] = "training.png"
     plot_size: ClassVar[tuple[int, int]] = (9, 4)
@@ -81,36 +76,24 @@ class Run(ABC, Generic[Settings, Batch]):
         self.job = job or Job()
         self.device = settings.compute_device()
         self.stop = Stop(self.job)
-        self.closing = ExitStack()
-        self.shows = False
         self.epoch = self.step = 0
         self.training_seconds = 0.0
         self.interrupted = False
-        self._saved_at, self._save_seconds = time.perf_counter(), 0.0
 
     # ------------------------------------------------------------------ what an application defines
 
     @abstractmethod
     def read(self) -> None:
-        """Read what to train on, and set ``total``; ``closing`` takes what to close after the training."""
+        """Read what to train on, and set ``total``."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
         """Make the model, with its initial values."""
 
-    def dense(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients are summed over the ranks."""
-        return ()
-
     @property
     @abstractmethod
     def done(self) -> float:
         """The extent of the training so far."""
-
-    @property
-    def count(self) -> int:
-        """A count that goes up in the course of the training, to name checkpoints after."""
-        return int(self.done)
 
     @abstractmethod
     def batches(self) -> Iterable[Batch]:
@@ -140,9 +123,156 @@ class Run(ABC, Generic[Settings, Batch]):
             A line that says how good the model is, to show once a checkpoint is saved; None for neither.
         """
 
+    def is_save_due(self) -> bool:
+        """Return whether the last checkpoint is old enough; by default there are none."""
+        return False
+
+    def save(self, output: Path | None) -> None:
+        """Write a checkpoint, if there is an output directory; by default none."""
+
     def fail(self, error: SpeedswapError, output: Path | None) -> None:
         """End a training that cannot go on: raise the error, or return to have it end with the results so far."""
         raise error
+
+    # ------------------------------------------------------------------ the training
+
+    def build(self) -> None:
+        """Make the model and its optimizer."""
+        self.model = self.make_model().to(self.device)
+        self.optimizer = self.settings.make_optimizer(self.model)
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
+
+    def loop(self, output: Path | None, shown: Shown) -> None:
+        """Train until the end or until stopped, with checkpoints in the output directory, if there is one."""
+        while self.epoch < self.settings.epochs:
+            try:
+                if not self.is_due():  # from the run that this one resumes, where the evaluation failed
+                    self._take_batches(output, shown)
+                line = self.evaluate() if self.is_due() or not self.stop.is_set() else None
+            except SpeedswapError as error:
+                self.fail(error, output)
+                self.interrupted = True
+                return
+            if line is not None or self.stop.is_set():
+                self.save(output)
+            if line is not None:
+                shown.write(line)
+            if self.stop.is_set():
+                self.interrupted = self.epoch < self.settings.epochs
+                return
+
+    def _take_batches(self, output: Path | None, shown: Shown) -> None:
+        done, mark = self.done, time.perf_counter()
+        for batch in self.batches():
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * self.lr_left()
+            self.take(batch)
+            shown.note(self.note())
+            shown.update(self.done - done)
+            done = self.done
+            due = self.stop.poll(due=self.is_save_due())
+            self.training_seconds += time.perf_counter() - mark
+            if self.stop.is_set():
+                if self.ends_at_once:
+                    break
+            elif due and not self.is_due():
+                self.save(output)
+            mark = time.perf_counter()
+
+    def check_loss(self, loss: float, when: str, remedy: str = "lower lr") -> None:
+        """Refuse a learning rate with which the loss is not finite any more.
+
+        Raises:
+            SettingsError: it is not.
+        """
+        if not math.isfinite(loss):
+            wrong = f"lr={self.lr} is too large for {self.settings.optimizer}: the loss became {loss}"
+            raise SettingsError(f"{wrong} {when}; {remedy}")
+
+    # ------------------------------------------------------------------ results
+
+    @abstractmethod
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of ``run.json`` that are the application's own."""
+
+    @abstractmethod
+    def draw(self, figure: Figure) -> None:
+        """Plot the course of the training on an empty figure."""
+
+    def write_model(self, folder: Path) -> list[Path]:
+        """Write what comes before the figures, if the model is not in checkpoints; return the files."""
+        return []
+
+    def report(self) -> dict[str, Any]:
+        """Return the run's settings and figures, as JSON can hold them."""
+        return {
+            "settings": self.settings.to_json(lr=self.lr, device=str(self.device)),
+            **self.figures(),
+            "training_seconds": round(self.training_seconds, 3),
+            "interrupted": self.interrupted,
+            "processes": self.job.size,
+            "versions": versions(),
+        }
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the model, ``run.json`` and, where matplotlib is installed, a plot.
+
+        Args:
+            folder: created if needed.
+
+        Returns:
+            The files written.
+
+        Raises:
+            OutputError: a file cannot be written; the model comes first.
+        """
+        with says_unwritable(f"output {folder}", "give another directory"):
+            folder.mkdir(parents=True, exist_ok=True)
+        files = [*self.write_model(folder), folder / "run.json"]
+        with write_whole(files[-1]) as file:
+            file.write((json.dumps(self.report(), indent=2) + "\n").encode())
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            print(f"no {self.plot} without matplotlib: {pip_install('matplotlib', extra='demo')}")
+            return files
+        figure = Figure(figsize=self.plot_size, layout="constrained")
+        self.draw(figure)
+        files.append(folder / self.plot)
+        with write_whole(files[-1]) as file:
+            figure.savefig(file, format="png", dpi=120)
+        return files
+
+
+class Run(Training[Settings, Batch]):
+    """A training of one process or of ranks, with checkpoints from which it is resumed.
+
+    Attributes:
+        command: the name of the command.
+        deciding: the settings that a resumed run must share with the one before.
+        shows: True if this process shows the progress.
+        closing: what to close after the training; ``read`` may add to it.
+    """
+
+    command: ClassVar[str]
+    deciding: ClassVar[tuple[str, ...]]
+
+    def __init__(self, settings: Settings, job: Job | None = None) -> None:
+        super().__init__(settings, job)
+        self.shows = False
+        self.closing = ExitStack()
+        self._saved_at, self._save_seconds = time.perf_counter(), 0.0
+
+    # ------------------------------------------------------------------ what an application may define
+
+    def dense(self) -> Iterable[Tensor]:
+        """Return the parameters whose gradients are summed over the ranks."""
+        return ()
+
+    @property
+    def count(self) -> int:
+        """A count that goes up in the course of the training, to name checkpoints after."""
+        return int(self.done)
 
     @property
     def best_count(self) -> int | None:
@@ -187,7 +317,7 @@ class Run(ABC, Generic[Settings, Batch]):
         """Return what to say of a checkpoint that the run goes on from."""
         return f"from epoch {self.epoch + 1}, step {self.step:,}, by {saved.folder}; --restart starts over"
 
-    # ------------------------------------------------------------------ the training
+    # ------------------------------------------------------------------ the run
 
     @classmethod
     def train(
@@ -256,61 +386,6 @@ class Run(ABC, Generic[Settings, Batch]):
                 run.loop(folder, shown)
         return run
 
-    def build(self) -> None:
-        """Make the model and its optimizer."""
-        self.model = self.make_model().to(self.device)
-        self.optimizer = self.settings.make_optimizer(self.model)
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
-
-    def loop(self, output: Path | None, shown: Shown) -> None:
-        """Train until the end or until stopped, with checkpoints in the output directory, if there is one."""
-        while self.epoch < self.settings.epochs:
-            try:
-                if not self.is_due():  # from the run that this one resumes, where the evaluation failed
-                    self._take_batches(output, shown)
-                line = self.evaluate() if self.is_due() or not self.stop.is_set() else None
-            except SpeedswapError as error:
-                self.fail(error, output)
-                self.interrupted = True
-                return
-            if line is not None or self.stop.is_set():
-                self.save(output)
-            if line is not None:
-                shown.write(line)
-            if self.stop.is_set():
-                self.interrupted = self.epoch < self.settings.epochs
-                return
-
-    def _take_batches(self, output: Path | None, shown: Shown) -> None:
-        done, mark = self.done, time.perf_counter()
-        for batch in self.batches():
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.lr * self.lr_left()
-            self.take(batch)
-            shown.note(self.note())
-            shown.update(self.done - done)
-            done = self.done
-            due = self.stop.poll(due=self.is_save_due())
-            self.training_seconds += time.perf_counter() - mark
-            if self.stop.is_set():
-                if self.ends_at_once:
-                    break
-            elif due and not self.is_due():
-                self.save(output)
-            mark = time.perf_counter()
-
-    def check_loss(self, loss: float, when: str, remedy: str = "lower lr") -> None:
-        """Refuse a learning rate with which the loss is not finite any more.
-
-        Raises:
-            SettingsError: it is not.
-        """
-        if not math.isfinite(loss):
-            wrong = f"lr={self.lr} is too large for {self.settings.optimizer}: the loss became {loss}"
-            raise SettingsError(f"{wrong} {when}; {remedy}")
-
-    # ------------------------------------------------------------------ checkpoints
-
     def save(self, output: Path | None) -> None:
         """Write a checkpoint, if there is an output directory; the last one and that of the best evaluation stay.
 
@@ -357,57 +432,3 @@ class Run(ABC, Generic[Settings, Batch]):
             seen = ", ".join("none" if step < 0 else f"{step:,}" for step in steps)
             remedy = f"give all of them the same output directory, on a file system that they share, or {RESTART}"
             raise CheckpointError(f"the ranks see checkpoints of different steps ({seen}): {remedy}")
-
-    # ------------------------------------------------------------------ results
-
-    @abstractmethod
-    def figures(self) -> dict[str, Any]:
-        """Return the figures of ``run.json`` that are the application's own."""
-
-    @abstractmethod
-    def draw(self, figure: Figure) -> None:
-        """Plot the course of the training on an empty figure."""
-
-    def write_model(self, folder: Path) -> list[Path]:
-        """Write what comes before the figures, if the model is not in checkpoints; return the files."""
-        return []
-
-    def report(self) -> dict[str, Any]:
-        """Return the run's settings and figures, as JSON can hold them."""
-        return {
-            "settings": self.settings.to_json(lr=self.lr, device=str(self.device)),
-            **self.figures(),
-            "training_seconds": round(self.training_seconds, 3),
-            "interrupted": self.interrupted,
-            "processes": self.job.size,
-            "versions": versions(),
-        }
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write the model, ``run.json`` and, where matplotlib is installed, a plot.
-
-        Args:
-            folder: created if needed.
-
-        Returns:
-            The files written.
-
-        Raises:
-            OutputError: a file cannot be written; the model comes first.
-        """
-        with says_unwritable(f"output {folder}", "give another directory"):
-            folder.mkdir(parents=True, exist_ok=True)
-        files = [*self.write_model(folder), folder / "run.json"]
-        with write_whole(files[-1]) as file:
-            file.write((json.dumps(self.report(), indent=2) + "\n").encode())
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            print(f"no {self.plot} without matplotlib: {pip_install('matplotlib', extra='demo')}")
-            return files
-        figure = Figure(figsize=self.plot_size, layout="constrained")
-        self.draw(figure)
-        files.append(folder / self.plot)
-        with write_whole(files[-1]) as file:
-            figure.savefig(file, format="png", dpi=120)
-        return files

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import speedswap
 from speedswap.apps.digits.task import DigitsNet, DigitsSettings, DigitsSplit, Images, read_split
 from speedswap.apps.files import write_whole
-from speedswap.apps.run import Run
+from speedswap.apps.run import Training
 from speedswap.apps.running import Stop, listening, show_progress
 from speedswap.batching import Callback, Event, LimitedMemory
 from speedswap.errors import MemoryBudgetError
@@ -83,7 +83,7 @@ class Footprint(NamedTuple):
         return max(0, (nbytes - self.fixed_bytes) // self.bytes_a_sample)
 
 
-class DigitsRun(Run[DigitsSettings, Images]):
+class DigitsRun(Training[DigitsSettings, Images]):
     """A network that learns to read digits, in batches that exceed its memory budget.
 
     Attributes:
