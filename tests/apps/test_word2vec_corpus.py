@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import tracemalloc
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from speedswap.apps.word2vec import Corpus, CorpusError
-from speedswap.apps.word2vec.corpus import CHUNK_CHARACTERS, SENTENCE_END, read_characters, read_words
+from speedswap.apps.word2vec.corpus import CHUNK_CHARACTERS, END, SENTENCE_END, read_characters, read_words
 from speedswap.apps.word2vec.training import demo_corpus
 
 TEXT = "the cat saw the dog\n\nthe dog ran \t away\nrare the cat"
@@ -30,10 +31,25 @@ def written(tmp_path, words, per_line):
     return path
 
 
+class Passage(NamedTuple):
+    """Some known words, the number of each one's sentence, and a count with unknown words included."""
+
+    words: np.ndarray
+    sentences: np.ndarray
+    corpus_words: int
+
+
+def passages_of(corpus, size=1 << 20):
+    """Yield the known words of each piece of the corpus."""
+    for numbers, corpus_words in corpus.numbers(size):
+        words = corpus.position[numbers]
+        yield Passage(words[words >= 0], np.cumsum(numbers == END)[words >= 0], corpus_words)
+
+
 def sentences_of(corpus, size):
     """Read the corpus in passages of ``size``: lists of words, one per sentence of each passage."""
     found = []
-    for words, sentences, _ in corpus.passages(size):
+    for words, sentences, _ in passages_of(corpus, size):
         for sentence in np.unique(sentences):
             found.append([corpus.vocabulary[word] for word in words[sentences == sentence]])
     return found
@@ -48,7 +64,7 @@ def test_vocabulary_is_the_frequent_words_most_frequent_first(text):
 
 def test_passages_are_the_known_words_of_each_line(text):
     with Corpus(text, min_count=2) as corpus:
-        (passage,) = corpus.passages()
+        (passage,) = passages_of(corpus)
         assert [corpus.vocabulary[word] for word in passage.words] == [
             "the",
             "cat",
@@ -67,12 +83,12 @@ def test_passages_are_the_known_words_of_each_line(text):
 def test_passages_of_any_size_hold_the_same_words(text, size):
     with Corpus(text, min_count=1) as corpus:
         assert [word for sentence in sentences_of(corpus, size) for word in sentence] == TEXT.split()
-        assert sum(passage.corpus_words for passage in corpus.passages(size)) == corpus.corpus_words
+        assert sum(passage.corpus_words for passage in passages_of(corpus, size)) == corpus.corpus_words
 
 
 def test_two_passes_at_once_do_not_disturb_each_other(text):
     with Corpus(text, min_count=1) as corpus:
-        together = zip(corpus.passages(3), corpus.passages(3), strict=True)
+        together = zip(passages_of(corpus, 3), passages_of(corpus, 3), strict=True)
         assert all(np.array_equal(left.words, right.words) for left, right in together)
 
 
@@ -113,7 +129,7 @@ def peak_bytes(path):
     tracemalloc.start()
     try:
         with Corpus(path, max_types=30_000) as corpus:
-            assert sum(passage.corpus_words for passage in corpus.passages(1 << 16)) == corpus.corpus_words
+            assert sum(passage.corpus_words for passage in passages_of(corpus, 1 << 16)) == corpus.corpus_words
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -198,18 +214,18 @@ def test_generated_words_have_zipfs_frequencies_in_sentences_of_twenty():
         frequency = 1 / numbers / (1 / np.arange(1, types + 1)).sum()
         assert np.allclose(corpus.counts / words, frequency, atol=0.002)
         assert sorted(numbers) == list(range(1, types + 1))
-        passages = list(corpus.passages(63_000))
+        passages = list(passages_of(corpus, 63_000))
         assert sum(passage.corpus_words for passage in passages) == words
         counted = np.bincount(np.concatenate([passage.words for passage in passages]), minlength=types)
         assert counted.tolist() == corpus.counts.tolist()
-        (whole,) = corpus.passages(1 << 20)
+        (whole,) = passages_of(corpus, 1 << 20)
         assert np.bincount(whole.sentences).tolist() == [20] * 10_000 + [5]
 
 
 def test_generated_words_are_decided_by_their_seed():
     def words(seed):
         with Corpus.generated(5000, types=50, seed=seed) as corpus:
-            return [corpus.vocabulary[word] for passage in corpus.passages() for word in passage.words]
+            return [corpus.vocabulary[word] for passage in passages_of(corpus) for word in passage.words]
 
     assert words(3) == words(3)
     assert words(3) != words(4)
@@ -229,7 +245,7 @@ def test_empty_lines_take_no_room(blank, tmp_path):
     with Corpus(path, min_count=1) as bomb, Corpus(plain, min_count=1) as usual:
         assert bomb.nbytes == usual.nbytes
         assert bomb.corpus_words == 6
-        (ours,), (theirs,) = bomb.passages(), usual.passages()
+        (ours,), (theirs,) = passages_of(bomb), passages_of(usual)
         assert np.array_equal(ours.words, theirs.words)
         assert np.array_equal(np.diff(ours.sentences), np.diff(theirs.sentences))
 

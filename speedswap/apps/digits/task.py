@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -26,35 +26,33 @@ MOST_IMAGES = 2**31
 MOST_DIGITS = 18
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The memory for a batch: in bytes, or in samples; without either, no limit.
-
-    >>> Budget.parse("2.5 MiB"), Budget.parse("100 samples"), Budget.parse("none")
-    (Budget(bytes=2621440, samples=None), Budget(bytes=None, samples=100), Budget(bytes=None, samples=None))
-    """
+class Budget(NamedTuple):
+    """The memory for a batch: in bytes, or in samples; without either, no limit."""
 
     bytes: int | None = None
     samples: int | None = None
 
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """Read an amount of memory as users write it.
 
-        Raises:
-            SettingsError: the text is not an amount.
-        """
-        if text.strip().lower() == "none":
-            return cls()
-        samples = re.fullmatch(r"(\d{1,12})\s*samples?", text.strip().lower(), re.ASCII)
-        if samples and int(samples[1]) > 0:
-            return cls(samples=int(samples[1]))
-        try:
-            return cls(bytes=as_bytes("memory_budget", text))
-        except BatchError:
-            raise SettingsError(
-                f"memory_budget is {text!r}: give bytes as 8MiB, how many samples fit as 100samples, or none"
-            ) from None
+def read_budget(text: str) -> Budget:
+    """Read an amount of memory as users write it.
+
+    Raises:
+        SettingsError: the text is not an amount.
+
+    >>> read_budget("2.5 MiB"), read_budget("100 samples"), read_budget("none")
+    (Budget(bytes=2621440, samples=None), Budget(bytes=None, samples=100), Budget(bytes=None, samples=None))
+    """
+    if text.strip().lower() == "none":
+        return Budget()
+    samples = re.fullmatch(r"(\d{1,12})\s*samples?", text.strip().lower(), re.ASCII)
+    if samples and int(samples[1]) > 0:
+        return Budget(samples=int(samples[1]))
+    try:
+        return Budget(bytes=as_bytes("memory_budget", text))
+    except BatchError:
+        raise SettingsError(
+            f"memory_budget is {text!r}: give bytes as 8MiB, how many samples fit as 100samples, or none"
+        ) from None
 
 
 def size(text: str) -> int | str:
@@ -88,7 +86,7 @@ class DigitsSettings(AppSettings):
         "100samples",
         "memory for a batch beside the model and the optimizer's state, enforced on any machine: bytes such as 8MiB, "
         "what so many images need at once such as 100samples, or none",
-        check=lambda name, value: Budget.parse(value),
+        check=lambda name, value: read_budget(value),
         metavar="AMOUNT",
     )
     grow_after: int = option(
@@ -100,10 +98,6 @@ class DigitsSettings(AppSettings):
     compare: bool = option(
         False, "train a second time with whole batches and no budget, and report the difference of the losses"
     )
-
-    def budget(self) -> Budget:
-        """Return the memory for a batch."""
-        return Budget.parse(self.memory_budget)
 
 
 # ---- images and network ----------------------------------------------------------------------------------------------
@@ -132,8 +126,7 @@ class Images:
         return Images(self.pixels.to(device), self.labels.to(device))
 
 
-@dataclass(frozen=True)
-class DigitsSplit:
+class DigitsSplit(NamedTuple):
     """Images to train on and images to test on."""
 
     train: Images

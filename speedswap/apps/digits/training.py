@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.digits.task import DigitsNet, DigitsSettings, DigitsSplit, Images, read_split
+from speedswap.apps.digits.task import DigitsNet, DigitsSettings, DigitsSplit, Images, read_budget, read_split
 from speedswap.apps.files import write_whole
 from speedswap.apps.run import Training
 from speedswap.apps.running import Stop, listening, show_progress
@@ -323,7 +323,7 @@ def measure_footprint(model: nn.Module, images: Images) -> Footprint:
 
 def affordable(settings: DigitsSettings, footprint: Footprint) -> int | None:
     """Return the budget in bytes, once it holds what was asked for."""
-    budget = settings.budget()
+    budget = read_budget(settings.memory_budget)
     nbytes = budget.bytes if budget.samples is None else footprint.bytes_for(budget.samples)
     if nbytes is None:
         return None

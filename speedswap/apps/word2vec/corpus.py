@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import count
 from os import SEEK_END
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,17 +37,6 @@ SENTENCE_END = "</s>"
 END = 0
 """The number of ``SENTENCE_END`` in the temporary file."""
 ELSEWHERE = "give another directory with scratch"
-
-
-class Passage(NamedTuple):
-    """A piece of the corpus: its known words, in order."""
-
-    words: NDArray[np.int32]
-    """Positions in the vocabulary, shape (n,)."""
-    sentences: NDArray[np.int32]
-    """The number of each word's sentence, counted from the passage's first, shape (n,)."""
-    corpus_words: int
-    """Words of the text there, unknown ones included."""
 
 
 class Corpus:
@@ -191,19 +180,12 @@ class Corpus:
         self.counts = counts[numbers[kept]]
         self.position = np.full(len(counts), -1, np.int32)
         self.position[numbers[kept]] = np.arange(len(kept), dtype=np.int32)
-        if not any(np.any(sentences[1:] == sentences[:-1]) for _, sentences, _ in self.passages()):
+        by_piece = (np.cumsum(numbers == END)[self.position[numbers] >= 0] for numbers, _ in self.numbers(CHUNK_WORDS))
+        if not any(np.any(sentences[1:] == sentences[:-1]) for sentences in by_piece):
             raise CorpusError(
                 f"no line of {self.path} has two words of the vocabulary: nothing to predict; "
                 "write one sentence per line, or lower min_count"
             )
-
-    def passages(self, size: int = CHUNK_WORDS) -> Iterator[Passage]:
-        """Yield the corpus in pieces of ``size`` words; a piece's end also ends a sentence."""
-        for numbers, corpus_words in self.numbers(size):
-            sentences = np.cumsum(numbers == END, dtype=np.int32)
-            words = self.position[numbers]
-            known = words >= 0
-            yield Passage(words[known], sentences[known], corpus_words)
 
     def numbers(self, size: int, *, skip: int = 0) -> Iterator[tuple[NDArray[np.int32], int]]:
         """Yield the temporary file in pieces of ``size`` numbers but the first ``skip``, each with a count of words."""
