@@ -25,7 +25,6 @@ from speedswap.apps.options import compute_device
 from speedswap.apps.word2vec import Settings, WordVectors, train
 from speedswap.apps.word2vec.blocks import BLOCK, Sampler
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
-from speedswap.apps.word2vec.settings import make_optimizer, suited
 from speedswap.apps.word2vec.training import open_corpus
 
 WARM_UP_STEPS = 20
@@ -166,8 +165,8 @@ def time_parts(settings: Settings) -> dict[str, float]:
 
     with open_corpus(settings) as corpus:
         model = SkipGram(len(corpus.vocabulary), settings).to(device)
-        optimizer = make_optimizer(settings.optimizer, model.parameters())
-        blocks = -(-suited(settings.optimizer).batch_for(corpus.corpus_words, device) // BLOCK)
+        optimizer = settings.make_optimizer(model)
+        blocks = -(-settings.suited.batch_for(corpus.corpus_words, device) // BLOCK)
         drawn = {"window": settings.window, "sample": settings.sample, "seed": settings.seed}
         batches = Sampler(corpus, device, **drawn).batches(100, blocks)
         clock = time.perf_counter()

@@ -16,7 +16,7 @@ from speedswap.apps.word2vec import Settings, SettingsError
 from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Piece, Sampler
 from speedswap.apps.word2vec.corpus import END
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
-from speedswap.apps.word2vec.settings import OWN, make_optimizer
+from speedswap.apps.word2vec.settings import OWN
 from speedswap.optim import RowwiseAdagrad
 
 
@@ -84,7 +84,7 @@ def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():
 def test_the_default_optimizer_starts_its_accumulators_above_zero():
     weight = nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.zeros(2, 2)
-    optimizer = make_optimizer("rowwise_adagrad", [weight])
+    optimizer = Settings().make_optimizer(nn.ParameterList([weight]))
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.2
     assert optimizer.state[weight]["sum"].tolist() == [[pytest.approx(0.1)]] * 2
@@ -116,7 +116,7 @@ def test_an_unknown_optimizer_is_refused_with_the_names_there_are(name):
 def test_any_row_by_row_optimizer_lowers_the_loss(name):
     batch = batch_of(256, 30, window=5)
     model = SkipGram(30, Settings(dim=8))
-    optimizer = make_optimizer(name, model.parameters(), lr=0.001 if name == "sgd" else None)
+    optimizer = Settings(optimizer=name, lr=0.001 if name == "sgd" else None).make_optimizer(model)
     losses = []
     for _ in range(10):
         loss = model(batch)

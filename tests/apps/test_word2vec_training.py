@@ -18,7 +18,6 @@ import torch
 
 import speedswap
 from speedswap.apps.word2vec import CorpusError, Run, Settings, SettingsError, train, training
-from speedswap.apps.word2vec.settings import suited
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
 SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]
@@ -241,12 +240,12 @@ def test_one_epoch_on_real_text_finds_likenesses(shared_data, tmp_path):
 )
 def test_an_epoch_of_a_short_corpus_has_many_steps_all_the_same(device, words, batch):
     """A hundred; on a GPU, which takes many more centers at once where there are enough, two hundred."""
-    assert suited("rowwise_adagrad").batch_for(words, torch.device(device)) == batch
+    assert Settings(optimizer="rowwise_adagrad").suited.batch_for(words, torch.device(device)) == batch
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sgd_takes_few_centers_anywhere(device):
-    assert suited("sgd").batch_for(10**9, torch.device(device)) == 512
+    assert Settings(optimizer="sgd").suited.batch_for(10**9, torch.device(device)) == 512
 
 
 def test_learning_rate_falls_linearly_except_with_adagrad(corpus):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap import kernels
 from speedswap.errors import OptimizerError
+from speedswap.optim import RowwiseAdagrad
 
 ROWS, DIM = 60, 12
 HALVES = [torch.float16, torch.bfloat16]
@@ -125,10 +126,8 @@ def test_trained_columns_are_rounded_stochastically_by_default(device: str) -> N
 
 
 def test_state_of_one_number_a_row_stays_float32(device: str) -> None:
-    from speedswap.apps.word2vec.settings import make_optimizer
-
     items = embedding(device, state_dtype=torch.bfloat16)
-    train(items, make_optimizer("rowwise_adagrad", items.parameters(), 0.1), 2, device)
+    train(items, RowwiseAdagrad(items.parameters(), 0.1, initial_accumulator_value=0.1), 2, device)
     assert all(not column.compact for column in items.table.columns.values())
 
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from speedswap.apps import options
@@ -24,6 +23,36 @@ from speedswap.optim import RowwiseAdagrad
 OWN = {"rowwise_adagrad": RowwiseAdagrad}
 INITIAL_SUM = 0.1
 """Above 0, it damps the first steps of a rare word."""
+
+
+class Suited(NamedTuple):
+    """The settings that suit an optimizer, tuned on a corpus of 4 million words."""
+
+    lr: float | None = None
+    """Learning rate; the optimizer's own default without one."""
+    batch: int = 4096
+    """Centers per step of a long corpus. Gradients are summed: only an optimizer that scales them takes many."""
+    gpu_batch: int | None = None
+    """The same on a GPU, whose work on a step should take longer than its launch; ``batch`` by default."""
+    falls: bool = True
+    """True if the learning rate falls linearly to almost nothing; Adagrad's steps shrink anyway."""
+
+    def batch_for(self, corpus_words: int, device: torch.device) -> int:
+        """Return centers per step for a corpus: at least a hundred steps per epoch, two hundred on a GPU."""
+        if device.type == "cpu" or self.gpu_batch is None:
+            return max(1, min(self.batch, corpus_words // 100))
+        return max(1, min(self.gpu_batch, corpus_words // 200))
+
+    def lr_left(self, progress: float) -> float:
+        """Return the share of the learning rate that is left at a point between 0 and 1 of the training."""
+        return max(1 - progress, 1e-4) if self.falls else 1.0
+
+
+SUITED = {
+    **dict.fromkeys(("rowwiseadagrad", "adagrad"), Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False)),
+    "sgd": Suited(lr=0.05, batch=512),
+    **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), Suited(lr=0.01)),
+}
 
 
 def check_window(name: str, window: int) -> None:
@@ -81,56 +110,14 @@ class Word2VecSettings(TableSettings):
         if self.corpus is not None and self.generate is not None:
             raise SettingsError(f"corpus is {self.corpus} and generate is {self.generate}: give one of the two")
 
-    def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
-        return make_optimizer(self.optimizer, model.parameters(), self.lr)
-
+    @property
     def suited(self) -> Suited:
-        """Return what suits the optimizer."""
-        return suited(self.optimizer)
+        """The settings that suit the optimizer."""
+        return SUITED.get(plain(self.optimizer), Suited())
 
-
-# ---- optimizers by name, with the learning rates that suit the summed loss -------------------------------------------
-
-
-class Suited(NamedTuple):
-    """The settings that suit an optimizer, tuned on a corpus of 4 million words."""
-
-    lr: float | None = None
-    """Learning rate; the optimizer's own default without one."""
-    batch: int = 4096
-    """Centers per step of a long corpus. Gradients are summed: only an optimizer that scales them takes many."""
-    gpu_batch: int | None = None
-    """The same on a GPU, whose work on a step should take longer than its launch; ``batch`` by default."""
-    falls: bool = True
-    """True if the learning rate falls linearly to almost nothing; Adagrad's steps shrink anyway."""
-
-    def batch_for(self, corpus_words: int, device: torch.device) -> int:
-        """Return centers per step for a corpus: at least a hundred steps per epoch, two hundred on a GPU."""
-        if device.type == "cpu" or self.gpu_batch is None:
-            return max(1, min(self.batch, corpus_words // 100))
-        return max(1, min(self.gpu_batch, corpus_words // 200))
-
-    def lr_left(self, progress: float) -> float:
-        """Return the share of the learning rate that is left at a point between 0 and 1 of the training."""
-        return max(1 - progress, 1e-4) if self.falls else 1.0
-
-
-SUITED = {
-    **dict.fromkeys(("rowwiseadagrad", "adagrad"), Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False)),
-    "sgd": Suited(lr=0.05, batch=512),
-    **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), Suited(lr=0.01)),
-}
-
-
-def make_optimizer(name: str, params: Iterable[Parameter], lr: float | None = None) -> Optimizer:
-    """Make the optimizer of a name, with a learning rate that suits it unless one is given."""
-    lr = suited(name).lr if lr is None else lr
-    make: Callable[..., Optimizer] = named_optimizer(name, OWN)
-    if make is RowwiseAdagrad:
-        make = functools.partial(make, initial_accumulator_value=INITIAL_SUM)
-    return make(params) if lr is None else make(params, lr=lr)
-
-
-def suited(name: str) -> Suited:
-    """Return the settings that suit the optimizer of a name."""
-    return SUITED.get(plain(name), Suited())
+    def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
+        make: Callable[..., Optimizer] = named_optimizer(self.optimizer, OWN)
+        if make is RowwiseAdagrad:
+            make = functools.partial(make, initial_accumulator_value=INITIAL_SUM)
+        lr = self.suited.lr if self.lr is None else self.lr
+        return make(model.parameters()) if lr is None else make(model.parameters(), lr=lr)

@@ -88,7 +88,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         self.vocabulary_seconds = time.perf_counter() - started
         self.corpus_words = self._corpus.corpus_words
         self.total = self.settings.epochs * self.corpus_words
-        self.batch = self.settings.batch or self.settings.suited().batch_for(self.corpus_words, self.device)
+        self.batch = self.settings.batch or self.settings.suited.batch_for(self.corpus_words, self.device)
 
     def make_model(self) -> SkipGram:
         model = SkipGram(len(self._corpus.vocabulary), self.settings, self.job)
@@ -117,7 +117,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         return speedswap.lookahead(batches, ids, depth=settings.lookahead_depth())
 
     def lr_left(self) -> float:
-        return self.settings.suited().lr_left(self.done / self.total)
+        return self.settings.suited.lr_left(self.done / self.total)
 
     def take(self, batch: BlockBatch) -> None:
         loss = step(self.model, self.optimizer, batch)
