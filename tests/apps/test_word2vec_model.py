@@ -20,14 +20,14 @@ from speedswap.apps.word2vec.settings import OWN
 from speedswap.optim import RowwiseAdagrad
 
 
-def batch_of(words, vocabulary, window, seed=0):
+def batch_of(words, vocabulary, window, seed=0, device="cpu"):
     """Make a batch of random text: sentences of nine words."""
     text = np.random.default_rng(seed).integers(0, vocabulary, words).astype(np.int32)
     corpus = SimpleNamespace(
         counts=np.bincount(text, minlength=vocabulary), position=np.arange(-1, vocabulary, dtype=np.int32)
     )
-    numbers = torch.from_numpy(np.insert(text + 1, range(9, words, 9), END))
-    sampler = Sampler(corpus, torch.device("cpu"), window=window, sample=0, seed=seed)
+    numbers = torch.from_numpy(np.insert(text + 1, range(9, words, 9), END)).to(device)
+    sampler = Sampler(corpus, torch.device(device), window=window, sample=0, seed=seed)
     (batch,) = sampler.of_piece(Piece(numbers, words), words)
     return batch
 
@@ -50,7 +50,7 @@ def loss_pair_by_pair(center, context, batch, window, negative):
 def test_loss_and_gradients_are_those_of_a_double_loop(device):
     """In float64, equal to 1e-12: loss, and the gradients of both tables."""
     window, negative, vocabulary = 3, 4, 20
-    batch = batch_of(70, vocabulary, window).to(torch.device(device))
+    batch = batch_of(70, vocabulary, window, device=device)
     tables = torch.randn(2, vocabulary, 6, dtype=torch.float64, device=device)
     results = []
     for by_pair in (True, False):
@@ -68,9 +68,9 @@ def test_loss_and_gradients_are_those_of_a_double_loop(device):
 
 def test_an_untrained_model_guesses_every_pair_and_negative(device):
     """Contexts start at zero, so that every score does: log 2 for each pair and each of its five negatives."""
-    batch = batch_of(64, 20, window=5)
+    batch = batch_of(64, 20, window=5, device=device)
     model = SkipGram(20, Settings(dim=8)).to(device)
-    assert model(batch.to(torch.device(device))).item() == pytest.approx(int(batch.pairs) * 6 * math.log(2), rel=1e-5)
+    assert model(batch).item() == pytest.approx(int(batch.pairs) * 6 * math.log(2), rel=1e-5)
 
 
 def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():

@@ -68,11 +68,6 @@ class BlockBatch(NamedTuple):
     next: BlockPosition = START
     """The point after the batch."""
 
-    def to(self, device: torch.device) -> BlockBatch:
-        """Copy the batch to a device."""
-        centers, contexts, left, right, pairs = (tensor.to(device, non_blocking=True) for tensor in self[:5])
-        return BlockBatch(centers, contexts, left, right, pairs, *self[5:])
-
 
 class HostDraws:
     """Random numbers of NumPy's generator, for the CPU."""
