@@ -85,9 +85,9 @@ class HostDraws:
 
     def of_words(self, known: Tensor) -> Tensor:
         """Draw a number from 0 to 1 for each known word, float32; unknown ones get 1."""
-        drawn = torch.ones(len(known))
-        drawn[known] = torch.from_numpy(self._random.random(int(known.sum()), np.float32))
-        return drawn
+        drawn = np.ones(len(known), np.float32)
+        drawn[known.numpy()] = self._random.random(np.count_nonzero(known.numpy()), np.float32)
+        return torch.from_numpy(drawn)
 
     def of_blocks(self, words: int, window: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a window from 1 to ``window`` for each word, the order of the blocks, and NOISE numbers for each."""
