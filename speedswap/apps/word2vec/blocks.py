@@ -94,7 +94,7 @@ class HostDraws:
         windows = self._random.integers(1, window + 1, words)
         noise = self._random.random((blocks, NOISE))
         order = self._random.permutation(blocks)
-        return torch.from_numpy(windows), torch.from_numpy(order), torch.from_numpy(noise)
+        return torch.from_numpy(windows), torch.from_numpy(order), torch.from_numpy(noise[order])
 
 
 class DeviceDraws:
