@@ -168,7 +168,7 @@ def test_the_module_is_as_good_as_the_class():
     assert package.explicit is toma.explicit
     with pytest.raises(AttributeError, match="has no attribute 'batches'"):
         package.batches  # noqa: B018
-    with pytest.raises(AttributeError, match="toma has no attribute 'batches'"):
+    with pytest.raises(AttributeError, match="toma' has no attribute 'batches'"):
         toma.batches  # noqa: B018
 
 
