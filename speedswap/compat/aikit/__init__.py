@@ -27,44 +27,31 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# The module behind each path of AIkit and of runai, its predecessor.
-_MODULES = {
-    "elastic": ["elastic", "elastic.Torch", "elastic.torch"],
-    "ga": ["ga", "ga.Torch", "ga.Torch.optim", "ga.torch", "ga.torch.optim"],
-    "keras_half": [
-        *("elastic.TF", "elastic.TF.model", "elastic.TF.models"),
-        *("elastic.keras", "elastic.keras.model", "elastic.keras.models", "elastic.models"),
-        *("ga.TF", "ga.TF.hooks", "ga.TF.optimizers"),
-        *("ga.keras", "ga.keras.hooks", "ga.keras.optimizers"),
-    ],
+# The paths of AIkit and of runai, its predecessor, to each module.
+_PATHS = {
+    "elastic": "elastic elastic.Torch elastic.torch",
+    "ga": "ga ga.Torch ga.Torch.optim ga.torch ga.torch.optim",
+    "keras_half": "elastic.TF elastic.TF.model elastic.TF.models elastic.keras elastic.keras.model elastic.keras.models"
+    " elastic.models ga.TF ga.TF.hooks ga.TF.optimizers ga.keras ga.keras.hooks ga.keras.optimizers",
 }
-_ALIASES = {
-    f"speedswap.compat.{root}.{path}": f"speedswap.compat.aikit.{module}"
+_MODULES = {
+    f"speedswap.compat.{root}.{path}": f"{__name__}.{module}"
     for root in ("aikit", "runai")
-    for module, paths in _MODULES.items()
-    for path in paths
+    for module, paths in _PATHS.items()
+    for path in paths.split()
 }
 
 
 class _Aliases(MetaPathFinder, Loader):
     """The importer of modules under their aliases; Keras is imported with the first alias that needs it."""
 
-    def __init__(self) -> None:
-        self._specs: dict[str, ModuleSpec | None] = {}
-
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return a specification for an alias."""
-        return ModuleSpec(fullname, self) if fullname in _ALIASES else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module behind an alias."""
-        module = importlib.import_module(_ALIASES[spec.name])
-        self._specs[module.__name__] = module.__spec__
-        return module
+        return ModuleSpec(fullname, self) if fullname in _MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's specification, which the import system replaced."""
-        module.__spec__ = self._specs[module.__name__]
+        """Put the module behind an alias in the place of the alias's own, as the import system allows."""
+        sys.modules[module.__name__] = importlib.import_module(_MODULES[module.__name__])
 
 
 sys.meta_path.append(_Aliases())

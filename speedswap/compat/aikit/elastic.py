@@ -50,12 +50,11 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
     (2, 50, [50, 50])
     """
     here = world()
-    require_integer("global_batch_size", global_batch_size)
     require_integer("max_gpu_batch_size", max_gpu_batch_size)
     require_integer("gpus", 0 if gpus is None else gpus, 0)
     if gpus is None:
         gpus = here.world_size if here.world_size > 1 else cuda.device_count()
-    workers = 1 if gpus == 0 else gpus
+    workers = gpus or 1
     shares = plan_accumulation(global_batch_size, max_gpu_batch_size, workers)
     each, rest = divmod(workers, here.world_size)
     if rest:

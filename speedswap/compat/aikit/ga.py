@@ -50,7 +50,8 @@ class State:
 class Optimizer(AccumulatingOptimizer):
     """AIkit's form of :class:`speedswap.batching.AccumulatingOptimizer`: gradients of mean losses are averaged.
 
-    The wrapped optimizer has ``aikit`` and ``runai`` too, for a ``step`` that reads them.
+    ``aikit``, or ``runai``, is the :class:`State` of the accumulation: an attribute of the wrapped optimizer, whose
+    ``step`` may read it.
 
     Args:
         optimizer: any torch optimizer, new or with state.
@@ -88,16 +89,6 @@ class Optimizer(AccumulatingOptimizer):
             return super().step(closure, weight=weight)
         finally:
             self.steps_before = None
-
-    @property
-    def aikit(self) -> State:
-        """The state of the accumulation: ``.steps`` and ``.step``."""
-        return State(self)
-
-    @property
-    def runai(self) -> State:
-        """The same, under the older name."""
-        return State(self)
 
 
 class _ReadyMade(Optimizer):
