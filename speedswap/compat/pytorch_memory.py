@@ -19,7 +19,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,29 +35,21 @@ from speedswap.errors import BatchError, MemoryBudgetError
 from speedswap.monitor.parameters import modes_kept
 from speedswap.swapping.switchers.arrays import as_dtype
 
-
-class _Layer(NamedTuple):
-    """A module that has run: the shapes of its first input and output, and its outputs' elements with gradients."""
-
-    module: nn.Module
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    variables: int
+Network = Callable[[], nn.Module] | nn.Module
+"""A module, or the class or function that makes it without arguments."""
 
 
-def get_variable_count(model_class: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]) -> int:
+def get_variable_count(model_class: Network, input_shape: Sequence[int]) -> int:
     """Count the elements of all modules' outputs for one sample, twice if they get a gradient."""
-    return _variables(*_run(_built(model_class), input_shape))
+    return _run(_built(model_class), input_shape)[1]
 
 
-def get_parameter_count(model_class: Callable[[], nn.Module] | nn.Module) -> int:
+def get_parameter_count(model_class: Network) -> int:
     """Count the elements of all parameters, each once."""
     return sum(parameter.numel() for parameter in _built(model_class).parameters())
 
 
-def summary_of_network(
-    model_class: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]
-) -> list[dict[str, Any]]:
+def summary_of_network(model_class: Network, input_shape: Sequence[int]) -> list[dict[str, Any]]:
     """Describe each module's work on one sample, in the order in which the modules finish.
 
     Returns:
@@ -65,23 +59,13 @@ def summary_of_network(
     >>> summary_of_network(nn.Sequential(nn.Linear(3, 2)), (3,))[0]
     {'input_shape': (3,), 'output_shape': (2,), 'parameter_count': 8, 'layer_type_name': 'Linear'}
     """
-    (samples, *_), layers = _run(_built(model_class), input_shape)
-    first = 0 if samples == 1 else 1
-    return [
-        {
-            "input_shape": layer.input_shape[first:],
-            "output_shape": layer.output_shape[first:],
-            "parameter_count": get_parameter_count(layer.module),
-            "layer_type_name": type(layer.module).__name__,
-        }
-        for layer in layers
-    ]
+    return _run(_built(model_class), input_shape)[2]
 
 
 class InspectNetwork:
     """The two counts as methods, as in older versions."""
 
-    def __init__(self, network: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]) -> None:
+    def __init__(self, network: Network, input_shape: Sequence[int]) -> None:
         self.network = network
         self.input_shape = input_shape
 
@@ -94,7 +78,7 @@ class InspectNetwork:
         return get_variable_count(self.network, self.input_shape)
 
 
-def _built(model_class: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+def _built(model_class: Network) -> nn.Module:
     """Return the network, which is made if need be, without changing the state of random numbers."""
     if isinstance(model_class, nn.Module):
         return model_class
@@ -102,41 +86,46 @@ def _built(model_class: Callable[[], nn.Module] | nn.Module) -> nn.Module:
         return model_class()
 
 
-def _variables(batch_shape: tuple[int, ...], layers: list[_Layer]) -> int:
-    return sum(layer.variables for layer in layers) // batch_shape[0]
-
-
-def _run(network: nn.Module, input_shape: Sequence[int]) -> tuple[tuple[int, ...], list[_Layer]]:
+def _run(network: nn.Module, input_shape: Sequence[int]) -> tuple[tuple[int, ...], int, list[dict[str, Any]]]:
     """Run a network's forward pass once, on zeros, in evaluation mode, and restore every module's mode.
 
     Returns:
         The batch's shape, of two samples; or of one, if ``input_shape`` has the batch dimension already and the network
-        does not take another. The modules, in the order in which they finished.
+        does not take another. The elements of all outputs for one sample, and again if they get a gradient. A summary
+        of each module, in the order in which they finished.
     """
-    layers: list[_Layer] = []
+    layers: list[dict[str, Any]] = []
+    variables = 0
+
+    def shape_of_sample(value: Any) -> tuple[int, ...]:
+        return tuple(next(tensors_of(value), torch.empty(0)).shape)[len(shape) - len(input_shape) :]
 
     def add(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        taken, given = (tuple(next(tensors_of(value), torch.empty(0)).shape) for value in (inputs, outputs))
-        variables = sum(one.numel() * (2 if one.requires_grad else 1) for one in tensors_of(outputs))
-        layers.append(_Layer(module, taken, given, variables))
+        nonlocal variables
+        variables += sum(one.numel() * (2 if one.requires_grad else 1) for one in tensors_of(outputs))
+        layers.append(
+            {
+                "input_shape": shape_of_sample(inputs),
+                "output_shape": shape_of_sample(outputs),
+                "parameter_count": get_parameter_count(module),
+                "layer_type_name": type(module).__name__,
+            }
+        )
 
     shape = (2, *input_shape)
-    handles = [module.register_forward_hook(add) for module in network.modules()]
-    try:
-        with RandomState(), torch.enable_grad(), modes_kept([network]):
-            network.eval()
-            try:
-                network(_zeros_for(network, shape))
-            except (RuntimeError, ValueError, TypeError, IndexError):
-                if len(input_shape) < 2 or input_shape[0] != 1:
-                    raise
-                layers.clear()
-                shape = tuple(input_shape)
-                network(_zeros_for(network, shape))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return shape, layers
+    with RandomState(), torch.enable_grad(), modes_kept([network]), ExitStack() as hooks:
+        for module in network.modules():
+            hooks.enter_context(module.register_forward_hook(add))
+        network.eval()
+        try:
+            network(_zeros_for(network, shape))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            if len(input_shape) < 2 or input_shape[0] != 1:
+                raise
+            layers.clear()
+            variables, shape = 0, tuple(input_shape)
+            network(_zeros_for(network, shape))
+    return shape, variables // shape[0], layers
 
 
 def _zeros_for(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
@@ -192,6 +181,7 @@ class NotEnoughGPURam(MemoryBudgetError):
     """``gpu_memory_limit`` is too small for the model, or for the samples of one read."""
 
 
+@dataclass(eq=False, repr=False)
 class Config:
     """The numbers of samples that fit in host memory at once, and in a batch on the device.
 
@@ -208,6 +198,23 @@ class Config:
         preferred_batch_size: taken if it fits, rounded down to a multiple of ``one_read_count``.
         optimizer: its state counts too, see :func:`speedswap.batching.estimate_memory`.
 
+    Attributes:
+        input_item_size, output_item_size: bytes of a number in a sample's input, and in its target.
+        input_size, output_size: bytes of a sample's input, and of its target.
+        sample_size: bytes of a sample with its target.
+        parameter_count: elements of the model's parameters.
+        model_memory_usage: their bytes.
+        total_intermediate_variable_count: see :func:`get_variable_count`.
+        single_sample_memory_usage: bytes of a sample and of all modules' outputs for it, with their gradients, in the
+            input's precision.
+        batch_size: samples in a batch, a multiple of ``one_read_count``.
+        sample_count_in_single_batch: identities in a batch.
+        sample_batch_memory_footprint: bytes of a batch with its targets.
+        allowed_sample_count: identities whose samples fit in host memory, in whole batches.
+        batch_count: full batches in an epoch.
+        batch_count_in_memory: batches that host memory holds.
+        total_read_count: fillings of host memory per epoch.
+
     Raises:
         NotEnoughGPURam: the model, or the samples of one read, do not fit in ``gpu_memory_limit``.
         MemoryBudgetError: the samples of one read do not fit in ``cpu_memory_limit``.
@@ -218,51 +225,57 @@ class Config:
     (36, 6, 12)
     """
 
-    def __init__(
-        self,
-        cpu_memory_limit: int,
-        gpu_memory_limit: int,
-        input_shape: Sequence[int],
-        output_shape: Sequence[int],
-        model_class: Callable[[], nn.Module] | nn.Module,
-        total_sample_count: int,
-        input_dtype: Any = np.float64,
-        output_dtype: Any = np.float64,
-        one_read_count: int = 1,
-        preferred_batch_size: int | None = None,
-        *,
-        optimizer: Any = None,
-    ) -> None:
-        for name, value in (("total_sample_count", total_sample_count), ("one_read_count", one_read_count)):
-            if value < 1:
-                raise BatchError(f"{name} is {value}; it must be at least 1")
-        self.cpu_memory_limit = cpu_memory_limit
-        self.gpu_memory_limit = gpu_memory_limit
-        self.input_shape = tuple(input_shape)
-        self.output_shape = tuple(output_shape)
-        self.total_sample_count = total_sample_count
-        self.input_dtype = input_dtype
-        self.output_dtype = output_dtype
-        self.one_read_count = one_read_count
-        self.input_item_size = as_dtype(input_dtype).itemsize
-        self.output_item_size = as_dtype(output_dtype).itemsize
-        read_bytes = self.sample_size * one_read_count
-        if read_bytes > cpu_memory_limit:
+    cpu_memory_limit: int
+    gpu_memory_limit: int
+    input_shape: Sequence[int]
+    output_shape: Sequence[int]
+    model_class: InitVar[Network]
+    total_sample_count: int
+    input_dtype: Any = np.float64
+    output_dtype: Any = np.float64
+    one_read_count: int = 1
+    preferred_batch_size: int | None = None
+    _: KW_ONLY
+    optimizer: InitVar[Any] = None
+
+    def __post_init__(self, model_class: Network, optimizer: Any) -> None:
+        for name in ("total_sample_count", "one_read_count"):
+            if getattr(self, name) < 1:
+                raise BatchError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self.input_shape, self.output_shape = tuple(self.input_shape), tuple(self.output_shape)
+        self.input_item_size = as_dtype(self.input_dtype).itemsize
+        self.output_item_size = as_dtype(self.output_dtype).itemsize
+        self.input_size = self.input_item_size * i_arr_mul(self.input_shape)
+        self.output_size = self.output_item_size * i_arr_mul(self.output_shape)
+        self.sample_size = self.input_size + self.output_size
+        read_bytes = self.sample_size * self.one_read_count
+        if read_bytes > self.cpu_memory_limit:
             raise MemoryBudgetError(
-                f"cpu_memory_limit is {cpu_memory_limit}, but the samples of one read take {read_bytes}; give more"
+                f"cpu_memory_limit is {self.cpu_memory_limit}, but the samples of one read take {read_bytes}; give more"
             )
         network = _built(model_class)
         self.parameter_count = get_parameter_count(network)
         self.model_memory_usage = sum(parameter.nbytes for parameter in network.parameters())
-        if self.model_memory_usage >= gpu_memory_limit:
+        if self.model_memory_usage >= self.gpu_memory_limit:
             raise NotEnoughGPURam(
-                f"gpu_memory_limit is {gpu_memory_limit}, but the model's parameters alone take "
+                f"gpu_memory_limit is {self.gpu_memory_limit}, but the model's parameters alone take "
                 f"{self.model_memory_usage}; give more, or make the model smaller"
             )
-        batch_shape, layers = _run(network, input_shape)
-        self.total_intermediate_variable_count = _variables(batch_shape, layers)
-        self._capacity = self._most_samples(network, batch_shape, optimizer)
-        self.preferred_batch_size = preferred_batch_size or self._capacity
+        batch_shape, self.total_intermediate_variable_count, _ = _run(network, self.input_shape)
+        self.single_sample_memory_usage = (
+            self.sample_size + self.total_intermediate_variable_count * self.input_item_size
+        )
+        fits = self._most_samples(network, batch_shape, optimizer)
+        self.preferred_batch_size = self.preferred_batch_size or fits
+        allowed = min(self.total_sample_count, self.cpu_memory_limit // read_bytes)
+        most = min(fits, self.preferred_batch_size, allowed * self.one_read_count)
+        self.batch_size = round_to(max(most, self.one_read_count), self.one_read_count)
+        self.sample_batch_memory_footprint = self.batch_size * self.sample_size
+        self.sample_count_in_single_batch = self.batch_size // self.one_read_count
+        self.allowed_sample_count = round_to(allowed, self.sample_count_in_single_batch)
+        self.batch_count = self.total_sample_count // self.sample_count_in_single_batch
+        self.batch_count_in_memory = self.allowed_sample_count // self.sample_count_in_single_batch
+        self.total_read_count = -(-self.total_sample_count // self.allowed_sample_count)
 
     def _most_samples(self, network: nn.Module, batch_shape: tuple[int, ...], optimizer: Any) -> int:
         """Return the number of samples that fits on the device, by trial."""
@@ -285,66 +298,6 @@ class Config:
             )
         return estimate.largest_micro_batch_size(self.gpu_memory_limit)
 
-    @property
-    def input_size(self) -> int:
-        """Bytes of a sample's input."""
-        return self.input_item_size * i_arr_mul(self.input_shape)
-
-    @property
-    def output_size(self) -> int:
-        """Bytes of a sample's target."""
-        return self.output_item_size * i_arr_mul(self.output_shape)
-
-    @property
-    def sample_size(self) -> int:
-        """Bytes of a sample with its target."""
-        return self.input_size + self.output_size
-
-    @property
-    def single_sample_memory_usage(self) -> int:
-        """Bytes of a sample and of all modules' outputs for it, with their gradients, in the input's precision."""
-        return self.sample_size + self.total_intermediate_variable_count * self.input_item_size
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a batch, a multiple of ``one_read_count``."""
-        fits = min(self._capacity, self.preferred_batch_size, self._allowed_sample_count * self.one_read_count)
-        return round_to(max(fits, self.one_read_count), self.one_read_count)
-
-    @property
-    def sample_count_in_single_batch(self) -> int:
-        """Identities in a batch."""
-        return self.batch_size // self.one_read_count
-
-    @property
-    def sample_batch_memory_footprint(self) -> int:
-        """Bytes of a batch with its targets."""
-        return self.batch_size * self.sample_size
-
-    @property
-    def _allowed_sample_count(self) -> int:
-        return min(self.total_sample_count, self.cpu_memory_limit // (self.sample_size * self.one_read_count))
-
-    @property
-    def allowed_sample_count(self) -> int:
-        """Identities whose samples fit in host memory, in whole batches."""
-        return round_to(self._allowed_sample_count, self.sample_count_in_single_batch)
-
-    @property
-    def batch_count(self) -> int:
-        """Full batches in an epoch."""
-        return self.total_sample_count // self.sample_count_in_single_batch
-
-    @property
-    def total_read_count(self) -> int:
-        """Fillings of host memory per epoch."""
-        return -(-self.total_sample_count // self.allowed_sample_count)
-
-    @property
-    def batch_count_in_memory(self) -> int:
-        """Batches that host memory holds."""
-        return self.allowed_sample_count // self.sample_count_in_single_batch
-
 
 Item = TypeVar("Item")
 
@@ -359,28 +312,19 @@ Apply = Callable[[Iterable[Any]], Any]
 
 def _counted(name: str, read: Reader, wanted: int, dtype: Any) -> Reader:
     """Wrap a reader to require a number of samples, and convert them to NumPy's or torch's ``dtype`` if given."""
+    convert: Any = torch.as_tensor if isinstance(dtype, torch.dtype) else np.asarray
 
-    def samples_of(identity: Any) -> Iterator[Any]:
-        count = 0
-        for count, sample in enumerate(read(identity), 1):
-            if count > wanted:
-                raise _miscounted(name, identity, f"more than {wanted}", wanted)
-            yield sample if dtype is None else _converted(sample, dtype)
-        if count < wanted:
-            raise _miscounted(name, identity, str(count), wanted)
+    def samples_of(identity: Any) -> list[Any]:
+        samples = list(itertools.islice(read(identity), wanted + 1))
+        if len(samples) != wanted:
+            count = f"more than {wanted}" if len(samples) > wanted else len(samples)
+            raise BatchError(
+                f"{name}({identity!r}) gave {count} samples, but one_read_count is {wanted}; give the Config the "
+                "number of samples per read"
+            )
+        return samples if dtype is None else [convert(sample, dtype=dtype) for sample in samples]
 
     return samples_of
-
-
-def _miscounted(name: str, identity: Any, count: str, wanted: int) -> BatchError:
-    return BatchError(
-        f"{name}({identity!r}) gave {count} samples, but one_read_count is {wanted}; give the Config the number of "
-        "samples per read"
-    )
-
-
-def _converted(sample: Any, dtype: Any) -> Any:
-    return torch.as_tensor(sample, dtype=dtype) if isinstance(dtype, torch.dtype) else np.asarray(sample, dtype)
 
 
 def _stacked(samples: Iterable[Any]) -> Any:
@@ -427,19 +371,19 @@ class Feeder:
             return apply_input(one for one, _ in samples), apply_output(one for _, one in samples)
 
         own = apply_on_input_batch is not None or apply_on_output_batch is not None
-        input_dtype = None if apply_on_input_batch else configs.input_dtype
-        output_dtype = None if apply_on_output_batch else configs.output_dtype
-        reads = configs.one_read_count
+        reads, identities = configs.one_read_count, slice(configs.total_sample_count)
         least = configs.sample_batch_memory_footprint * (2 if own else 1) + reads * configs.sample_size
         self.configs = configs
         self._feed = feed(
-            input_list[: configs.total_sample_count],
-            _counted("read_input", read_input, reads, input_dtype),
+            input_list[identities],
+            _counted("read_input", read_input, reads, None if apply_on_input_batch else configs.input_dtype),
             configs.batch_size,
             budget_bytes=max(configs.cpu_memory_limit, least),
             epochs=None,
-            targets=output_list[: configs.total_sample_count],
-            read_target=_counted("get_output", get_output, reads, output_dtype),
+            targets=output_list[identities],
+            read_target=_counted(
+                "get_output", get_output, reads, None if apply_on_output_batch else configs.output_dtype
+            ),
             variants=reads,
             shuffle=shuffle,
             drop_last=self._drop_last,
@@ -449,8 +393,7 @@ class Feeder:
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Iterator[tuple[Any, Any]]]:
         """Yield epochs, each of which reads all samples again and drops the rest that does not fill a batch."""
-        for index in range(epoch_count):
-            yield self._feed.epoch(index)
+        return map(self._feed.epoch, range(epoch_count))
 
 
 class generate_epoch(Feeder):
