@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import speedswap.compat.infinitybatch as infinitybatch
 from speedswap.compat.infinitybatch import InfinityBatch, InfinityBatchError, InfinityBatchWarning
-from speedswap.compat.infinitybatch.components import devices_equal
+from speedswap.compat.infinitybatch.trainer import devices_equal
 from speedswap.errors import SpeedswapWarning
 from speedswap.monitor import MonitorWarning
 

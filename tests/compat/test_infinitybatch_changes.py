@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from speedswap.compat.infinitybatch.components import ChangeObserver
+from speedswap.compat.infinitybatch.changes import ChangeObserver
 from speedswap.monitor import ChangeWarning, MonitorWarning
 
 

@@ -22,7 +22,7 @@ unchanged, its custom loop with ``ib.batch_()`` included. Differences:
 
 from speedswap.compat.infinitybatch import tools
 from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError, InfinityBatchWarning
-from speedswap.compat.infinitybatch.containers import ContainerStorage, DiskStorage, HostStorage, RunningStatistics
+from speedswap.compat.infinitybatch.containers import DiskStorage, HostStorage, RunningStatistics
 from speedswap.compat.infinitybatch.losses import TrainingStep
 from speedswap.compat.infinitybatch.trainer import InfinityBatch
 
@@ -39,4 +39,4 @@ __all__ = [
     "tools",
 ]
 
-Step, Storage = TrainingStep, ContainerStorage
+Step, Storage = TrainingStep, HostStorage

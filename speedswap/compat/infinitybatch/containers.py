@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 import weakref
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,42 +84,30 @@ class RunningStatistics:
         return {name: getattr(self, name) for name in names}
 
 
-class ContainerStorage(Sequence[Any]):
-    """The kept values of a stream: numbers, tensors, or nested values of them, detached from their graphs."""
-
-    @abstractmethod
-    def append(self, value: Any) -> None:
-        """Take the stream's next value."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Release all values."""
-
-    @abstractmethod
-    def _get(self, position: int) -> Any: ...
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._get(position) for position in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"value {index} of {len(self)} kept values; the storage's strategy decides which are kept")
-        return self._get(position)
+def _host_copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-class HostStorage(ContainerStorage):
-    """Copies in host memory.
+class HostStorage(Sequence[Any]):
+    """The kept values of a stream: numbers, tensors, or nested values of them, without graphs; here in host memory.
 
     Args:
         limit: the number of values that are kept, the newest ones; None for all, which grows without bound.
+        copy: returns the kept form of a tensor; a copy in host memory by default.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, copy: Callable[[Tensor], Tensor] = _host_copy) -> None:
         self._values: deque[Any] = deque(maxlen=limit)
+        self._copy = copy
 
     def append(self, value: Any) -> None:
-        """Keep a copy."""
-        self._values.append(replace_tensors(value, _host_copy))
+        """Take the stream's next value."""
+        self._values.append(replace_tensors(value, self._copy))
+
+    def clear(self) -> None:
+        """Release all values."""
+        self._values.clear()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -128,20 +115,12 @@ class HostStorage(ContainerStorage):
     def _get(self, position: int) -> Any:
         return self._values[position]
 
-    def clear(self) -> None:
-        """Release all values."""
-        self._values.clear()
-
-
-class LastStorage(HostStorage):
-    """The last value, detached, on its device."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=1)
-
-    def append(self, value: Any) -> None:
-        """Keep the value in place of the previous one."""
-        self._values.append(replace_tensors(value, Tensor.detach))
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._get(position) for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"value {index} of {len(self)} kept values; the storage's strategy decides which are kept")
+        return self._get(index)
 
 
 class StatisticsStorage(HostStorage):
@@ -155,7 +134,7 @@ class StatisticsStorage(HostStorage):
             self._values.append(statistics)
 
 
-class DiskStorage(ContainerStorage):
+class DiskStorage(HostStorage):
     """One file per value, written with ``torch.save`` and read with ``weights_only=True``.
 
     Args:
@@ -164,45 +143,44 @@ class DiskStorage(ContainerStorage):
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
+        super().__init__()
         if directory is None:
             temporary = tempfile.TemporaryDirectory(prefix="speedswap-")
             weakref.finalize(self, temporary.cleanup)
             directory = temporary.name
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._count = len(list(self.directory.glob("[0-9]*.pt")))
-
-    def _path(self, position: int) -> Path:
-        return self.directory / f"{position:08d}.pt"
+        self._values.extend(sorted(self.directory.glob("[0-9]*.pt")))
 
     def append(self, value: Any) -> None:
         """Write the value."""
-        torch.save(replace_tensors(value, _host_copy), self._path(self._count))
-        self._count += 1
-
-    def __len__(self) -> int:
-        return self._count
+        path = self.directory / f"{len(self):08d}.pt"
+        torch.save(replace_tensors(value, self._copy), path)
+        self._values.append(path)
 
     def _get(self, position: int) -> Any:
-        return torch.load(self._path(position), weights_only=True)
+        return torch.load(self._values[position], weights_only=True)
 
     def clear(self) -> None:
         """Remove the files."""
-        for position in range(self._count):
-            self._path(position).unlink(missing_ok=True)
-        self._count = 0
+        for path in self._values:
+            path.unlink(missing_ok=True)
+        super().clear()
 
 
-_STRATEGIES: dict[str, Callable[[], ContainerStorage]] = {
+Strategy = str | Callable[[], HostStorage]
+Strategies = Strategy | Mapping[str, Strategy]
+STREAMS = ("inputs", "outputs", "targets")
+_STRATEGIES: dict[str, Callable[[], HostStorage]] = {
     "none": lambda: HostStorage(limit=0),
-    "last": LastStorage,
+    "last": lambda: HostStorage(limit=1, copy=Tensor.detach),
     "host": HostStorage,
     "statistics": StatisticsStorage,
     "disk": DiskStorage,
 }
 
 
-def make_storage(strategy: Strategy) -> ContainerStorage:
+def make_storage(strategy: Strategy) -> HostStorage:
     """Return a new storage by its strategy: ``none``, ``last``, ``host``, ``statistics``, ``disk``, or a function.
 
     Raises:
@@ -222,63 +200,16 @@ def make_storage(strategy: Strategy) -> ContainerStorage:
     return _STRATEGIES[strategy]()
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+def strategies_of(containers: Strategies) -> dict[str, Strategy]:
+    """Return the strategy of each stream, from one for all or from a dictionary; a missing one keeps nothing.
 
-
-STREAMS = ("inputs", "outputs", "targets")
-Strategy = str | Callable[[], ContainerStorage]
-Strategies = Strategy | Mapping[str, Strategy]
-
-
-def _stream(name: str, doc: str) -> Any:
-    """Return a property for the kept values of a stream."""
-    return property(lambda self: self._streams[name], doc=doc)
-
-
-class Containers:
-    """The kept values of each epoch's batches.
-
-    Args:
-        strategies: for all streams, or by stream (``inputs``, ``outputs``, ``targets``; a missing one keeps nothing):
-            ``none``, ``last``, ``host``, ``statistics``, ``disk``, or a function that makes a storage.
+    Raises:
+        InfinityBatchError: there is no such stream.
+        ValueError: a strategy is unknown.
     """
-
-    def __init__(self, strategies: Strategies) -> None:
-        given = strategies if isinstance(strategies, Mapping) else dict.fromkeys(STREAMS, strategies)
-        if unknown := set(given) - set(STREAMS):
-            raise InfinityBatchError(f"containers has {', '.join(sorted(unknown))}; it may have {', '.join(STREAMS)}")
-        self._strategies: dict[str, Strategy] = {name: given.get(name, "none") for name in STREAMS}
-        for strategy in self._strategies.values():
-            make_storage(strategy)  # so that an unknown one is an error now
-        self.clearcontainers_()
-
-    inputs = _stream("inputs", "Inputs by epoch and batch, as far as ``containers`` keeps them.")
-    outputs = _stream("outputs", "Outputs by epoch and batch, likewise; without their graphs.")
-    targets = _stream("targets", "Targets by epoch and batch, likewise.")
-
-    @property
-    def losses(self) -> list[list[tuple[Any, int]]]:
-        """``(loss, samples)`` by epoch and batch; with several steps a tuple of their losses."""
-        return self._losses
-
-    def clearcontainers_(self) -> None:
-        """Release all kept values."""
-        self._losses: list[list[tuple[Any, int]]] = []
-        self._streams: dict[str, list[ContainerStorage]] = {name: [] for name in STREAMS}
-
-    def epochstart_(self) -> None:
-        """Begin an epoch in each container."""
-        self._losses.append([])
-        for name, epochs in self._streams.items():
-            if epochs and self._strategies[name] == "last":  # the last value of all, not one per epoch
-                epochs[-1].clear()
-            epochs.append(make_storage(self._strategies[name]))
-
-    def _keeps(self, name: str) -> bool:
-        return bool(self._streams[name]) and self._strategies[name] != "none"
-
-    def _keep(self, name: str, value: Any) -> None:
-        if self._keeps(name):
-            self._streams[name][-1].append(value)
+    given = containers if isinstance(containers, Mapping) else dict.fromkeys(STREAMS, containers)
+    if unknown := set(given) - set(STREAMS):
+        raise InfinityBatchError(f"containers has {', '.join(sorted(unknown))}; it may have {', '.join(STREAMS)}")
+    for strategy in given.values():
+        make_storage(strategy)
+    return {name: given.get(name, "none") for name in STREAMS}

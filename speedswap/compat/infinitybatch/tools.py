@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -87,9 +88,6 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
     ['sorting: begin', 'sorting: end']
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def append(  # type: ignore[override]
         self, name: str, device_id: Device = None, synchronize: bool = True
     ) -> None:
@@ -105,14 +103,11 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
 
     def deltas(self) -> list[tuple[str, dict[str, int]]]:
         """Return the label of each entry but the first, and its figures' differences to those of the previous entry."""
-        figures = [
-            (label, {name: v for name, v in dataclasses.asdict(shot.snapshot).items() if isinstance(v, int)})
-            for label, shot in self
-        ]
-        return [
-            (label, {name: new[name] - old[name] for name in new if name in old})
-            for (_, old), (label, new) in itertools.pairwise(figures)
-        ]
+        found = []
+        for old, new in itertools.pairwise(self.rows()):
+            known = [name for name in new if isinstance(new[name], int) and isinstance(old[name], int)]
+            found.append((new["label"], {name: new[name] - old[name] for name in known}))
+        return found
 
     def to_json(self, path: str | Path) -> None:
         """Write the rows as a JSON list."""
@@ -197,17 +192,11 @@ def is_equal_with_error(one: Tensor, another: Tensor, detach: bool = True) -> bo
     >>> is_equal_with_error(torch.ones(2), torch.ones(2)), is_equal_with_error(torch.ones(2), torch.zeros(2))
     (True, False)
     """
-    if one.shape != another.shape:
-        return False
-    with torch.no_grad():
-        ours, theirs = _wide(one), _wide(another)
-        return bool(((ours == theirs) | ((ours - theirs).abs() <= ERROR_TOLERANCE)).all())
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    dtype = torch.complex128 if one.is_complex() or another.is_complex() else torch.float64
+    ours, theirs = (tensor.detach().cpu().to(dtype) for tensor in (one, another))
+    return one.shape == another.shape and torch.allclose(ours, theirs, rtol=0, atol=ERROR_TOLERANCE)
 
 
 def compare_with_error_(one: float, another: float) -> bool:
     """Return whether two numbers differ by no more than ``ERROR_TOLERANCE``."""
-    return one == another or abs(one - another) <= ERROR_TOLERANCE
+    return math.isclose(one, another, rel_tol=0, abs_tol=ERROR_TOLERANCE)

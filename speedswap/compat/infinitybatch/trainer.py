@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
 from speedswap.batching.nested import Batch, concatenate, replace_tensors
-from speedswap.compat.infinitybatch.codes import InfinityBatchError
-from speedswap.compat.infinitybatch.components import Components, as_list, call, moved, samples_first, unpack
-from speedswap.compat.infinitybatch.containers import Containers, Strategies
-from speedswap.compat.infinitybatch.losses import TrainingStep, means, reduction_of
-from speedswap.monitor import EventMonitor, Level, WarningPolicy
+from speedswap.compat.infinitybatch.batches import WatchedLoader, as_list, call, moved, named, samples_first, unpack
+from speedswap.compat.infinitybatch.changes import Change, ChangeObserver
+from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError
+from speedswap.compat.infinitybatch.containers import HostStorage, Strategies, make_storage, strategies_of
+from speedswap.compat.infinitybatch.losses import TrainingStep, reduction_of
+from speedswap.monitor import EventMonitor, Level, WarningPolicy, as_policy, count_parameters
 from speedswap.monitor.parameters import modes_kept
+
+
+def devices_equal(one: torch.device, other: torch.device) -> bool:
+    """Return whether two names mean the same device; one without an index is the current one."""
+    here = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    ours, theirs = (here if device.index is None else device.index for device in (one, other))
+    return one.type == other.type and ours == theirs
 
 
 class _Bridge(Callback):
@@ -31,7 +40,12 @@ class _Bridge(Callback):
                 setattr(self, moment, functools.partial(tell, moment))
 
 
-class InfinityBatch(Components, Containers):
+def _property(name: str, doc: str, write: Callable[[Any, Any], None] | None = None) -> Any:
+    """Return a property that reads ``_name``; ``write`` is called with the object and an assigned value."""
+    return property(lambda self: getattr(self, f"_{name}"), write, doc=doc)
+
+
+class InfinityBatch:
     """A trainer of models with batches of any size.
 
     Batches are split by :class:`speedswap.BatchSplitter`: only one micro-batch's activations are in memory at a time,
@@ -101,74 +115,179 @@ class InfinityBatch(Components, Containers):
         printer: Callable[[str], object] = print,
         warn: Level | WarningPolicy = "user",
     ) -> None:
-        Components.__init__(self, backward_device, warn)
-        Containers.__init__(self, containers)
-        self.callbacks = list(callbacks)
-        self.printer = printer
-        self.verbose_mode = verbose
+        self.policy = as_policy(warn)
+        self.policy.codes = {**CODES, **self.policy.codes}
+        self.changes: list[Change] = []
+        self.callbacks, self.printer, self._verbose_mode = list(callbacks), printer, verbose
         self.scheduler, self.autocast = scheduler, autocast
-        self._scaler = scaler
-        self._micro_batch_size: int | Literal["auto"] = micro_batch_size
-        self._batch_norm: Literal["micro_batch", "window"] = batch_norm
-        self._offload = offload_activations
-        self._steps = list(steps)
-        self._unpack = unpack
+        self._splitting: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "batch_norm": batch_norm,
+            "offload_activations": offload_activations,
+            "scaler": scaler,
+        }
+        self._steps: list[TrainingStep | None] = list(steps)
+        self._unpack, self._strategies = unpack, strategies_of(containers)
+        self._observer = ChangeObserver(warn=self.policy, on_change=self.changes.append)
         self._bridge = _Bridge(self._tell)
         self._splitters: dict[TrainingStep | None, BatchSplitter] = {}
         self._events: EventMonitor | None = None
         self._epoch = self._batch = -1
-        self._current: tuple[Any, Any] | None = None
-        self._open: int | None = None  # samples of the batch that batch_() has begun
         self._trained = [0, 0]  # batches and samples of the epoch
         self._collected: list[Any] = []
-        self._outputs: Any = None
-        self._loss: Tensor | None = None
+        unset: Any = None
+        self._model = self._optimizer = self._criterion = self._forward_device = unset
+        self._current = unset  # inputs and targets of the batch
+        self._open = self._whole = self._loss = unset  # samples, outputs and loss of the batch that batch_() has begun
+        self._backward_device = torch.device("cpu" if backward_device is None else backward_device)
+        self.clearcontainers_()
         self.model, self.optimizer, self.criterion, self.dataloader = model, optimizer, criterion, dataloader
 
-    def _replaced(self, name: str) -> None:
-        self._splitters.clear()
-        if name != "criterion":
-            self._stop_watching()
+    # ------------------------------------------------------------------ components
+
+    model = _property("model", "The model, or several.", lambda self, value: self._put("model", value))
+    optimizer = _property("optimizer", "The optimizer, or several.", lambda self, value: self._put("optimizer", value))
+    criterion = _property("criterion", "The criterion, or several.", lambda self, value: self._put("criterion", value))
+    verbose_mode = _property(
+        "verbose_mode", "Printing of the training's progress.", lambda self, mode: setattr(self, "_verbose_mode", mode)
+    )
+
+    @property
+    def optimier(self) -> Any:
+        """The optimizer, as infinitybatch's README spells it."""
+        return self._optimizer
+
+    @optimier.setter
+    def optimier(self, optimizer: Any) -> None:
+        self.policy.warn("SW901", "optimier means optimizer; spell it that way")
+        self.optimizer = optimizer
+
+    @property
+    def dataloader(self) -> Any:
+        """The loader; a loop over it can call ``batch_()`` without arguments."""
+        return None if self._loader is None else WatchedLoader(self._loader, self._batches)
+
+    @dataloader.setter
+    def dataloader(self, dataloader: Any) -> None:
+        self._loader = dataloader.loader if isinstance(dataloader, WatchedLoader) else dataloader
 
     @property
     def micro_batch_size(self) -> int | Literal["auto"]:
         """The size in use; ``"auto"`` before the first batch. Setting it restarts with that size."""
         found = [splitter.micro_batch_size for splitter in self._splitters.values()]
-        return next((size for size in found if size is not None), self._micro_batch_size)
+        return next((size for size in found if size is not None), self._splitting["micro_batch_size"])
 
     @micro_batch_size.setter
     def micro_batch_size(self, size: int | Literal["auto"]) -> None:
-        self._micro_batch_size = size
+        self._restart(micro_batch_size=size)
+
+    scaler = property(
+        lambda self: self._splitting["scaler"],
+        lambda self, scaler: self._restart(scaler=scaler),
+        doc="The gradient scaler, which may skip a step.",
+    )
+
+    def _restart(self, **settings: Any) -> None:
+        """Split with other settings, by new splitters."""
+        self._splitting |= settings
         self._splitters.clear()
 
+    def _put(self, name: str, value: Any) -> None:
+        """Put a component in the place of the previous one, and observe it."""
+        before = getattr(self, f"_{name}")
+        setattr(self, f"_{name}", value)
+        for key in {**named(before), **named(value)}:
+            self._observer.observe(name if key == 0 else f"{name}[{key!r}]", named(value).get(key))
+        if value is not before:
+            self._splitters.clear()
+            if name != "criterion":
+                self._stop_watching()
+        if name == "model":
+            self.updateforwarddevice()
+
+    def _require(self, *names: str) -> None:
+        missing = [name for name in names if getattr(self, name) is None]
+        if missing:
+            raise InfinityBatchError(f"{' and '.join(missing)} missing; set InfinityBatch's {', '.join(missing)} first")
+
+    def _models(self) -> list[nn.Module]:
+        return as_list(self._model)
+
+    def count_parameters(self, example: Any = None) -> Any:
+        """Count the parameters of the model, or of several, as :func:`speedswap.monitor.count_parameters` does."""
+        self._require("model")
+        models = self._models()
+        model = models[0] if len(models) == 1 else nn.ModuleDict({str(k): m for k, m in named(self._model).items()})
+        return count_parameters(model, example=example)
+
+    # ------------------------------------------------------------------ devices
+
+    forward_device = _property("forward_device", "The model's device; None without trainable parameters.")
+
     @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, which may skip a step."""
-        return self._scaler
+    def backward_device(self) -> torch.device:
+        """The device of outputs, targets and the criterion."""
+        return self._backward_device
 
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._scaler = scaler
-        self._splitters.clear()
+    @backward_device.setter
+    def backward_device(self, device: torch.device | str | int | None) -> None:
+        self._backward_device = torch.device("cpu" if device is None else device)
+        self.checkdevices_()
 
-    @property
-    def verbose_mode(self) -> bool:
-        """Printing of the training's progress."""
-        return self._verbose
+    def changemodeldevice(self, device: torch.device | str | int) -> None:
+        """Move the model, and the optimizer's state with it, to another device."""
+        for model in self._models():
+            model.to(device)
+        for optimizer in as_list(self._optimizer):
+            optimizer.load_state_dict(optimizer.state_dict())  # which puts state on the parameters' device
+        self.optimizer, self.model = self._optimizer, self._model  # moved on purpose: no warning
 
-    @verbose_mode.setter
-    def verbose_mode(self, mode: bool) -> None:
-        self._verbose = bool(mode)
+    def updateforwarddevice(self) -> None:
+        """Find the model's device."""
+        parameters = (parameter for model in self._models() for parameter in model.parameters())
+        self._forward_device = next((parameter.device for parameter in parameters if parameter.requires_grad), None)
+        if self._model is not None and self._forward_device is None:
+            self.policy.warn("SW905", "the model has no parameters that require a gradient; nothing can be trained")
+        self.checkdevices_()
 
-    def _say(self, line: str) -> None:
-        if self._verbose:
-            self.printer(line)
+    def checkdevices_(self) -> None:
+        """Warn, at level ``"expert"``, if forward and backward devices are the same: then nothing is moved."""
+        if self._forward_device is not None and devices_equal(self._forward_device, self._backward_device):
+            self.policy.warn(
+                "SW902", f"forward and backward devices are both {self._forward_device}: outputs stay where they are"
+            )
+
+    # ------------------------------------------------------------------ containers
+
+    losses = _property("losses", "``(loss, samples)`` by epoch and batch; with several steps a tuple of their losses.")
+    inputs = _property("inputs", "Inputs by epoch and batch, as far as ``containers`` keeps them.")
+    outputs = _property("outputs", "Outputs by epoch and batch, likewise; without their graphs.")
+    targets = _property("targets", "Targets by epoch and batch, likewise.")
+
+    def clearcontainers_(self) -> None:
+        """Release all kept values."""
+        self._losses: list[list[tuple[Any, int]]] = []
+        for name in self._strategies:
+            setattr(self, f"_{name}", [])
+
+    def epochstart_(self) -> None:
+        """Begin an epoch in each container."""
+        self._losses.append([])
+        for name, strategy in self._strategies.items():
+            epochs: list[HostStorage] = getattr(self, name)
+            if epochs and strategy == "last":  # the last value of all, not one per epoch
+                epochs[-1].clear()
+            epochs.append(make_storage(strategy))
+
+    def _keeps(self, name: str) -> bool:
+        return bool(getattr(self, name)) and self._strategies[name] != "none"
+
+    def _keep(self, **values: Any) -> None:
+        for name, value in values.items():
+            if self._keeps(name):
+                getattr(self, name)[-1].append(value)
 
     # ------------------------------------------------------------------ training by epochs
-
-    def __call__(self, num_epochs: int) -> None:
-        """Train for a number of epochs."""
-        self.train(num_epochs)
 
     def train(self, num_epochs: int) -> None:
         """Train for a number of epochs, after releasing all that the containers kept of earlier ones."""
@@ -178,6 +297,10 @@ class InfinityBatch(Components, Containers):
         for _ in range(num_epochs):
             self.epoch()
 
+    def __call__(self, num_epochs: int) -> None:
+        """Train for a number of epochs."""
+        self.train(num_epochs)
+
     def epoch(self) -> None:
         """Train for one epoch.
 
@@ -185,54 +308,42 @@ class InfinityBatch(Components, Containers):
             InfinityBatchError: the model, the optimizer, the criterion or the data loader is missing.
         """
         self._require("model", "optimizer", "dataloader", *([] if self._steps else ["criterion"]))
-        self._turn_of_epoch(True)
-        for batch in self._loader:
-            self._take(batch)
+        for _ in self.dataloader:
             self._train_batch()
-        self._turn_of_epoch(False)
 
     def _train_batch(self) -> None:
-        assert self._current is not None
         inputs, targets = self._current
-        losses = []
-        steps: list[TrainingStep | None] = [*self._steps] or [None]
-        for step in steps:
-            loss = (
-                self._differentiate(step, inputs, targets) if step else self._differentiate_criterion(inputs, targets)
-            )
-            losses.append(float(loss))
-            every = self._optimizers()
-            self._step(every.values() if not step or step.optimizers is None else [every[k] for k in step.optimizers])
+        losses, optimizers = [], named(self._optimizer)
+        for step in self._steps or [None]:
+            losses.append(float(self._differentiate(step, inputs, targets)))
+            stepping = optimizers if step is None or step.optimizers is None else step.optimizers
+            self._step([optimizers[key] for key in stepping])
             self.zero_grad()
-        size = Batch((inputs, targets)).size
-        self.losses[-1].append((losses[0] if len(losses) == 1 else tuple(losses), size))
-        self._keep("inputs", inputs)
-        self._keep("targets", targets)
+        self._losses[-1].append((losses[0] if len(losses) == 1 else tuple(losses), Batch((inputs, targets)).size))
+        self._keep(inputs=inputs, targets=targets)
         if self._collected:
-            self._keep("outputs", concatenate(self._collected))
+            self._keep(outputs=concatenate(self._collected))
             self._collected = []
 
-    def _differentiate(self, step: TrainingStep, inputs: Any, targets: Any) -> Tensor:
+    def _differentiate(self, step: TrainingStep | None, inputs: Any, targets: Any) -> Tensor:
+        """Add the gradients of a step's loss, or of the criterion; return the loss."""
+
         def loss_fn(inputs: Any, targets: Any) -> Tensor:
+            if step is None:
+                return self._criticize(self._encode(inputs), targets)
             with self._precision():
                 device = self._forward_device
                 return step.loss(self._model, self._criterion, moved(inputs, device), moved(targets, device))
 
-        return self._splitter(step).backward(loss_fn, inputs, targets)
-
-    def _differentiate_criterion(self, inputs: Any, targets: Any) -> Tensor:
-        if len(as_list(self._model)) != 1 or len(as_list(self._criterion)) != 1:
+        splitter = self._splitter(step)
+        models, criteria = self._models(), as_list(self._criterion)
+        if step is None and (len(models), len(criteria)) != (1, 1):
             raise InfinityBatchError(
-                f"there are {len(as_list(self._model))} models and {len(as_list(self._criterion))} criteria; give "
-                "steps=[Step(loss), …]"
+                f"there are {len(models)} models and {len(criteria)} criteria; give steps=[Step(loss), …]"
             )
-        splitter = self._splitter(None)
-        if reduction_of(self._criterion) is not None:
-            return splitter.backward(self._loss_of_part, inputs, targets)
-        return splitter.backward_coupled(self._encode, functools.partial(self._criticize, targets=targets), inputs)
-
-    def _loss_of_part(self, inputs: Any, targets: Any) -> Tensor:
-        return self._criticize(self._encode(inputs), targets)
+        if step is None and reduction_of(self._criterion) is None:
+            return splitter.backward_coupled(self._encode, functools.partial(self._criticize, targets=targets), inputs)
+        return splitter.backward(loss_fn, inputs, targets)
 
     def _criticize(self, outputs: Any, targets: Any) -> Tensor:
         if self._keeps("outputs"):
@@ -241,38 +352,29 @@ class InfinityBatch(Components, Containers):
         loss: Tensor = criterion(outputs, moved(targets, self._backward_device))
         return loss
 
-    def _encode(self, inputs: Any, ambient: tuple[bool, torch.dtype] | None = None) -> Any:
+    def _encode(self, inputs: Any) -> Any:
         """Return the model's outputs for a micro-batch, on the backward device."""
         (model,) = self._models()
-        with self._precision(ambient):
+        with self._precision():
             outputs = call(model, moved(inputs, self._forward_device))
         return moved(samples_first(outputs, Batch((inputs,)).size), self._backward_device)
 
-    def _precision(self, ambient: tuple[bool, torch.dtype] | None = None) -> AbstractContextManager[Any]:
-        """Return the requested autocast, else the one around the call that began the batch."""
-        kind = self._device_type()
-        if self.autocast is not None:
-            return torch.autocast(kind, dtype=self.autocast)
-        return nullcontext() if ambient is None else torch.autocast(kind, enabled=ambient[0], dtype=ambient[1])
-
-    def _device_type(self) -> str:
-        return "cpu" if self._forward_device is None else self._forward_device.type
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast((self._forward_device or torch.device("cpu")).type, dtype=self.autocast)
 
     def _splitter(self, step: TrainingStep | None) -> BatchSplitter:
         """Return the splitter of a step's batches; None stands for the criterion."""
         if step not in self._splitters:
             own = (step.reduction, step.normalizer) if step else reduction_of(self._criterion)
-            reduction, normalizer = own or ("mean", None)
             self._splitters[step] = BatchSplitter(
                 self._models(),
-                micro_batch_size=self._micro_batch_size,
-                reduction=reduction,
-                normalizer=normalizer,
-                batch_norm=self._batch_norm,
-                offload_activations=self._offload,
+                reduction=own[0] if own else "mean",
+                normalizer=own[1] if own else None,
                 check=step is not None,  # the reductions of torch's own criteria are known
-                scaler=self.scaler,
                 callbacks=[self._bridge],
+                **self._splitting,
             )
         return self._splitters[step]
 
@@ -300,14 +402,11 @@ class InfinityBatch(Components, Containers):
         self._watch()
         self._open = Batch((inputs,)).size
         self._tell("before_batch", Event(self, batch_size=self._open))
-        kind = self._device_type()
-        ambient = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._outputs = self._splitter(None).forward(functools.partial(self._encode, ambient=ambient), inputs)
-        self._keep("outputs", self._outputs)
+        self._whole = self._splitter(None).forward(self._encode, inputs)
+        self._keep(outputs=self._whole)
         if self._current is not None:
-            self._keep("inputs", self._current[0])
-            self._keep("targets", self._current[1])
-        return self._outputs
+            self._keep(inputs=self._current[0], targets=self._current[1])
+        return self._whole
 
     def loss(self) -> Tensor:
         """Return the criterion of the last ``batch_()`` and its targets; ``backward()`` and ``losses`` keep it.
@@ -316,16 +415,16 @@ class InfinityBatch(Components, Containers):
             InfinityBatchError: there is no batch, or no criterion.
         """
         self._require("criterion")
-        if self._outputs is None or self._current is None:
+        if self._whole is None or self._current is None:
             raise InfinityBatchError(
                 "loss() has no outputs and targets; iterate over dataloader and call batch_() first"
             )
         (criterion,) = as_list(self._criterion)
-        loss: Tensor = criterion(self._outputs, moved(self._current[1], self._backward_device))
-        self._loss, self._outputs = loss, None
-        if not self.losses:
+        loss: Tensor = criterion(self._whole, moved(self._current[1], self._backward_device))
+        self._loss, self._whole = loss, None
+        if not self._losses:
             self.epochstart_()
-        self.losses[-1].append((loss.item(), self._open or 0))
+        self._losses[-1].append((loss.item(), self._open or 0))
         return loss
 
     def backward(self) -> None:
@@ -334,7 +433,7 @@ class InfinityBatch(Components, Containers):
             self.policy.warn("SW903", "backward() has nothing to differentiate; call loss() first")
             return
         loss, self._loss = self._loss, None
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self) -> None:
         """Step the optimizer, or all of them.
@@ -346,7 +445,7 @@ class InfinityBatch(Components, Containers):
         if self._open is not None:
             self._tell("after_batch", Event(self, batch_size=self._open), to_monitor=False)
             self._open = None
-        self._step(self._optimizers().values())
+        self._step(as_list(self._optimizer))
 
     def _step(self, optimizers: Iterable[Optimizer]) -> None:
         self._tell("before_step", Event(self))
@@ -361,10 +460,8 @@ class InfinityBatch(Components, Containers):
 
     def zero_grad(self) -> None:
         """Clear the gradients of the optimizers' and the models' parameters."""
-        for optimizer in self._optimizers().values():
-            optimizer.zero_grad()
-        for model in self._models():
-            model.zero_grad()
+        for one in (*as_list(self._optimizer), *self._models()):
+            one.zero_grad()
 
     # ------------------------------------------------------------------ evaluation
 
@@ -386,54 +483,57 @@ class InfinityBatch(Components, Containers):
         """
         self._require("model", *(["dataloader"] if dataloader is None else []), *([] if metrics else ["criterion"]))
         loader = self._loader if dataloader is None else getattr(dataloader, "loader", dataloader)
+        metrics = metrics or {"loss": as_list(self._criterion)[0]}
+        sums, weights = dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0.0)
         self.updateforwarddevice()
         with modes_kept(self._models()):
             for model in self._models():
                 model.eval()
-            return means(
-                metrics or {"loss": as_list(self._criterion)[0]},
-                map(self._unpack, loader),
-                functools.partial(self._splitter(None).map, self._encode),
-                self._backward_device,
-            )
+            for inputs, targets in map(self._unpack, loader):
+                outputs, targets = self._splitter(None).map(self._encode, inputs), moved(targets, self._backward_device)
+                for name, metric in metrics.items():
+                    kind, normalizer = reduction_of(metric) or ("mean", None)
+                    value = float(metric(outputs, targets))
+                    weight = float(normalizer(inputs, targets) if normalizer else Batch((inputs,)).size)
+                    if weight:
+                        sums[name] += value if kind == "sum" else value * weight
+                        weights[name] += weight
+        if not any(weights.values()):
+            raise InfinityBatchError("the data loader gave no batches to evaluate")
+        return {name: sums[name] / weights[name] if weights[name] else math.nan for name in metrics}
 
     eval = evaluate
 
     # ------------------------------------------------------------------ stages
 
-    def _turn_of_epoch(self, begins: bool) -> None:
-        if begins:
-            self.updateforwarddevice()
-            self._observer.check()
-            self._watch()
-            self._epoch, self._batch, self._trained = self._epoch + 1, -1, [0, 0]
-            self.epochstart_()
-            self._tell("before_epoch", Event(self))
-            return
-        self._current = self._outputs = None
+    def _batches(self, loader: Any) -> Iterator[Any]:
+        """Yield an epoch's batches, each remembered while it is trained with."""
+        self.updateforwarddevice()
+        self._observer.check()
+        self._watch()
+        self._epoch, self._batch, self._trained = self._epoch + 1, -1, [0, 0]
+        self.epochstart_()
+        self._tell("before_epoch", Event(self))
+        for batch in loader:
+            self._batch += 1
+            self._current = self._unpack(batch)
+            yield batch
+        self._current = self._whole = None
         if self._batch < 0:
             self.policy.warn("SW904", "the data loader gave no batches; nothing was trained")
         batches, samples = self._trained
         self._say(f"epoch {self._epoch + 1}, done: {batches} batches, {samples} samples")
         self._tell("after_epoch", Event(self))
         self._stop_watching()
-        if self.scheduler is not None:
-            self._step_scheduler()
-
-    def _step_scheduler(self) -> None:
-        if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if losses := self._losses[-1]:
+                self.scheduler.step(sum(loss * size for loss, size in losses) / sum(size for _, size in losses))
+        elif self.scheduler is not None:
             self.scheduler.step()
-        elif losses := self.losses[-1]:
-            self.scheduler.step(sum(loss * size for loss, size in losses) / sum(size for _, size in losses))
-
-    def _take(self, batch: Any) -> None:
-        """Remember a batch that is about to be trained with."""
-        self._batch += 1
-        self._current = self._unpack(batch)
 
     def _watch(self) -> None:
         """Attach an event monitor to the model and the optimizer, if there is exactly one of each."""
-        models, optimizers = self._models(), list(self._optimizers().values())
+        models, optimizers = self._models(), as_list(self._optimizer)
         if self._events is None and len(models) == len(optimizers) == 1 and self.policy.level != "off":
             self._events = EventMonitor(models[0], optimizers[0], warn=self.policy)
 
@@ -441,6 +541,10 @@ class InfinityBatch(Components, Containers):
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def _say(self, line: str) -> None:
+        if self._verbose_mode:
+            self.printer(line)
 
     def _tell(self, moment: str, event: Event, *, to_monitor: bool = True) -> None:
         if moment == "before_batch":

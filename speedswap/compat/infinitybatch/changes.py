@@ -1,0 +1,138 @@
+"""An observer of changes to a model, an optimizer and a criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedswap._words import a_kind
+from speedswap.monitor import Level, WarningPolicy, as_policy
+
+Kind = Literal["replaced", "device", "parameter_groups", "hyperparameters", "trainable", "dtype"]
+_CODES: dict[Kind, str] = {
+    "replaced": "SW201",
+    "device": "SW202",
+    "parameter_groups": "SW203",
+    "hyperparameters": "SW204",
+    "trainable": "SW205",
+    "dtype": "SW206",
+}
+_Traits = dict[Kind, tuple[Any, Any]]
+"""The respects in which an object can change: the value that is compared, and its form in messages."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between an observed object and its earlier state.
+
+    Attributes:
+        name: the observed object, such as ``"model"``.
+        kind: the respect in which it changed.
+        before: its earlier state.
+        after: its present state.
+    """
+
+    name: str
+    kind: Kind
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind.replace('_', ' ')} changed from {self.before} to {self.after}"
+
+
+class ChangeObserver:
+    """An observer that compares models, optimizers and criteria with their state at the last check.
+
+    Args:
+        warn: a level or a :class:`speedswap.monitor.WarningPolicy` for the warnings about changes.
+        on_change: called with each change.
+        **observed: modules, optimizers, or functions to observe, by name.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> observer = ChangeObserver(warn="off", model=model)
+    >>> _ = model.to(torch.float64)
+    >>> print(observer.check()[0])
+    model: dtype changed from torch.float32 to torch.float64
+    """
+
+    def __init__(
+        self,
+        *,
+        warn: Level | WarningPolicy = "user",
+        on_change: Callable[[Change], object] = lambda change: None,
+        **observed: Any,
+    ) -> None:
+        self.policy = as_policy(warn)
+        self._on_change = on_change
+        self._observed: dict[str, tuple[Any, _Traits]] = {}
+        for name, value in observed.items():
+            self.observe(name, value)
+
+    def observe(self, name: str, value: Any) -> list[Change]:
+        """Observe an object under a name, replacing the previous one of that name; None stops observing.
+
+        Returns:
+            The change, if there was one.
+        """
+        before, _ = self._observed.pop(name, (None, None))
+        if value is not None:
+            self._observed[name] = value, _traits(value)
+        if before is None or before is value:
+            return []
+        return self._report([Change(name, "replaced", a_kind(before), "None" if value is None else a_kind(value))])
+
+    def check(self) -> list[Change]:
+        """Return the changes of the observed objects since the last check."""
+        changes = []
+        for name, (value, before) in self._observed.items():
+            self._observed[name] = value, _traits(value)
+            for kind, (compared, shown) in self._observed[name][1].items():
+                if compared != before[kind][0]:
+                    changes.append(Change(name, kind, before[kind][1], shown))
+        return self._report(changes)
+
+    def _report(self, changes: list[Change]) -> list[Change]:
+        for change in changes:
+            self.policy.warn(_CODES[change.kind], str(change))
+            self._on_change(change)
+        return changes
+
+
+def _traits(value: Any) -> _Traits:
+    """Return the respects in which an object can change without being replaced."""
+    if isinstance(value, nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+        trainable = [name for name, parameter in value.named_parameters() if parameter.requires_grad]
+        return {
+            "device": _set(tensor.device for tensor in tensors),
+            "dtype": _set(tensor.dtype for tensor in tensors if tensor.is_floating_point()),
+            "trainable": (trainable, f"{len(trainable)} parameters"),
+        }
+    if isinstance(value, Optimizer):
+        groups = [[id(parameter) for parameter in group["params"]] for group in value.param_groups]
+        settings = [{k: _number(v) for k, v in group.items() if k != "params"} for group in value.param_groups]
+        shown = f"{len(groups)} group(s) with {[len(group) for group in groups]} parameters"
+        return {
+            "parameter_groups": (groups, shown),
+            "device": _set(parameter.device for group in value.param_groups for parameter in group["params"]),
+            "hyperparameters": (settings, settings),
+        }
+    return {}
+
+
+def _set(values: Iterable[object]) -> tuple[str, str]:
+    names = ", ".join(sorted({str(value) for value in values}))
+    return names, names
+
+
+def _number(value: Any) -> Any:
+    """Return a tensor's number if it is known without waiting for a device, else its identity and version."""
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else (id(value), value._version)
+    return value
