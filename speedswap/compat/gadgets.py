@@ -19,9 +19,8 @@ from speedswap._warnings import users_level
 from speedswap.compat.views import CupyMethods, NpyStore
 from speedswap.errors import DuplicateRowsWarning, IdError
 from speedswap.swapping.switchers import arrays
-from speedswap.swapping.switchers.arrays import ColumnArray
+from speedswap.swapping.switchers.collection import RowField
 from speedswap.tables import Pageable, Table, as_storage
-from speedswap.tables import init as initializers
 
 _Part = slice | int | npt.NDArray[Any] | EllipsisType | None
 
@@ -40,7 +39,7 @@ class DataGadget(CupyMethods):
     init_methods = "gadgetInit or loadCupy"
 
     def __init__(self, fileName: str | os.PathLike[str], CPUPinn: bool = False) -> None:
-        super().__init__(0, (), torch.float32, storage=Pageable(), name=os.fspath(fileName))
+        super().__init__(0, [RowField("weight", (), torch.float32)], storage=Pageable(), name=os.fspath(fileName))
         self.fileName = fileName
         self.CPUPinn = CPUPinn
 
@@ -54,8 +53,8 @@ class DataGadget(CupyMethods):
         array = self._mapped("r")
         self._describe(array)
         self.storage = as_storage("pinned" if self.CPUPinn else "device")
-        self.make(initializers.zeros())
-        ColumnArray(self.table, "weight", self.shape).fill(array.__getitem__)
+        self.make()
+        self.column_arrays()["weight"].fill(array.__getitem__)
 
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
         """Take another ``.npy`` file, of any shape, in place of the present one."""
@@ -88,11 +87,9 @@ class DataGadget(CupyMethods):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         ids = self._whole_rows(indexes)
         if ids is None:
-            matrix, items = self._items(indexes)
-            flat = items.reshape(-1)
-            found = matrix[flat // self.width, flat % self.width]
-            return found.view(self.row_dtype).view(items.shape).to(device)
-        return self.gather(ids.reshape(-1), device)["weight"].view(*ids.shape, *self.row_shape)
+            matrix, places, shape = self._items(indexes)
+            return matrix[places].view(self.fields[0].dtype).view(shape).to(device)
+        return self.gather(ids.reshape(-1), device)["weight"].view(*ids.shape, *self.shape[1:])
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Overwrite a part of the data.
@@ -107,17 +104,16 @@ class DataGadget(CupyMethods):
             IdError: a row's number is negative, any number is too large, or a mask does not fit.
             ValueError, TypeError: the data has another shape or kind of dtype. Nothing was written.
         """
-        ids = self._whole_rows(indexes)
+        ids, dtype = self._whole_rows(indexes), self.fields[0].dtype
         if ids is not None:
-            data = _fitting(dataObject, (*ids.shape, *self.row_shape), self.row_dtype)
-            self.scatter(ids.reshape(-1), {"weight": data.reshape(ids.numel(), self.width)})
+            data = _fitting(dataObject, (*ids.shape, *self.shape[1:]), dtype)
+            self.scatter(ids.reshape(-1), {"weight": data.reshape(-1, *self.shape[1:])})
             return
-        matrix, items = self._items(indexes)
-        values = _movable(_fitting(dataObject, tuple(items.shape), self.row_dtype)).to(matrix.device)
-        last = kernels.last_occurrences(items.reshape(-1))
-        flat = items.reshape(-1)[last]
-        matrix[flat // self.width, flat % self.width] = values.reshape(-1)[last]
-        if (lost := items.numel() - len(last)) and not self.said_duplicates:
+        matrix, (rows, columns), shape = self._items(indexes)
+        values = _movable(_fitting(dataObject, shape, dtype)).to(matrix.device)
+        last = kernels.last_occurrences(rows * matrix.shape[1] + columns)
+        matrix[rows[last], columns[last]] = values.reshape(-1)[last]
+        if (lost := len(rows) - len(last)) and not self.said_duplicates:
             self.said_duplicates = True
             warnings.warn(
                 f"the indexes name items of {self._what} more than once: the last value for each is kept, and the "
@@ -140,7 +136,7 @@ class DataGadget(CupyMethods):
     def _describe(self, array: npt.NDArray[Any]) -> None:
         """Use the file's shape and dtype for the collection."""
         dtype = arrays.as_dtype(array.dtype.newbyteorder("="), f"the dtype of {self.name!r}")
-        self.num_rows, self.row_shape, self.row_dtype = len(array), array.shape[1:], dtype
+        self.num_rows, self.fields = len(array), [RowField("weight", array.shape[1:], dtype)]
 
     def _whole_rows(self, indexes: Any) -> Tensor | None:
         """Return the ids of the rows that an index selects, in the index's shape; None for an index of another kind.
@@ -151,10 +147,8 @@ class DataGadget(CupyMethods):
         """
         self.table  # noqa: B018  (says what to call first)
         alone = indexes[0] if isinstance(indexes, tuple) and len(indexes) == 1 else indexes
-        if isinstance(alone, EllipsisType):
-            alone = slice(None)
-        if isinstance(alone, slice):
-            return torch.from_numpy(np.arange(*alone.indices(self.num_rows)))
+        if isinstance(alone, slice | EllipsisType):
+            return torch.from_numpy(np.arange(self.num_rows)[alone].copy())
         if alone is None or isinstance(alone, tuple):
             return None
         found = arrays.as_array(alone)
@@ -163,8 +157,8 @@ class DataGadget(CupyMethods):
         mask = found if isinstance(found, Tensor) else torch.tensor(found)
         return mask.nonzero().reshape(-1) if tuple(mask.shape) == (self.num_rows,) else None
 
-    def _items(self, indexes: Any) -> tuple[Tensor, Tensor]:
-        """Return the data as a matrix of rows and columns, and the number of each item that an index selects.
+    def _items(self, indexes: Any) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, ...]]:
+        """Return the data as a matrix, the rows and columns there of the items that an index selects, and their shape.
 
         Raises:
             IdError: a row's number is negative, any number is too large, or a mask does not fit.
@@ -177,12 +171,13 @@ class DataGadget(CupyMethods):
         items: Any = 0
         try:
             for axis, size in enumerate(self.shape):
-                along = np.arange(size).reshape(-1, *[1] * (len(self.row_shape) - axis))
+                along = np.arange(size).reshape(-1, *[1] * (len(self.shape) - 1 - axis))
                 items = items * size + np.broadcast_to(along, self.shape)[parts]
         except (IndexError, ValueError) as error:
             raise IdError(f"indexes: {error}; {self._what} has shape {self.shape}") from None
-        matrix = _movable(self.table.view().view(self.num_rows, self.width))
-        return matrix, torch.from_numpy(np.asarray(items)).to(matrix.device)
+        matrix = _movable(self.table.view())
+        rows, columns = (torch.from_numpy(found).to(matrix.device) for found in divmod(items.ravel(), matrix.shape[1]))
+        return matrix, (rows, columns), np.shape(items)
 
 
 class DataGadgetMM(DataGadget):
@@ -214,7 +209,7 @@ class DataGadgetMM(DataGadget):
         store = NpyStore(Path(self.fileName), self.num_rows, self.name)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
-            store.adopt(self.table_columns()[0], array)
+            store.adopt(self.columns()[0], array)
         self._replace(Table(store))
         self._array = array
 

@@ -46,9 +46,7 @@ Differences:
 
 from __future__ import annotations
 
-import functools
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,13 +54,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedswap import swapping
+from speedswap._warnings import warn_once
 from speedswap.compat.gadgets import DataGadget, DataGadgetMM
 from speedswap.compat.views import CupyMethods, DiskMethods, TorchMethods
-from speedswap.errors import SpeedswapWarning
-from speedswap.swapping.switchers import arrays
-from speedswap.swapping.switchers.collection import Collection
+from speedswap.swapping.switchers.arrays import as_dtype
+from speedswap.swapping.switchers.collection import Collection, RowField
 from speedswap.tables import Device, Pageable, Pinned, Storage
-from speedswap.tables import init as initializers
 from speedswap.tables.record import count
 
 __all__ = [
@@ -86,10 +83,14 @@ __all__ = [
 ]
 
 
+FileName = str | os.PathLike[str]
+DeviceName = str | torch.device
+
+
 class _InTorchMemory(TorchMethods):
     """A collection whose constructor looks up where it lives: in GPU memory, or in host memory, pinned or not."""
 
-    deviceType: str | torch.device = "cuda"
+    deviceType: DeviceName = "cuda"
     pinType: bool = False
 
     def _place(self) -> Storage:
@@ -102,16 +103,9 @@ class _InTorchMemory(TorchMethods):
                 "pinType is True, but deviceType is 'cuda' and only host memory is pinned; give deviceType='cpu'"
             )
         if not torch.cuda.is_available():
-            _say_no_gpu()
+            warn_once("deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device")
             return Pageable()
         return Device()
-
-
-@functools.cache
-def _say_no_gpu() -> None:
-    warnings.warn(
-        "deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device. (Said once.)", SpeedswapWarning, stacklevel=5
-    )
 
 
 # ---------------------------------------------------------------------- weights
@@ -139,7 +133,7 @@ class ModelFactoryMM(DiskMethods, swapping.ModelFactory):
         model_variable: nn.Module,
         total_classes: int,
         embed_dimension: int,
-        diskname: str | os.PathLike[str] = "variable",
+        diskname: FileName = "variable",
         datatype: Any = "float32",
         CPUPinn: bool = False,
     ) -> None:
@@ -173,7 +167,7 @@ class PytorchModelFactory(_TorchModelFactory):
         total_classes: int,
         embed_dimension: int,
         datatype: Any = torch.float,
-        deviceType: str | torch.device = "cuda",
+        deviceType: DeviceName = "cuda",
         pinType: bool = False,
     ) -> None:
         self.deviceType, self.pinType = deviceType, pinType
@@ -244,7 +238,7 @@ class PytorchOptimizerFactory(_TorchOptimizerFactory):
         model: nn.Module,
         variable_name: str,
         dtype: Any = torch.float,
-        deviceType: str | torch.device = "cuda",
+        deviceType: DeviceName = "cuda",
         pinType: bool = False,
     ) -> None:
         self.deviceType, self.pinType = deviceType, pinType
@@ -261,7 +255,7 @@ class _Matrix(Collection):
 
     def __init__(self, total_classes: int, datatype: Any, storage: Storage) -> None:
         size = count("total_classes", total_classes)
-        super().__init__(size, (size,), arrays.as_dtype(datatype), storage=storage, name="COM")
+        super().__init__(size, [RowField("weight", (size,), as_dtype(datatype))], storage=storage, name="COM")
         self.total_classes, self.datatype = total_classes, datatype
 
 
@@ -285,7 +279,7 @@ class COM(CupyMethods, _Matrix):
         """Make the matrix, all zeros; in pinned memory if this or the constructor says so."""
         if CPUPinn:
             self.storage = Pinned()
-        self.make(initializers.zeros())
+        self.make()
 
     @property
     def CUPYCom(self) -> Any:
@@ -293,22 +287,14 @@ class COM(CupyMethods, _Matrix):
         return self.getCupyVar()
 
 
-class COMMM(DiskMethods, _Matrix):
-    """A co-occurrence matrix in a file: ``<diskname><number>.memmap``."""
+class COMMM(DiskMethods, COM):
+    """A co-occurrence matrix in a file, which is not pinned whatever ``CPUPinn``: ``<diskname><number>.memmap``."""
 
     def __init__(
-        self,
-        total_classes: int,
-        diskname: str | os.PathLike[str] = "COM",
-        datatype: Any = "uint32",
-        CPUPinn: bool = False,
+        self, total_classes: int, diskname: FileName = "COM", datatype: Any = "uint32", CPUPinn: bool = False
     ) -> None:
-        super().__init__(total_classes, datatype, Pageable())
-        self.diskname, self.CPUPinn = diskname, CPUPinn
-
-    def comInit(self, CPUPinn: bool = False) -> None:
-        """Make the matrix, all zeros. A file is not pinned: ``CPUPinn`` has no effect."""
-        self.make(initializers.zeros())
+        super().__init__(total_classes, datatype, CPUPinn)
+        self.diskname = diskname
 
 
 class _TorchMatrix(_InTorchMemory, _Matrix):
@@ -317,7 +303,7 @@ class _TorchMatrix(_InTorchMemory, _Matrix):
 
     def comInit(self) -> None:
         """Make the matrix, all zeros."""
-        self.make(initializers.zeros())
+        self.make()
 
 
 class GPUPytorchCOM(_TorchMatrix):
@@ -334,11 +320,7 @@ class PytorchCOM(_TorchMatrix):
     """A co-occurrence matrix in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
 
     def __init__(
-        self,
-        total_classes: int,
-        datatype: Any = torch.int32,
-        deviceType: str | torch.device = "cuda",
-        pinType: bool = False,
+        self, total_classes: int, datatype: Any = torch.int32, deviceType: DeviceName = "cuda", pinType: bool = False
     ) -> None:
         self.deviceType, self.pinType = deviceType, pinType
         super().__init__(total_classes, datatype)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.swapping import OptimizerFactory
+from speedswap.swapping.switchers.arrays import ColumnArray
 from speedswap.swapping.switchers.collection import Collection
 from speedswap.tables import Column, LocalStore, Table
 from speedswap.tables.files.open_directory import says_if_full
-from speedswap.tables.init import Initializer
 from speedswap.tables.memory import Memory, RecordGroup
 from speedswap.tables.record import RecordLayout
 from speedswap.tables.store import Checked, Files
-from speedswap.tables.whole_table import numpy_dtype
-
-
-def _all_rows(collection: Collection, seen_as: Callable[[Tensor], Any]) -> Any:
-    """Return the collection's memory in some form, not a copy; by name if it is an optimizer's state."""
-    table, columns = collection.table, collection.columns()
-    found = {name: seen_as(table.view(column).view(shape)) for name, (column, shape) in columns.items()}
-    return found if isinstance(collection, OptimizerFactory) else found["weight"]
+from speedswap.tables.whole_table import as_numpy, numpy_dtype
 
 
 class CupyMethods(Collection):
@@ -35,7 +30,7 @@ class CupyMethods(Collection):
 
     def getCupyVar(self) -> Any:
         """Return the collection itself, not a copy: a CuPy array with CuPy and a GPU, else a NumPy array."""
-        return _all_rows(self, self._as_cupy)
+        return self.whole(lambda column: self._as_cupy(self.table.view(column)))
 
     @property
     def CUPYcorpus(self) -> Any:
@@ -61,31 +56,29 @@ class DiskMethods(Collection):
     diskname: str | os.PathLike[str]
     fileName: str
 
-    def new_table(self, init: Initializer, seed: int) -> Table:
+    def new_table(self, weight: Column, seed: int) -> Table:
         number = 0
         while os.path.lexists(f"{os.fspath(self.diskname)}{number}.memmap"):
             number += 1
         self.fileName = f"{os.fspath(self.diskname)}{number}.memmap"
         store = NpyStore(Path(self.fileName), self.num_rows, self.name, seed)
         store.path.mkdir(parents=True)
-        weight = Column("weight", (self.width,), self.row_dtype, init)
         try:
             store.add_columns([weight])
         except BaseException:
-            store.file_of(weight).unlink(missing_ok=True)
-            store.path.rmdir()
+            shutil.rmtree(store.path)
             raise
         return Table(store)
 
     def open_table(self, path: Path) -> Table:
         store = NpyStore(path, self.num_rows, self.name)
-        for column in self.table_columns():
+        for column in self.columns():
             store.open(column)
         return Table(store)
 
     def getCupyMM(self) -> Any:
         """Return the collection itself as a NumPy array over its file."""
-        return _all_rows(self, Tensor.numpy)
+        return self.whole(lambda column: self.table.view(column).numpy())
 
     @property
     def CUPYmemmap(self) -> Any:
@@ -98,11 +91,11 @@ class TorchMethods(Collection):
 
     def getTorchVar(self) -> Any:
         """Return the collection itself as a torch tensor, not a copy."""
-        return _all_rows(self, lambda view: view)
+        return self.whole(self.table.view)
 
     def saveTorch(self, saveFileName: str | os.PathLike[str]) -> None:
         """Save the whole collection with ``torch.save``, as a tensor on the CPU."""
-        torch.save(_all_rows(self, lambda view: view.contiguous().cpu()), saveFileName)
+        torch.save(self.whole(lambda column: self.table.view(column).contiguous().cpu()), saveFileName)
 
     def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
         """Read the whole collection from a file of :meth:`saveTorch`, without an init method or after one.
@@ -111,32 +104,27 @@ class TorchMethods(Collection):
             ValueError, TypeError: it has another shape or dtype. The collection is unchanged.
             pickle.UnpicklingError: it holds objects other than tensors.
         """
-        columns, file = self.columns(), os.fspath(loadFileName)
+        names, file = [each.name for each in self.fields], os.fspath(loadFileName)
         loaded = torch.load(loadFileName, map_location="cpu", weights_only=True)
         if isinstance(loaded, Tensor):
             loaded = [loaded]
-        if isinstance(loaded, list) and len(loaded) == len(columns):
-            loaded = dict(zip(columns, loaded, strict=True))  # as SpeedTorch wrote them
-        if not isinstance(loaded, dict) or loaded.keys() != columns.keys():
-            names = list(loaded) if isinstance(loaded, dict) else f"{len(loaded)} tensors"
-            raise ValueError(f"{file!r} has {names}, but {list(columns)} is needed")
+        if isinstance(loaded, list) and len(loaded) == len(names):
+            loaded = dict(zip(names, loaded, strict=True))  # as SpeedTorch wrote them
+        if not isinstance(loaded, dict) or loaded.keys() != set(names):
+            found = list(loaded) if isinstance(loaded, dict) else f"{len(loaded)} tensors"
+            raise ValueError(f"{file!r} has {found}, but {names} is needed")
 
-        def load(table: Table) -> None:
-            for name, (column, shape) in columns.items():
-                found, dtype = loaded[name], table.columns[column].dtype
-                if tuple(found.shape) != shape:
-                    raise ValueError(
-                        f"{name} in {file!r} has shape {tuple(found.shape)}, but the collection has {shape}; give a "
-                        "file of that shape"
-                    )
-                if found.dtype != dtype:
-                    raise TypeError(
-                        f"{name} in {file!r} is {found.dtype}, but the collection is {dtype}; convert it with Tensor.to"
-                    )
-            for name, (column, shape) in columns.items():
-                table.write(0, loaded[name].reshape(shape[0], *table.columns[column].row_shape), column=column)
+        def load(arrays: dict[str, ColumnArray]) -> None:
+            for name, array in arrays.items():
+                array.check(f"{name} in {file!r}", tuple(loaded[name].shape), as_numpy(loaded[name].new_empty(0)).dtype)
+            for name, array in arrays.items():
+                array.fill(functools.partial(_rows_of, loaded[name]))
 
         self.fill(load)
+
+
+def _rows_of(values: Tensor, rows: slice) -> npt.NDArray[Any]:
+    return as_numpy(values[rows])
 
 
 # ---------------------------------------------------------------------- .npy files

@@ -19,6 +19,7 @@ from children import run_script
 from torch import nn
 
 import speedswap.compat.speedtorch as SpeedTorch
+from speedswap import _warnings
 from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning, TableFullError
 
 ROWS, DIM = 30, 4
@@ -316,7 +317,7 @@ def test_optimizer_state_goes_by_name(name: str, method: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_said_once() -> None:
-    SpeedTorch._say_no_gpu.cache_clear()
+    _warnings._said.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -420,7 +421,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
         (
             torch.zeros(ROWS, DIM, dtype=torch.float64),
             TypeError,
-            "is torch.float64, but the collection is torch.float32",
+            "holds float64, but the collection is saved as float32",
         ),
         ([torch.zeros(ROWS, DIM)] * 2, ValueError, "2 tensors"),
         ({"other": torch.zeros(ROWS, DIM)}, ValueError, r"has \['other'\], but \['weight'\] is needed"),

@@ -86,14 +86,11 @@ def as_ids(indexes: Any, argument: str) -> Tensor:
     """
     ids = as_array(indexes)
     if isinstance(ids, np.ndarray):
-        array = ids
-        if array.size == 0 and not isinstance(indexes, np.ndarray):
-            array = array.astype(np.int64)  # an empty list has no dtype
+        array = ids if ids.size or isinstance(indexes, np.ndarray) else ids.astype(np.int64)  # [] has no dtype
         if array.dtype.kind not in "iu":
             raise TypeError(f"{argument} is an array of {array.dtype}; give whole numbers, the rows' indexes")
         # torch does not share memory that is read-only, byte-swapped or walked backwards.
-        same = array.dtype.newbyteorder("=") in (np.dtype(np.int32), np.dtype(np.int64))
-        ids = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=") if same else np.int64))
+        ids = torch.from_numpy(array.astype(np.int32 if array.dtype.newbyteorder("=") == np.int32 else np.int64))
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise TypeError(f"{argument} is an array of {ids.dtype}; give whole numbers, the rows' indexes")
     # A uint64 of 2**63 or more becomes negative here, and so stays outside every table.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,24 +27,33 @@ from speedswap.tables.table import discard
 from speedswap.tables.whole_table import as_numpy
 
 
+class RowField(NamedTuple):
+    """One value of a collection's rows: its name in files, its shape in a row, its dtype and its initial values."""
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    init: Initializer = initializers.zeros()
+
+
 @dataclass(eq=False, repr=False)
 class Collection:
-    """Rows of one shape and dtype in a :class:`speedswap.Table`, made when an init method is called.
+    """Rows of one or more fields in a :class:`speedswap.Table`, made when an init method is called.
 
     Args:
         num_rows: number of rows.
-        row_shape: shape of one row.
-        row_dtype: any torch dtype with a fixed item size.
+        fields: of any torch dtype with a fixed item size. The first is the table's ``weight``, whatever its name.
         storage: where the rows live.
         name: its name in messages.
     """
 
     init_methods: ClassVar[str] = "an init method"
     file_suffix: ClassVar[str] = ".npy"
+    by_name: ClassVar[bool] = False
+    """Whether whole collections are dictionaries by the fields' names, rather than the only field's array."""
 
     num_rows: int
-    row_shape: tuple[int, ...]
-    row_dtype: torch.dtype
+    fields: Sequence[RowField]
     storage: Storage
     name: str
     said_duplicates: bool = field(default=False, init=False)
@@ -71,27 +79,42 @@ class Collection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of all rows together."""
-        return (self.num_rows, *self.row_shape)
+        """Shape of the first field of all rows together."""
+        return (self.num_rows, *self.fields[0].row_shape)
 
-    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the table's column and the shape of all its rows for each name in the collection's files."""
-        return {"weight": ("weight", self.shape)}
+    def table_names(self) -> list[str]:
+        """Return the fields' names in the table."""
+        return ["weight" if each is self.fields[0] else each.name for each in self.fields]
 
-    def column_arrays(self, table: Table) -> dict[str, ColumnArray]:
-        """Return the columns of a table of this collection as arrays, by name."""
-        return {name: ColumnArray(table, column, shape) for name, (column, shape) in self.columns().items()}
+    def columns(self) -> list[Column]:
+        """Return the table's columns, the first of them flat."""
+        flat = [(max(1, math.prod(each.row_shape)),) for each in self.fields[:1]]
+        shapes = [*flat, *(each.row_shape for each in self.fields[1:])]
+        return [
+            Column(name, shape, each.dtype, each.init)
+            for each, name, shape in zip(self.fields, self.table_names(), shapes, strict=True)
+        ]
+
+    def column_arrays(self) -> dict[str, ColumnArray]:
+        """Return the fields of all rows as arrays, by name."""
+        return {
+            each.name: ColumnArray(self.table, name, (self.num_rows, *each.row_shape))
+            for each, name in zip(self.fields, self.table_names(), strict=True)
+        }
 
     # ------------------------------------------------------------------ making it
 
-    def make(self, init: Initializer) -> None:
-        """Put a new table with these initial values in place of the previous one."""
+    def make(self, init: Initializer | None = None) -> None:
+        """Put a new table in place of the previous one, its first column with these initial values or the field's."""
         self.require_free()
         if self._table is not None and self._table.path is None:
             # Freed first, so that the two are never in memory together.
             self._table.close()
             self._table = None
-        self._replace(self.new_table(init, seed=int(torch.randint(2**62, ()).item())))
+        weight, *others = self.columns()
+        self._replace(self.new_table(replace(weight, init=init or weight.init), int(torch.randint(2**62, ()).item())))
+        if others:
+            self.table.add_columns(others)
 
     def require_free(self) -> None:
         """Raise FileExistsError if the collection's directory exists."""
@@ -100,10 +123,10 @@ class Collection:
         except FileExistsError as error:
             raise FileExistsError(f"{error}; loadCupy takes what is there") from None
 
-    def new_table(self, init: Initializer, seed: int) -> Table:
-        """Return a new table of this collection's rows."""
-        settings: dict[str, Any] = {"init": init, "seed": seed, "name": self.name}
-        return Table.create(self.num_rows, self.width, dtype=self.row_dtype, storage=self.storage, **settings)
+    def new_table(self, weight: Column, seed: int) -> Table:
+        """Return a new table of this collection's rows, with the first column."""
+        settings: dict[str, Any] = {"init": weight.init, "seed": seed, "name": self.name}
+        return Table.create(self.num_rows, *weight.row_shape, dtype=weight.dtype, storage=self.storage, **settings)
 
     def _replace(self, table: Table) -> None:
         if self._table is not None:
@@ -126,20 +149,15 @@ class Collection:
         """Open an existing table of this collection's rows."""
         return Table.open(self.storage.at(path))
 
-    def table_columns(self) -> list[Column]:
-        """Return the columns of the table, without their initial values."""
-        return [Column("weight", (self.width,), self.row_dtype, initializers.zeros())]
-
     def _check_opened(self, table: Table) -> None:
-        wanted = (self.num_rows, self.width, self.row_dtype)
-        found = (table.num_embeddings, table.embedding_dim, table.dtype)
-        if found != wanted:
-            raise ValueError(f"{str(table.path)!r} has rows, width and dtype {found}, but {wanted} is needed")
-
-    @property
-    def width(self) -> int:
-        """Items in a row."""
-        return max(1, math.prod(self.row_shape))
+        for column in self.columns():
+            if column.name not in table.columns:
+                raise ValueError(f"{str(table.path)!r} has no {column.name}; was it another optimizer's?")
+            there = table.columns[column.name]
+            wanted = (self.num_rows, *column.row_shape, column.dtype)
+            found = (table.num_embeddings, *there.row_shape, there.dtype)
+            if found != wanted:
+                raise ValueError(f"{str(table.path)!r} has rows, width and dtype {found}, but {wanted} is needed")
 
     # ------------------------------------------------------------------ rows
 
@@ -153,44 +171,61 @@ class Collection:
         return torch.cat([ids, others.to(ids.device)])
 
     def gather(self, ids: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """Copy rows of every column of the table, in the order of the ids."""
+        """Copy rows of every field, in the order of the ids."""
         block = self.table.gather(ids, device=None if _lives_on_gpu(self.table) else device)
-        return {name: rows.to(device) for name, rows in block.columns.items()}
+        return {
+            each.name: block.columns[name].to(device).view(len(ids), *each.row_shape)
+            for each, name in zip(self.fields, self.table_names(), strict=True)
+        }
 
     def scatter(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write rows; of rows with equal ids the last one wins, of the last rank, and a warning says so once."""
-        if _lives_on_gpu(self.table):
-            values = {name: rows.cuda() for name, rows in values.items()}
+        """Write fields of rows; of rows with equal ids the last one wins, of the last rank: a warning says so once."""
+        names = {each.name: name for each, name in zip(self.fields, self.table_names(), strict=True)}
+        stored = {names[name]: rows.cuda() if _lives_on_gpu(self.table) else rows for name, rows in values.items()}
+        if "weight" in stored:
+            stored["weight"] = stored["weight"].reshape(len(stored["weight"]), math.prod(stored["weight"].shape[1:]))
         if (joint := self.table.store.joint) is not None:
             with self.table.lock:
-                last, rows = _last_of_each(ids, values)
+                last, rows = _last_of_each(ids, stored)
                 if joint.scatter_last(last, rows) or len(last) < len(ids):
                     self._warn_of_duplicates(ids)
                 self.table.store.commit()
             return
         try:
-            self.table.scatter(ids, values)
+            self.table.scatter(ids, stored)
         except DuplicateIdError:
             self._warn_of_duplicates(ids)
-            self.table.scatter(*_last_of_each(ids, values))
+            self.table.scatter(*_last_of_each(ids, stored))
 
     def _warn_of_duplicates(self, ids: Tensor) -> None:
         if not self.said_duplicates:
             self.said_duplicates = True
-            warn_of_duplicates(ids, self.name)
+            num_rows = len(kernels.last_occurrences(ids))
+            warnings.warn(
+                f"{len(ids)} indexes of the collection of {self.name!r} name only {num_rows} rows: of the rows with "
+                f"one index the last is kept, and the other {len(ids) - num_rows} updates are lost. "
+                "speedswap.Embedding sums the gradients of equal ids instead. (Said once.)",
+                DuplicateRowsWarning,
+                stacklevel=users_level(),
+            )
 
     # ------------------------------------------------------------------ whole
 
     @of_all_ranks
-    def getNumpyVersion(self) -> npt.NDArray[Any]:
-        """Return the whole collection as a NumPy array, a copy.
+    def getNumpyVersion(self) -> Any:
+        """Return the whole collection as a NumPy array, a copy; or several by the optimizer's names of its state.
 
         A dtype that NumPy lacks (bfloat16) is returned as float32, which holds it exactly.
 
         Raises:
             TableTooLargeError: it does not fit into the free memory.
         """
-        return as_numpy(self.table.read()).reshape(self.shape)
+        return self.whole(lambda column: as_numpy(self.table.read(column=column)))
+
+    def whole(self, rows_of: Callable[[str], Any]) -> Any:
+        """Return all rows of each field, from what a function returns for the table's columns."""
+        found = {name: rows_of(array.column).reshape(array.shape) for name, array in self.column_arrays().items()}
+        return found if self.by_name else found["weight"]
 
     @of_all_ranks
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
@@ -199,7 +234,7 @@ class Collection:
         The file appears complete or not at all, and replaces one of that name. ``numpy.load`` reads it. Of ranks that
         own the rows together, which all call this, the first one writes it.
         """
-        array = self.column_arrays(self.table)["weight"]
+        array = self.column_arrays()["weight"]
         with arrays.written(arrays.with_suffix(saveFileName, self.file_suffix), [array]) as stream:
             array.write(stream)
 
@@ -221,19 +256,18 @@ class Collection:
             self._read_file(path if path.exists() else arrays.with_suffix(path, self.file_suffix))
 
     def _read_file(self, path: Path) -> None:
-        self.fill(lambda table: arrays.read_npy(path, self.column_arrays(table)["weight"]))
+        self.fill(lambda arrays_by_name: arrays.read_npy(path, arrays_by_name["weight"]))
 
-    def fill(self, load: Callable[[Table], Any]) -> None:
-        """Fill the table, creating it if needed; a new table is removed if that fails."""
-        if self._table is not None:
-            load(self._table)
+    def fill(self, load: Callable[[dict[str, ColumnArray]], Any]) -> None:
+        """Fill the table by way of its arrays, creating it if needed; a new table is removed if that fails."""
+        if self._table is not None or not self.fields:
+            load(self.column_arrays())
             return
         self.make(initializers.zeros())
-        assert self._table is not None
         try:
-            load(self._table)
+            load(self.column_arrays())
         except BaseException:
-            failed, self._table = self._table, None
+            failed, self._table = self.table, None
             discard(failed)
             raise
 
@@ -249,18 +283,6 @@ def place_of(
     if storage is None:
         storage = "disk" if diskname is not None else "pinned" if pinned else "device"
     return as_storage(storage, diskname, former, callee)
-
-
-def warn_of_duplicates(ids: Tensor, name: str) -> None:
-    """Warn that some of the written rows have equal ids, and how many are lost."""
-    num_rows = len(kernels.last_occurrences(ids))
-    warnings.warn(
-        f"{len(ids)} indexes of the collection of {name!r} name only {num_rows} rows: of the rows with one index the "
-        f"last is kept, and the other {len(ids) - num_rows} updates are lost. speedswap.Embedding sums the gradients "
-        "of equal ids instead. (Said once.)",
-        DuplicateRowsWarning,
-        stacklevel=users_level(),
-    )
 
 
 def _last_of_each(ids: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

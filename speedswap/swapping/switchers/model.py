@@ -17,7 +17,7 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, place_of
+from speedswap.swapping.switchers.collection import Collection, RowField, place_of
 from speedswap.tables import Storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
@@ -91,8 +91,7 @@ class ModelFactory(Collection):
     ) -> None:
         super().__init__(
             count("total_classes", total_classes),
-            (count("embed_dimension", embed_dimension),),
-            trainable_dtype(datatype, "datatype"),
+            [RowField("weight", (count("embed_dimension", embed_dimension),), trainable_dtype(datatype, "datatype"))],
             place_of("ModelFactory", storage, None if diskname is _NO_FILE else diskname, CPUPinn, former),
             name=os.fspath(diskname),
         )
@@ -138,7 +137,7 @@ class ModelFactory(Collection):
             else:
                 self.make(by_rows)
                 return
-        whole = torch.empty(self.shape, dtype=self.row_dtype)
+        whole = torch.empty(self.shape, dtype=self.fields[0].dtype)
         with torch.no_grad():
             initFunction(whole, *args)
         self.make(initializers.zeros())

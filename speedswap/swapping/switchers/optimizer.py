@@ -7,7 +7,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,12 +18,11 @@ from speedswap.swapping.optimizers import holds, probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, place_of
+from speedswap.swapping.switchers.collection import Collection, RowField, place_of
 from speedswap.swapping.switchers.model import check_rows
 from speedswap.tables import Storage
-from speedswap.tables.init import CopyOf, Initializer
-from speedswap.tables.record import Column, count
-from speedswap.tables.whole_table import as_numpy
+from speedswap.tables.init import CopyOf
+from speedswap.tables.record import count
 
 
 class OptimizerFactory(Collection):
@@ -53,6 +51,7 @@ class OptimizerFactory(Collection):
 
     init_methods = "optInit or loadCupy"
     file_suffix = ".npz"
+    by_name = True
 
     @of_all_ranks
     def __init__(
@@ -97,14 +96,9 @@ class OptimizerFactory(Collection):
                     "is in another collection; use speedswap.Embedding, or another optimizer"
                 )
         self._stepped = False
-        # The state's columns share the table's records; the first takes the place of the weight.
-        columns = self._row_state.columns
-        self._stored_as = {c.name: "weight" if c is columns[0] else c.name for c in columns}
-        first_shape, first_dtype = (columns[0].row_shape, columns[0].dtype) if columns else ((width,), weight_dtype)
         super().__init__(
             num_rows,
-            first_shape,
-            first_dtype,
+            [RowField(column.name, column.row_shape, column.dtype, column.init) for column in self._row_state.columns],
             place_of("OptimizerFactory", storage, diskname, CPUPinn, former),
             name=f"{variable_name}'s optimizer state",
         )
@@ -119,13 +113,13 @@ class OptimizerFactory(Collection):
     @property
     def optVarList(self) -> list[str]:
         """The names of the optimizer's state that has rows."""
-        return list(self._stored_as)
+        return [each.name for each in self.fields]
 
     @of_all_ranks
     def optInit(self) -> None:
         """Make the collection of every row's state, at the optimizer's initial values."""
-        if self._stored_as:
-            self.make(self._row_state.columns[0].init)
+        if self.fields:
+            self.make()
         self._stepped = False
 
     @of_all_ranks
@@ -138,10 +132,9 @@ class OptimizerFactory(Collection):
         Raises:
             IdError: an index is negative or not below ``total_classes``. Nothing was changed.
         """
-        if not self._stored_as:
-            self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
-            return  # SGD without momentum, for one
         ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        if not self.fields:
+            return  # SGD without momentum, for one
         rows = self.gather(ids, self._weight.device)
         state = self.given_optimizer.state[self._weight]
         if self._row_state.from_gradient and not self._stepped and not state:
@@ -149,8 +142,7 @@ class OptimizerFactory(Collection):
         for key, value in self._row_state.scalars.items():
             if key not in state:
                 state[key] = value.detach().clone() if isinstance(value, Tensor) else value
-        for column in self._row_state.columns:
-            state[column.name] = rows[self._stored_as[column.name]].view(len(ids), *column.row_shape)
+        state.update(rows)
 
     @of_all_ranks
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
@@ -167,39 +159,27 @@ class OptimizerFactory(Collection):
         """
         ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
         state = self.given_optimizer.state.get(self._weight, {})
-        known = self._row_state.scalars.keys() | self._stored_as.keys()
+        known = {*self._row_state.scalars, *self.optVarList}
         new = [key for key, value in state.items() if key not in known and isinstance(value, Tensor) and value.dim()]
         if new:
             raise OptimizerError(
                 f"{type(self.given_optimizer).__name__} keeps {', '.join(new)} for {self.variable_name!r}, which it "
                 "did not when this switcher was made; change its settings before making an OptimizerFactory"
             )
-        values = {}
-        for name, stored_as in self._stored_as.items():
-            if isinstance(state.get(name), Tensor):
-                check_rows(state[name], ids, f"{name} in the optimizer")
-                values[stored_as] = state[name].detach().reshape(len(ids), *self.table.columns[stored_as].row_shape)
+        values = {name: state[name].detach() for name in self.optVarList if isinstance(state.get(name), Tensor)}
+        for name, rows in values.items():
+            check_rows(rows, ids, f"{name} in the optimizer")
         stepped = bool(values)
-        if self.ranks is not None and len(values) < len(self._stored_as):  # other ranks may have stepped
-            columns = [self.table.columns[name] for name in self._stored_as.values()]
-            ids, values = ids[:0], {each.name: torch.empty(0, *each.row_shape, dtype=each.dtype) for each in columns}
+        if self.ranks is not None and len(values) < len(self.fields):  # other ranks may have stepped
+            ids, values = (
+                ids[:0],
+                {each.name: torch.empty(0, *each.row_shape, dtype=each.dtype) for each in self.fields},
+            )
         if values:
             self.scatter(ids, values)
         self._stepped |= stepped
 
     # ------------------------------------------------------------------ whole
-
-    @of_all_ranks
-    def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:  # type: ignore[override]
-        """Return copies of every row's state as NumPy arrays, by the optimizer's names, such as ``"exp_avg"``.
-
-        Raises:
-            TableTooLargeError: it does not fit into the free memory.
-        """
-        return {
-            name: as_numpy(self.table.read(column=column)).reshape(shape)
-            for name, (column, shape) in self.columns().items()
-        }
 
     @of_all_ranks
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
@@ -211,8 +191,7 @@ class OptimizerFactory(Collection):
         state = self.given_optimizer.state.get(self._weight, {})
         scalars = {key: state[key] for key in self._row_state.scalars if state.get(key) is not None}
         plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-        columns = self.column_arrays(self.table) if self._stored_as else {}
-        arrays.write_npz(arrays.with_suffix(saveFileName, self.file_suffix), columns, plain)
+        arrays.write_npz(arrays.with_suffix(saveFileName, self.file_suffix), self.column_arrays(), plain)
 
     @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
@@ -232,33 +211,12 @@ class OptimizerFactory(Collection):
     def _read_file(self, path: Path) -> None:
         saved: dict[str, Any] = {}
         scalars = self._row_state.scalars
-        if self._stored_as:
-            self.fill(lambda table: saved.update(arrays.read_npz(path, self.column_arrays(table), scalars)))
-        else:
-            saved = arrays.read_npz(path, {}, scalars)
+        self.fill(lambda arrays_by_name: saved.update(arrays.read_npz(path, arrays_by_name, scalars)))
         state = self.given_optimizer.state[self._weight]
         for key, initial in scalars.items():
             if key in saved:
                 value = saved[key].item()
                 state[key] = torch.full_like(initial, value) if isinstance(initial, Tensor) else value
-
-    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the table's column and the shape of all its rows for each state of the optimizer."""
-        return {c.name: (self._stored_as[c.name], (self.num_rows, *c.row_shape)) for c in self._row_state.columns}
-
-    def make(self, init: Initializer) -> None:
-        """Put a new table in place of the previous one, its first column with these initial values."""
-        super().make(init)
-        self.table.add_columns(self._row_state.columns[1:])
-
-    def table_columns(self) -> list[Column]:
-        return [*super().table_columns(), *self._row_state.columns[1:]]
-
-    def _check_opened(self, table: Any) -> None:
-        super()._check_opened(table)
-        missing = [name for name in self._stored_as.values() if name not in table.columns]
-        if missing:
-            raise ValueError(f"{str(table.path)!r} has no {', '.join(missing)}; was it another optimizer's?")
 
 
 def _find(model: nn.Module, variable_name: str, width: int) -> nn.Parameter:
