@@ -50,7 +50,7 @@ class _Aliases(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in _MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module behind an alias in the place of the alias's own, as the import system allows."""
+        """Replace the alias's own module by the one behind it, as the import system allows."""
         sys.modules[module.__name__] = importlib.import_module(_MODULES[module.__name__])
 
 

@@ -193,7 +193,7 @@ class InfinityBatch:
         self._splitters.clear()
 
     def _put(self, name: str, value: Any) -> None:
-        """Put a component in the place of the previous one, and observe it."""
+        """Replace a component, and observe the new one."""
         before = getattr(self, f"_{name}")
         setattr(self, f"_{name}", value)
         for key in {**named(before), **named(value)}:
