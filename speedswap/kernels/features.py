@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import address, as_ids, as_read, threads_for
-from speedswap.kernels.ids import require_id_dtype
+from speedswap.kernels.host import address, as_read, threads_for
 
 
 class FeatureIds(NamedTuple):
-    """The ids of several features, and each feature's range of rows in a table.
+    """The ids of several features, and each feature's range of rows in a table. The caller has checked them.
 
     Attributes:
-        ids: int32 or int64, on one device: a tensor of any shape per feature; or one tensor, shape (count,), that has
-            the ids of all.
-        bases: the first row of each feature's range, int64, shape (features,), on the CPU.
-        limits: each range's number of rows, int64, shape (features,), on the CPU: ids are below it.
-        counts: for one tensor: the number of each feature's ids, int64, shape (features,), on the CPU; or on the ids'
-            device, without ``begins``, to avoid waiting, if the caller has checked that they sum to all ids.
-        begins: for one tensor: the position of each feature's first id in it, int64, shape (features,), on the CPU; by
-            default the features follow one another and have all ids.
+        ids: the ids of all features, int32 or int64, shape (count,), dense, on any device.
+        bases: the first row of each feature's range, int64, shape (features,), contiguous, on the CPU.
+        limits: each range's number of rows, like ``bases``: ids are below it.
+        counts: the number of each feature's ids, like ``bases``; or on the ids' device, without ``begins``, to avoid
+            waiting, if they sum to all ids.
+        begins: the position of each feature's first id in ``ids``, like ``bases``; by default the features follow one
+            another and have all ids.
     """
 
-    ids: Tensor | Sequence[Tensor]
+    ids: Tensor
     bases: Tensor
     limits: Tensor
-    counts: Tensor | None = None
+    counts: Tensor
     begins: Tensor | None = None
 
 
@@ -44,29 +41,23 @@ def merge_ids(asked: FeatureIds) -> Tensor:
         int64, shape (ids,), on the ids' device.
 
     Raises:
-        TypeError: an id tensor is not int32 or int64.
         ValueError: ``counts`` and ``begins`` do not match ``ids``.
 
     >>> bases, limits = torch.tensor([0, 10]), torch.tensor([10, 5])
-    >>> merge_ids(FeatureIds([torch.tensor([7, 9]), torch.tensor([0, 4, 5])], bases, limits))
+    >>> merge_ids(FeatureIds(torch.tensor([7, 9, 0, 4, 5]), bases, limits, counts=torch.tensor([2, 3])))
     tensor([ 7,  9, 10, 14, -1])
-    >>> merge_ids(FeatureIds(torch.tensor([7, 9, 0]), bases, limits, counts=torch.tensor([2, 1])))
-    tensor([ 7,  9, 10])
     """
-    ids, counts = _joined(asked)
-    if ids.device.type != "cpu":
-        return _merged_by_torch(asked, ids, counts)
-    count, pointer, size = ids.numel(), ids.data_ptr(), ids.dtype.itemsize
-    if not ids.is_contiguous() or pointer % size:
+    ids, bases, limits, counts, begins = asked
+    if not ids.is_cpu:
+        return _merged_by_torch(asked)
+    count, size = ids.numel(), ids.dtype.itemsize
+    if not ids.is_contiguous() or ids.data_ptr() % size:
         ids = as_read(ids)
-        pointer = ids.data_ptr()
-    counts, bases, limits = as_ids(counts), as_ids(asked.bases), as_ids(asked.limits)
-    begins = None if asked.begins is None else as_read(asked.begins)
     wanted = count if begins is None else int(counts.sum())
     rows = torch.empty(wanted, dtype=torch.int64)
     starts = 0 if begins is None else begins.data_ptr()
     features = (counts.shape[0], starts, counts.data_ptr(), bases.data_ptr(), limits.data_ptr())
-    if not _C.merge_ids(pointer, count, size, features, address(rows), wanted, threads_for(8 * wanted)):
+    if not _C.merge_ids(ids.data_ptr(), count, size, features, address(rows), wanted, threads_for(8 * wanted)):
         raise ValueError(
             f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "
             f"{count} ids; give each feature a range of them"
@@ -81,53 +72,38 @@ def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
         None if all ids are inside. On a GPU this waits for the ids.
 
     Raises:
-        TypeError, ValueError: as :func:`merge_ids` does.
+        ValueError: as :func:`merge_ids` does.
 
     >>> bases, limits = torch.tensor([0, 10]), torch.tensor([10, 5])
-    >>> first_outside(FeatureIds([torch.tensor([7, 9]), torch.tensor([0, 5])], bases, limits))
+    >>> first_outside(FeatureIds(torch.tensor([7, 9, 0, 5]), bases, limits, counts=torch.tensor([2, 2])))
     (1, 1, 5)
     """
     outside = (merge_ids(asked) < 0).nonzero()
     if not len(outside):
         return None
-    ids, counts = _joined(asked)
-    ends = counts.cpu().cumsum(0)
+    counts = asked.counts.cpu()
+    ends = counts.cumsum(0)
     place = int(outside[0])
     feature = int(torch.searchsorted(ends, place, right=True))
     position = place - int(ends[feature] - counts[feature])
-    return feature, position, int(ids[place if asked.begins is None else asked.begins[feature] + position])
+    return feature, position, int(asked.ids[place if asked.begins is None else asked.begins[feature] + position])
 
 
-def _joined(asked: FeatureIds) -> tuple[Tensor, Tensor]:
-    """Check the ids and join them to one tensor; also return the number of each feature's ids."""
-    ids = asked.ids
-    if not isinstance(ids, Tensor):
-        for each in ids:
-            require_id_dtype(each)
-        return torch.cat([each.reshape(-1) for each in ids]), torch.tensor([each.numel() for each in ids])
-    require_id_dtype(ids)
-    if asked.counts is None or asked.counts.shape != asked.bases.shape or ids.ndim != 1:
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)} and counts is {asked.counts}; one tensor of ids has one dimension, and "
-            f"goes with the number of ids of each of the {len(asked.bases)} features"
-        )
-    return ids, asked.counts
-
-
-def _merged_by_torch(asked: FeatureIds, ids: Tensor, counts: Tensor) -> Tensor:
+def _merged_by_torch(asked: FeatureIds) -> Tensor:
     """Merge on a device, with a number of operations independent of the number of features."""
+    ids, bases, limits, counts, begins = asked
     on_host = counts.device.type == "cpu"
     total = int(counts.sum()) if on_host else len(ids)
-    known = [asked.bases, asked.limits]
-    if asked.begins is not None:
-        known.append(asked.begins - (counts.cumsum(0) - counts))
+    known = [bases, limits]
+    if begins is not None:
+        known.append(begins - (counts.cumsum(0) - counts))
     if on_host:
         known.append(counts)
     # Pinned, so that the transfer does not block.
     held = torch.empty((len(known), len(counts)), dtype=torch.int64, pin_memory=ids.device.type == "cuda")
     near = torch.stack(known, out=held).to(ids.device, non_blocking=True)
     feature = torch.repeat_interleave(near[-1] if on_host else counts, output_size=total)
-    base, limit, *moved = near[: 2 if asked.begins is None else 3].index_select(1, feature)
+    base, limit, *moved = near[: 2 if begins is None else 3].index_select(1, feature)
     if moved:
         ids = ids.index_select(0, torch.arange(total, device=ids.device) + moved[0])
     inside = (ids >= 0) & (ids < limit)

@@ -15,13 +15,13 @@ from speedswap.kernels import _C
 from speedswap.kernels.host import address, as_ids, empty, get_num_threads, require_dense, threads_for
 
 
-def require_id_dtype(ids: Tensor) -> None:
+def require_id_dtype(ids: Tensor, name: str = "ids") -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""
-    require_dense(ids, "ids")
+    require_dense(ids, name)
     if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"ids has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
+        raise TypeError(f"{name} has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
     if ids.is_neg():
-        raise TypeError("ids is a lazily negated view; carry the negation out with ids.resolve_neg()")
+        raise TypeError(f"{name} is a lazily negated view; carry the negation out with ids.resolve_neg()")
 
 
 # ---- range -----------------------------------------------------------------------------------------------------------
@@ -82,26 +82,23 @@ class Asked(NamedTuple):
 
 
 def find_rows(ids: Tensor, num_rows: int, what: str) -> tuple[Tensor, Tensor]:
-    """Check a batch's ids, and return its rows and each id's position among them; on a GPU in one round trip.
+    """Return a batch's rows and each id's position among them, after checking their range; on a GPU in one round trip.
 
     Args:
-        ids, num_rows, what: as for :func:`check_ids`.
+        ids: as for :func:`check_ids`; the caller has checked them with :func:`require_id_dtype`.
+        num_rows, what: as for :func:`check_ids`.
 
     Returns:
         As :func:`unique` does.
 
     Raises:
-        IdError, TypeError: as :func:`check_ids` does.
+        IdError: as :func:`check_ids` does.
 
     >>> find_rows(torch.tensor([[7, 3], [3, 9]]), 10, "table 'items'")
     (tensor([3, 7, 9]), tensor([[1, 0],
             [0, 2]]))
     """
-    require_id_dtype(ids)
-    if ids.device.type == "cpu":
-        found = _found(ids, num_rows)
-    else:
-        (found,) = distinct([ids], [num_rows])
+    found = _found(ids, num_rows) if ids.is_cpu else distinct([ids], [num_rows])[0]
     if found is None:
         raise _outside(ids, _first_outside(ids, num_rows), num_rows, what)
     return found

@@ -38,7 +38,7 @@ from speedswap.swapping.whole_rows import (
     write_all,
 )
 from speedswap.swapping.wrappers import is_in_job, require_own_table
-from speedswap.tables import IdMap, Storage, Table, as_storage, is_single_key
+from speedswap.tables import Block, IdMap, Storage, Table, as_storage, is_single_key
 from speedswap.tables import init as initializers
 from speedswap.tables.record import ROUNDINGS, count
 
@@ -441,11 +441,11 @@ class TableModule(nn.Module):
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Look up ids on their device, like :meth:`_looked_up`, with positions of the ids' shape."""
-        if type(ids) is not Tensor and not isinstance(ids, Tensor):
-            kernels.require_dense(ids, "ids")
         step = self._step
         if step.announced is None and not step.is_sharded:
             return self._looked_up(ids)
+        if not in_transform():
+            kernels.require_id_dtype(ids)
         given = (ids,) if ids.numel() or step.is_sharded else ()
         weight, local = self._looked_up(Request(given, ids.device, lambda: ids))
         return weight, local if local.shape == ids.shape else local.view(ids.shape)
@@ -453,8 +453,12 @@ class TableModule(nn.Module):
     def _looked_up(self, request: Request | Tensor) -> tuple[Tensor, Tensor]:
         """Return a lookup's rows and each id's index among them, as :meth:`RowStep.look_up` does.
 
+        Args:
+            request: the lookup, with ids that were checked; or its ids alone.
+
         Raises:
             IdError: an id is outside the table. Nothing was read.
+            TypeError: ids are not a dense int32 or int64 tensor.
             LostUpdateError: the previous training step did not reach the table.
             RanksError: rows are trained in a job of several processes without ``local_to_rank``.
             WeightError: the weight was replaced by a tensor that does not fit; or rows are trained inside
@@ -467,7 +471,9 @@ class TableModule(nn.Module):
         if in_transform():
             if trains:
                 refuse_training(self.table.name)
-            return constant_rows(ids_of(request), functools.partial(step.lease, columns=["weight"]))
+            return constant_rows(ids_of(request), self._constant)
+        if type(request) is not Request:
+            kernels.require_id_dtype(request)
         if self._handed_out is not None:
             self._handed_out.warn_if_changed(self.table)
         if trains:
@@ -476,6 +482,11 @@ class TableModule(nn.Module):
             if weight is not step.weight or is_in_job():
                 require_own_table(self.table.name, weight, step.weight, self.local_to_rank or step.is_sharded)
         return step.look_up(request, trains=trains)
+
+    def _constant(self, ids: Tensor) -> tuple[Block, Tensor]:
+        """Lease the distinct rows of ids for reading; return them and each id's index among them."""
+        kernels.require_id_dtype(ids)
+        return self._step.lease(ids, columns=["weight"])
 
     def _require_untied(self) -> None:
         """Raise WeightError if the parameter that the rows came from is still held, and would be trained separately."""

@@ -25,9 +25,9 @@ def ranges(limits: list[int]) -> tuple[Tensor, Tensor]:
 
 def test_two_features_by_hand(device: str):
     bases, limits = torch.tensor([10, 0]), torch.tensor([5, 10])
-    ids = [torch.tensor([4, 0], device=device), torch.tensor([[9], [-1]], dtype=torch.int32, device=device)]
-    assert merge_ids(FeatureIds(ids, bases, limits)).tolist() == [14, 10, 9, -1]
-    assert first_outside(FeatureIds(ids, bases, limits)) == (1, 1, -1)
+    asked = FeatureIds(torch.tensor([4, 0, 9, -1], device=device), bases, limits, counts=torch.tensor([2, 2]))
+    assert merge_ids(asked).tolist() == [14, 10, 9, -1]
+    assert first_outside(asked) == (1, 1, -1)
     together = torch.tensor([4, 0, 9], device=device)
     asked = FeatureIds(together, bases, limits, counts=torch.tensor([2, 1]))
     assert merge_ids(asked).tolist() == [14, 10, 9]
@@ -47,23 +47,19 @@ def lookups(draw: st.DrawFn) -> tuple[list[list[int]], list[int], torch.dtype]:
     return [[min(i, 2**31 - 1) if dtype == torch.int32 else i for i in each] for each in ids], limits, dtype
 
 
-@given(drawn=lookups(), one_tensor=st.booleans(), by_torch=st.booleans())
-def test_any_features_are_moved_to_their_ranges(
-    drawn: tuple[list[list[int]], list[int], torch.dtype], one_tensor: bool, by_torch: bool
-):
+@given(drawn=lookups(), by_torch=st.booleans())
+def test_any_features_are_moved_to_their_ranges(drawn: tuple[list[list[int]], list[int], torch.dtype], by_torch: bool):
     """Both by the CPU loop and by the operations for a GPU."""
     each, limits, dtype = drawn
     bases, bounds = ranges(limits)
-    several = [torch.tensor(ids, dtype=dtype) for ids in each]
+    ids = torch.cat([torch.tensor(ids, dtype=dtype) for ids in each])
     expected = [
         int(base) + i if 0 <= i < limit else -1
         for ids, base, limit in zip(each, bases, limits, strict=True)
         for i in ids
     ]
-    asked = FeatureIds(several, bases, bounds)
-    if one_tensor:
-        asked = asked._replace(ids=torch.cat(several), counts=torch.tensor([len(ids) for ids in each]))
-    merged = module._merged_by_torch(asked, *module._joined(asked)) if by_torch else merge_ids(asked)
+    asked = FeatureIds(ids, bases, bounds, torch.tensor([len(ids) for ids in each]))
+    merged = module._merged_by_torch(asked) if by_torch else merge_ids(asked)
     assert merged.dtype == torch.int64
     assert merged.tolist() == expected
     outside = [(f, i, v) for f, ids in enumerate(each) for i, v in enumerate(ids) if not 0 <= v < limits[f]]
@@ -107,7 +103,7 @@ def test_a_thousand_features_are_as_many_operations_as_two_on_a_gpu(begins: bool
         if begins:
             asked = asked._replace(begins=torch.arange(features).flip(0) * 3)
         with _Counting() as mode:
-            module._merged_by_torch(asked, asked.ids, counts)
+            module._merged_by_torch(asked)
         counted.append(mode.count)
     assert counted[0] == counted[1] < 25
 
@@ -129,21 +125,14 @@ def test_counts_on_the_device_are_not_waited_for(device: str):
 
 def test_the_lookup_of_the_rows_finds_an_id_outside(device: str):
     bases, limits = ranges([4, 6])
-    ids = [torch.tensor([0], device=device), torch.tensor([6], device=device)]
-    merged = merge_ids(FeatureIds(ids, bases, limits))
+    merged = merge_ids(FeatureIds(torch.tensor([0, 6], device=device), bases, limits, torch.tensor([1, 1])))
     with pytest.raises(IdError, match=r"ids\[1\] is -1"):
         kernels.find_rows(merged, 10, "table 'both'")
 
 
-def test_what_is_no_lookup_of_features_is_refused():
+def test_counts_that_do_not_match_the_ids_are_refused():
     bases, limits = ranges([4, 6])
     ids = torch.tensor([0, 1, 2])
-    with pytest.raises(TypeError, match=r"ids has dtype torch\.float32"):
-        merge_ids(FeatureIds(ids.float(), bases, limits, torch.tensor([1, 2])))
-    with pytest.raises(ValueError, match="counts is None; one tensor of ids has one dimension"):
-        merge_ids(FeatureIds(ids, bases, limits))
-    with pytest.raises(ValueError, match=r"goes with the number of ids of each of the 2 features"):
-        merge_ids(FeatureIds(ids, bases, limits, torch.tensor([3])))
     for counts in ([1, 1], [2, 2], [-1, 4]):
         with pytest.raises(ValueError, match="but there are 3 ids; give each feature a range of them"):
             merge_ids(FeatureIds(ids, bases, limits, torch.tensor(counts)))

@@ -53,7 +53,6 @@ CASES = {
     "sum_segments, weights": ("kernels.sum_segments(SOURCE, IDS, ENDS, gone(torch.ones(3)))", "weights"),
     "sum_segments, divisors": ("kernels.sum_segments(SOURCE, IDS, ENDS, divisors=gone(torch.ones(1)))", "divisors"),
     "sum_segments_back": ("kernels.sum_segments_back(gone(ROWS[:1]), IDS, 4, ENDS)", "values"),
-    "merge_ids": ("kernels.merge_ids(kernels.FeatureIds([gone(IDS)], ENDS[:1], ENDS[1:]))", "ids"),
     "dot_segments": ("kernels.dot_segments(SOURCE, IDS, ENDS, gone(ROWS[:1]))", "others"),
     "max_segments": ("kernels.max_segments(gone(SOURCE), IDS, ENDS)", "values"),
     "sum_taken": ("kernels.sum_taken(ROWS[:1], IDS, ENDS, IDS, gone(IDS.view(1, 3)))", "taken"),

@@ -18,7 +18,7 @@ from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
 from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features
-from speedswap.swapping.collections.group import TableGroup, TableInGroup, TablesByName, groups_of
+from speedswap.swapping.collections.group import TableInGroup, TablesByName, groups_of
 from speedswap.swapping.collections.grouping import (
     Group,
     close_all,
@@ -235,23 +235,23 @@ class TableCollection(nn.Module, Generic[Config]):
             FileExistsError, TableFullError: as :meth:`speedswap.Table.save` does.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
-        for group, name in zip(self._groups(), self._group_names, strict=True):
+        for group, name in zip(self._slots.groups, self._group_names, strict=True):
             group.table.save(Path(path) / name, overwrite=overwrite)
 
     @property
     def ranks(self) -> RankGroup | None:
         """The ranks that own the tables together; None for a single process."""
-        return self._groups()[0].ranks
+        return self._slots.groups[0].ranks
 
     @property
     def id_maps(self) -> dict[str, IdMap]:
         """The id maps of the tables that have one, by table name."""
-        return {name: keyed.id_map for group in self._groups() for name, keyed in group.keyed.items()}
+        return {name: keyed.id_map for group in self._slots.groups for name, keyed in group.keyed.items()}
 
     def close(self) -> None:
         """Close all tables: flush those in files, and release memory, files and locks."""
         with ExitStack() as rest:  # close each, even if an earlier one raises
-            for group in self._groups():
+            for group in self._slots.groups:
                 rest.callback(group.table.close)
 
     # ------------------------------------------------------------------ the tables
@@ -300,21 +300,18 @@ class TableCollection(nn.Module, Generic[Config]):
         assert isinstance(homes, TablesByName)
         return homes
 
-    def _groups(self) -> list[TableGroup]:
-        return list(self.groups._modules.values())  # type: ignore[arg-type]
-
     # ------------------------------------------------------------------ lookups
 
     @functools.cached_property
     def _has_keys(self) -> bool:
         """True if a table has an id map."""
-        return any(group.keyed for group in self._groups())
+        return any(group.keyed for group in self._slots.groups)
 
     def _of_one_commit(self, look_up: Callable[[Any], _Found], features: Any) -> _Found:
         """Return the result of a lookup of features, with keys and rows from the same commit."""
         if not self._has_keys:
             return look_up(features)
-        keyed = [each for group in self._groups() for each in group.keyed.values()]
+        keyed = [each for group in self._slots.groups for each in group.keyed.values()]
         return of_one_commit(keyed, lambda: look_up(features))
 
     @leaving_transforms
@@ -322,14 +319,15 @@ class TableCollection(nn.Module, Generic[Config]):
         """Read forward's arguments."""
         if not self._has_keys:
             return read_features(features, self._slots, self._is_weighted)
-        return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
+        return read(features, self._slots, self._slots.groups, self._is_weighted, ahead=False)[0]
 
     def _look_up(self, found: FeatureBatch, index: int) -> tuple[Tensor, Tensor]:
         """Look up the rows of one group; see :meth:`TableModule._looked_up`."""
-        group, device = self._groups()[index], found.offsets.device
+        group, device = found.slots.groups[index], found.offsets.device
+        is_ahead = group._step.announced is not None or group._step.is_sharded
+        given = found.tensors(index, device) if is_ahead else ()
         try:
-            ids_of = functools.partial(found.rows, index, checked=True)
-            return group._looked_up(Request(found.tensors(index, device), device, ids_of))
+            return group._looked_up(Request(given, device, functools.partial(found.rows, index, checked=True)))
         except IdError as error:
             raise found.outside(error) from None
 
@@ -344,9 +342,9 @@ class TableCollection(nn.Module, Generic[Config]):
         Raises:
             TypeError, ValueError: as forward does.
         """
-        found, asked = read(features, self._slots, self._groups(), self._is_weighted, ahead=True)
+        found, asked = read(features, self._slots, self._slots.groups, self._is_weighted, ahead=True)
         lookups: list[tuple[TableModule, Announced]] = []
-        for index, group in enumerate(self._groups()):
+        for index, group in enumerate(self._slots.groups):
             rows = found.rows(index)
             device = group._target(rows)
             if (len(rows) or group._step.is_sharded) and not group.has_keys_of_ranks:

@@ -90,7 +90,7 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         results: dict[str, JaggedTensor] = {}
         for index, some in enumerate(slots.of_group):
             weight, local = self._look_up(found, index)
-            vectors = torch.split(look_up(weight, local), counts[some.start : some.stop])
+            vectors = look_up(weight, local).split_with_sizes(counts[some.start : some.stop])
             for own, slot in zip(vectors, some, strict=True):
                 results[slots.keys[slot]] = JaggedTensor(own, lengths=lengths[slot])
         return (
@@ -179,7 +179,7 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
 
     def _pooled(self, features: Any) -> KeyedTensor:
         found, columns = self._given(features), self._columns
-        gathered = [self._look_up(found, index) for index in range(len(self.groups))]
+        gathered = [self._look_up(found, index) for index in range(len(found.slots.groups))]
         pooled = [each.pooled(found, *gathered[each.group]) for each in columns.passes]
         return KeyedTensor(columns.keys, columns.widths, columns.joined(pooled))
 

@@ -21,7 +21,7 @@ from speedswap.swapping.collections.one_feature import (
     GivenFeature,
     checked_feature,
     has_methods,
-    require_ids,
+    require_bags,
     require_weights,
 )
 from speedswap.swapping.graphs import leaving_transforms
@@ -38,6 +38,7 @@ class Slots:
         last: returns True for tables whose lookups go after the others of their group.
 
     Attributes:
+        groups: the groups.
         features: the name of each slot's feature.
         configs: each slot's table.
         bases: each table's first row in its group, int64, shape (slots,), on the CPU.
@@ -50,6 +51,7 @@ class Slots:
     """
 
     def __init__(self, groups: Sequence[TableGroup], last: Callable[[EmbeddingConfig], bool]) -> None:
+        self.groups = tuple(groups)
         slots: list[tuple[str, EmbeddingConfig, int]] = []
         self.of_group: list[range] = []
         self.of_table: dict[str, range] = {}
@@ -69,6 +71,7 @@ class Slots:
         self.names = frozenset(self.features)
         self.keys = output_names([(feature, config.name) for feature, config, _ in slots])
         self._orders: dict[tuple[str, ...], Tensor | None] = {}
+        self._alike: dict[int, tuple[Tensor, list[int]]] = {}
 
     def __len__(self) -> int:
         return len(self.features)
@@ -76,6 +79,16 @@ class Slots:
     def in_order_of(self, configs: Sequence[EmbeddingConfig]) -> list[int]:
         """Return the slots ordered by table."""
         return [slot for config in configs for slot in self.of_table[config.name]]
+
+    def alike(self, count: int) -> tuple[Tensor, list[int]]:
+        """Return the number of each slot's ids, and the positions of their first ids, if all slots have ``count``."""
+        if count not in self._alike:
+            if len(self._alike) >= _MOST_ORDERS:
+                self._alike.clear()
+            with torch.inference_mode(False):  # used later in other modes
+                counts = torch.full((len(self),), count, dtype=torch.int64, device="cpu")
+            self._alike[count] = counts, [slot * count for slot in range(len(self) + 1)]
+        return self._alike[count]
 
     def require_features(self, names: Sequence[str]) -> None:
         """Raise ValueError unless these are the collection's features."""
@@ -101,7 +114,7 @@ class Slots:
             if len(self._orders) >= _MOST_ORDERS:
                 self._orders.clear()
             with torch.inference_mode(False):  # used later in other modes
-                places = torch.tensor([keys.index(name) for name in self.features])
+                places = torch.tensor([keys.index(name) for name in self.features], device="cpu")
             self._orders[keys] = None if keys == self.features else places
         return self._orders[keys]
 
@@ -131,23 +144,10 @@ class FeatureBatch:
     weights: Tensor | None = None
     by_name: Sequence[Tensor] = ()
     announced: tuple[Tensor, ...] = ()
+    _merged: Tensor | None = None
+    _is_inside: bool = False
 
-    @property
-    def counts(self) -> Tensor:
-        """The number of each slot's ids, int64, shape (slots,), on the CPU."""
-        assert self.asked.counts is not None
-        return self.asked.counts
-
-    @functools.cached_property
     @leaving_transforms
-    def _rows(self) -> Tensor:
-        return kernels.merge_ids(self.asked)
-
-    @functools.cached_property
-    @leaving_transforms
-    def _are_inside(self) -> bool:
-        return not self._rows.shape[0] or int(self._rows.min()) >= 0
-
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, shape (ids,); -1 for an id outside its table.
 
@@ -155,15 +155,26 @@ class FeatureBatch:
             group: its index.
             checked: True to raise IdError for an invalid id of any group, which a lookup in this one would miss.
         """
-        if checked and len(self.slots.of_group) > 1:
+        merged = self._merge()
+        if len(self.slots.groups) == 1:
+            return merged
+        if checked:
             self.require_inside()
         begin, end = self.bounds(group)
-        return self._rows if end - begin == self.starts[-1] else self._rows[begin:end]
+        return merged[begin:end]
+
+    def _merge(self) -> Tensor:
+        if self._merged is None:
+            self._merged = kernels.merge_ids(self.asked)
+        return self._merged
 
     def require_inside(self) -> None:
         """Raise IdError if an id is outside its table. On a GPU this waits for the ids."""
-        if not self._are_inside:
-            raise self.outside(IdError("an id is outside of its table"))
+        if not self._is_inside:
+            rows = self._merge()
+            self._is_inside = not rows.shape[0] or int(rows.min()) >= 0
+            if not self._is_inside:
+                raise self.outside(IdError("an id is outside of its table"))
 
     def bounds(self, group: int) -> tuple[int, int]:
         """Return the positions of a group's first id, and past its last."""
@@ -183,8 +194,7 @@ class FeatureBatch:
         some = self.slots.of_group[group]
         if device.type != "cpu":  # identified by memory, since comparing would wait for them
             return tuple(self.by_name[some.start : some.stop])
-        assert isinstance(self.asked.ids, Tensor)
-        return self.asked.ids[begin:end], self.counts[some.start : some.stop]
+        return self.asked.ids[begin:end], self.asked.counts[some.start : some.stop]
 
     @leaving_transforms
     def outside(self, error: IdError) -> IdError:
@@ -248,36 +258,37 @@ def _require_all_weighted(name: str, is_weighted: bool, weights: Tensor | None) 
 def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> FeatureBatch:
     """Read each slot's value, in any form; errors are those of :func:`read_features`."""
     if _are_alike(values):  # without examining each: a thousand features would take a thousand calls
-        bags = [checked_feature(slots.features[0], values[0])]
-        _require_all_weighted(slots.features[0], is_weighted, None)
-        ids, flat, counts = values, torch.cat(tuple(values)).reshape(-1), [values[0].numel()] * len(slots)
-    else:
-        bags = [checked_feature(name, value) for name, value in zip(slots.features, values, strict=True)]
-        stride, device = bags[0].stride, bags[0].ids.device
-        for name, each in zip(slots.features, bags, strict=True):
-            if each.stride != stride or each.ids.device != device:
-                raise ValueError(
-                    f"feature {name!r} has {each.stride} bags on {each.ids.device}, but {slots.features[0]!r} has "
-                    f"{stride} on {device}; give every feature one bag for each sample, on one device"
-                )
-            _require_all_weighted(name, is_weighted, each.weights)
-        ids, flat = [each.ids for each in bags], torch.cat([each.ids.reshape(-1) for each in bags])
-        counts = [each.numel() for each in ids]
+        name, ids = slots.features[0], values[0]
+        require_bags(name, ids)
+        _require_all_weighted(name, is_weighted, None)
+        counts, starts = slots.alike(ids.numel())
+        asked = kernels.FeatureIds(torch.cat(tuple(values)).reshape(-1), slots.bases, slots.limits, counts)
+        stride, per_bag = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
+        offsets = steps((len(starts) - 1) * stride + 1, per_bag, ids.device)
+        return FeatureBatch(slots, asked, stride, offsets, starts, is_single=per_bag == 1, by_name=values)
+    bags = [checked_feature(name, value) for name, value in zip(slots.features, values, strict=True)]
+    stride, device, per_bag = bags[0].stride, bags[0].ids.device, bags[0].per_bag
+    for name, each in zip(slots.features, bags, strict=True):
+        if each.stride != stride or each.ids.device != device:
+            raise ValueError(
+                f"feature {name!r} has {each.stride} bags on {each.ids.device}, but {slots.features[0]!r} has "
+                f"{stride} on {device}; give every feature one bag for each sample, on one device"
+            )
+        _require_all_weighted(name, is_weighted, each.weights)
+    given = [each.ids for each in bags]
+    starts = [0, *accumulate(ids.numel() for ids in given)]
+    flat, counts = torch.cat([ids.reshape(-1) for ids in given]), torch.tensor(starts, device="cpu").diff()
     weights = [each.weights.reshape(-1) for each in bags if each.weights is not None]
-    starts, stride, per_bag = [0, *accumulate(counts)], bags[0].stride, bags[0].per_bag
-    if per_bag >= 0 and all(each.per_bag == per_bag for each in bags):
-        offsets = steps(len(slots) * stride + 1, per_bag, flat.device)
-    else:
-        offsets, per_bag = _offsets(bags, slots, starts), -1
+    is_even = per_bag >= 0 and all(each.per_bag == per_bag for each in bags)
     return FeatureBatch(
         slots,
-        kernels.FeatureIds(flat, slots.bases, slots.limits, torch.tensor(counts, dtype=torch.int64)),
+        kernels.FeatureIds(flat, slots.bases, slots.limits, counts),
         stride,
-        offsets,
+        steps(len(slots) * stride + 1, per_bag, device) if is_even else _offsets(bags, slots, starts),
         starts,
-        is_single=per_bag == 1,
+        is_single=is_even and per_bag == 1,
         weights=torch.cat(weights) if weights else None,
-        by_name=ids,
+        by_name=given,
     )
 
 
@@ -316,7 +327,7 @@ def _offsets(bags: list[GivenFeature], slots: Slots, starts: Sequence[int]) -> T
 
 def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     keys, stride, ids = keyed.keys(), keyed.stride(), keyed.values()
-    require_ids("features.values()", ids)
+    kernels.require_id_dtype(ids, "features.values()")
     if ids.ndim != 1:
         raise ValueError(f"features.values() has shape {tuple(ids.shape)}; it must have one dimension")
     order = slots.order(tuple(keys))
@@ -351,7 +362,7 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
     On a GPU the host waits for them, unless they were on the CPU before.
     """
     if isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked:
-        return torch.tensor(keyed.offset_per_key(), dtype=torch.int64)
+        return torch.tensor(keyed.offset_per_key(), dtype=torch.int64, device="cpu")
     places = offsets[::stride] if stride else offsets.new_zeros(num_keys + 1)
     is_near = offsets.device.type == "cpu"
     if is_near and int(offsets[0]) == 0 and int(offsets[-1]) == num_ids and kernels.first_fall(offsets) < 0:
@@ -366,7 +377,7 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
         )
     if per_key[0] != 0 or last != num_ids:
         raise ValueError(f"features has offsets from {per_key[0]} to {last}, but {num_ids} ids; give bags of all ids")
-    return torch.tensor(per_key, dtype=torch.int64)
+    return torch.tensor(per_key, dtype=torch.int64, device="cpu")
 
 
 def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:

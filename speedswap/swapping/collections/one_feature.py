@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.tables import is_single_key
-
-_INDEX = (torch.int64, torch.int32)
 
 
 class GivenFeature(NamedTuple):
@@ -74,17 +71,15 @@ def checked_feature(name: str, value: Any) -> GivenFeature:
     """
     feature = given_feature(name, value)
     ids, offsets, weights, _ = feature
-    require_ids(f"feature {name!r}", ids)
+    if offsets is None:
+        require_bags(name, ids)
+    else:
+        kernels.require_id_dtype(ids, f"feature {name!r}")
     if weights is not None:
         require_weights(f"weights of feature {name!r}", weights, ids)
     if offsets is None:
-        if ids.ndim not in (1, 2):
-            raise ValueError(
-                f"feature {name!r} has shape {tuple(ids.shape)}; give (batch,), or (batch, ids per sample) filled up "
-                "with padding_idx, or (ids, offsets)"
-            )
         return feature
-    require_ids(f"offsets of feature {name!r}", offsets)
+    kernels.require_id_dtype(offsets, f"offsets of feature {name!r}")
     if ids.ndim != 1 or offsets.ndim != 1 or ids.device != offsets.device:
         raise ValueError(
             f"feature {name!r} has ids of shape {tuple(ids.shape)} on {ids.device} and offsets of shape "
@@ -128,11 +123,14 @@ def given_feature(name: str, value: Any, *, takes_keys: bool = False) -> GivenFe
     )
 
 
-def require_ids(what: str, ids: Any) -> None:
-    """Raise TypeError unless ids are a dense int32 or int64 tensor."""
-    kernels.require_dense(ids, what)
-    if ids.dtype not in _INDEX:
-        raise TypeError(f"{what} has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
+def require_bags(name: str, ids: Any) -> None:
+    """Raise TypeError or ValueError unless the ids of a feature without offsets are one or several per sample."""
+    kernels.require_id_dtype(ids, f"feature {name!r}")
+    if ids.ndim not in (1, 2):
+        raise ValueError(
+            f"feature {name!r} has shape {tuple(ids.shape)}; give (batch,), or (batch, ids per sample) filled up "
+            "with padding_idx, or (ids, offsets)"
+        )
 
 
 def require_weights(what: str, weights: Any, ids: Tensor) -> None:

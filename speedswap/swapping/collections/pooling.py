@@ -71,7 +71,7 @@ class Pass(NamedTuple):
             return None
         begin, _ = found.bounds(self.group)
         rows = found.rows(self.group)[found.starts[self.start] - begin : found.starts[self.stop] - begin]
-        sizes, paddings = found.counts[self.start : self.stop], near(paddings, rows.device)
+        sizes, paddings = found.asked.counts[self.start : self.stop], near(paddings, rows.device)
         if int(sizes.min()) == int(sizes.max()):
             counting = (rows.view(len(sizes), -1) != paddings.unsqueeze(1)).view(-1)
         else:
