@@ -342,7 +342,11 @@ class ShardedStep(RowStep):
         self._lent = [lent for lent in self._lent if lent not in outgoing.lookups]
         self._asked, self._answered = None, set()
         with self.lock:
-            self._take(block, version, total, keeps=keeps)
+            self._take(block, version, total, self._optimizer_steps, keeps=keeps)
+            with self._rows.opened():
+                assert self.weight.grad is not None
+                self.weight.grad = ShardedGrad.of(without_ranks(self.weight.grad), self.group, self.number)
+                self._rows.accept()
 
     def _with_zeros(self, others: Iterable[TrainedLookup]) -> tuple[Tensor, Tensor]:
         """Return the ids with a gradient, and the gradient, with zeros for rows of other lookups."""
@@ -355,13 +359,6 @@ class ShardedStep(RowStep):
             return asked
         none = torch.empty(0, self.table.embedding_dim, dtype=self.table.dtype, device=self.weight.device)
         return torch.empty(0, dtype=torch.int64), none
-
-    def _accept(self, *, is_first: bool) -> None:
-        own = self.weight.grad
-        assert own is not None
-        self.weight.grad = ShardedGrad.of(without_ranks(own), self.group, self.number)
-        self._rows.accept()
-        self._rows.accept_gradient(self._optimizer_steps, is_first=is_first)
 
     def own_gradient(self, grad: Tensor) -> Tensor:
         own = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, self.group)

@@ -80,7 +80,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     """Attach an optimizer to all of the steps or to none."""
-    new = [step for step in steps if step.state.optimizer is not optimizer]
+    new = [step for step in steps if step.state.attached() is not optimizer]
     if not new and _has_hooks(optimizer):
         return
     examined = [(step, _examined(optimizer, step, new)) for step in new]
@@ -228,8 +228,10 @@ def _together(
     steps: Sequence[RowStep], optimizer: Optimizer | None = None
 ) -> AbstractContextManager[Callable[[], None]]:
     """Surround the work of an optimizer's step, as :meth:`RowStep.joint_step` does."""
-    sharded = [step for step in steps if step.is_sharded]
-    return sharded[0].joint_step(steps, optimizer) if sharded else _ALONE
+    for step in steps:
+        if step.is_sharded:
+            return step.joint_step(steps, optimizer)
+    return _ALONE
 
 
 def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
@@ -257,22 +259,18 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             _add_hooks(optimizer)
             _with_initial_state.add(optimizer)
         return None
-    with _together(steps):
-        _attach(optimizer, steps)
-    for step in steps:
-        if step.state.warning is not None:
-            step.state.warn()
+    begun: list[RowStep] = []
+    try:
+        with _together(steps):
+            _attach(optimizer, steps)
+            for step in steps if closure is None else ():
+                step.swap_in(optimizer)
+                begun.append(step)
+    except BaseException:
+        for step in begun:
+            step.undo()
+        raise
     if closure is None:
-        begun: list[RowStep] = []
-        try:
-            with _together(steps):
-                for step in steps:
-                    step.swap_in(optimizer)
-                    begun.append(step)
-        except BaseException:
-            for step in begun:
-                step.undo()
-            raise
         optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, args, has_closure=False)
         return None
     for step in steps:

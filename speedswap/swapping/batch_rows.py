@@ -79,6 +79,8 @@ class BatchRows:
 
     Attributes:
         block: the gathered rows, without their state once that is in the table; None for a placeholder.
+        steps_seen: steps of any optimizer that did not miss the last gradient.
+        steps_before: the same for the first gradient that awaits a step.
     """
 
     steps_anywhere: ClassVar[int] = 0  # steps of any optimizer in this process
@@ -90,8 +92,7 @@ class BatchRows:
         self._version = 0  # the table's version when the rows were gathered
         self._weight_version = 0
         self._grad_version = 0
-        self._steps_seen = 0  # steps of any optimizer when the last gradient came
-        self._steps_before = 0  # the same for the first gradient that awaits a step
+        self.steps_seen = self.steps_before = 0
         with as_plain():
             self._placeholder = weight.detach()
 
@@ -188,7 +189,7 @@ class BatchRows:
             values = None if grad is None else grad.detach().clone()
             was_changed = weight._version != self._weight_version
             was_zeroed = grad is not None and grad._version != self._grad_version
-        block, version, steps = self.block, self._version, (self._steps_seen, self._steps_before)
+        block, version, steps = self.block, self._version, (self.steps_seen, self.steps_before)
 
         @torch.no_grad()
         def restore() -> None:
@@ -196,7 +197,7 @@ class BatchRows:
             weight.data = data
             if grad is not None and values is not None:
                 weight.grad = grad.copy_(values)
-            self.block, self._version, (self._steps_seen, self._steps_before) = block, version, steps
+            self.block, self._version, (self.steps_seen, self.steps_before) = block, version, steps
             self._weight_version = weight._version - was_changed
             self._grad_version = 0 if weight.grad is None else weight.grad._version - was_zeroed
 
@@ -215,17 +216,6 @@ class BatchRows:
         self._weight_version = self._weight._version
         if (grad := self._weight.grad) is not None:
             self._grad_version = grad._version
-
-    def accept_gradient(self, steps: int, *, is_first: bool) -> None:
-        """Accept this process's optimizer steps so far: none of them missed the gradient that has come.
-
-        Args:
-            steps: the number of steps by then.
-            is_first: True if no other gradient awaits a step.
-        """
-        self._steps_seen = steps
-        if is_first:
-            self._steps_before = steps
 
     def is_zeroed(self, grad: Tensor) -> bool:
         """Return whether ``zero_grad(set_to_none=False)`` zeroed a gradient, so that its rows have left the step."""
@@ -255,7 +245,7 @@ class BatchRows:
                 "the update did not reach the table; step with one of torch.optim, or with a subclass of "
                 "torch.optim.Optimizer that calls super().__init__"
             )
-        if BatchRows.steps_anywhere == self._steps_seen or self.may_be_stepped(attached):
+        if BatchRows.steps_anywhere == self.steps_seen or self.may_be_stepped(attached):
             return None
         return (
             f"the weight of the embedding over table {self._table.name!r} is in no optimizer, so its gradient reaches "
@@ -272,4 +262,4 @@ class BatchRows:
         """
         if attached is not None and holds(attached, self._weight):
             return True
-        return self._weight.may_be_taken and BatchRows.steps_anywhere - self._steps_before < PATIENCE
+        return self._weight.may_be_taken and BatchRows.steps_anywhere - self.steps_before < PATIENCE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ _log = logging.getLogger("speedswap")
 _ATTRIBUTE = "optimizer"
 
 
+@dataclass(eq=False)
 class Scalars:
     """Scalars that belong to the rows' state, read when the table is saved, and after each step of a table in files.
 
@@ -36,31 +37,23 @@ class Scalars:
     optimizers count their steps in place, and no step has to copy anything. It holds neither the table nor the
     optimizer, to not keep them alive.
 
-    Args:
+    Attributes:
         optimizer: the name of its class.
+        names: which of the state is scalar.
+        state: the state that belongs to the table's present rows; None if they have only their initial state.
     """
 
-    def __init__(self, optimizer: str) -> None:
-        self._optimizer = optimizer
-        self._names: Collection[str] = ()
-        self._state: dict[str, Any] | None = None
-
-    def remember(self, names: Collection[str], state: dict[str, Any]) -> None:
-        """Remember the state that belongs to the table's present rows, and which of it is scalar."""
-        self._names = names
-        self._state = state
-
-    def forget(self) -> None:
-        """Record that the rows have only their initial state."""
-        self._state = None
+    optimizer: str
+    names: Collection[str] = ()
+    state: dict[str, Any] | None = None
 
     def __call__(self) -> dict[str, Any] | None:
         """Return the scalars as plain data; None before the first step."""
-        if self._state is None:
+        if self.state is None:
             return None
-        found = {name: self._state[name] for name in self._names if name in self._state}
+        found = {name: self.state[name] for name in self.names if name in self.state}
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in found.items()}
-        return {"class": self._optimizer, "scalars": plain}
+        return {"class": self.optimizer, "scalars": plain}
 
 
 class FoundState(NamedTuple):
@@ -128,7 +121,13 @@ class OptimizerState:
     # ------------------------------------------------------------------ in a step
 
     def save_scalars(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Save the scalars that :meth:`put_back` restores, before a step; return the optimizer's state, if any."""
+        """Save the scalars that :meth:`put_back` restores, before a step; return the optimizer's state, if any.
+
+        This also logs if an earlier run's state is not what it seems.
+        """
+        if self.warning is not None:
+            _log.warning(self.warning)
+            self.warning = None
         state = optimizer.state.get(self.weight)
         self._before = {key: _copy(state[key]) for key in state} if state else {}
         return state
@@ -161,7 +160,7 @@ class OptimizerState:
                 state[key] = value.to(device)  # the module was moved since
         for column in row_state.columns:
             state[column.name] = columns[column.name]
-        self._scalars.remember(row_state.scalars, self._before)
+        self._scalars.names, self._scalars.state = row_state.scalars, self._before
 
     def _kernels_count(self, optimizer: Optimizer) -> bool:
         """Return whether kernels count the optimizer's steps: they take any address for one on their device."""
@@ -179,8 +178,8 @@ class OptimizerState:
             # A setting changed, and the optimizer now keeps more state.
             more = self._probe(optimizer)
             row_state = more.row_state
-        columns = [column for column in row_state.columns if column.name in state]
-        return [(column, state[column.name]) for column in columns if state[column.name] is not None], more
+        found = [(column, state.get(column.name)) for column in row_state.columns]
+        return [each for each in found if each[1] is not None], more
 
     def keep_scalars(self, optimizer: Optimizer, written: Iterable[str], commit: Commit) -> None:
         """Leave only scalars in the optimizer, now that the table has the named columns."""
@@ -190,7 +189,7 @@ class OptimizerState:
             del state[name]
         if held or not self._row_state.columns:
             self._is_initial = False
-            self._scalars.remember(self._row_state.scalars, state)
+            self._scalars.names, self._scalars.state = self._row_state.scalars, state
         commit.add(self.table)
         self._before = self._after = {}
 
@@ -261,12 +260,6 @@ class OptimizerState:
             if resumes:
                 self._recall_scalars(optimizer, noted["scalars"])
             self._take_state_of(optimizer)
-
-    def warn(self) -> None:
-        """Log, before a step, if an earlier run's state is not what it seems."""
-        if self.warning is not None:
-            _log.warning(self.warning)
-            self.warning = None
 
     def add(self, found: FoundState) -> list[Column]:
         """Add columns for an optimizer's row state to the table; return those that it had already."""
@@ -344,7 +337,7 @@ class OptimizerState:
             if key in self._row_state.scalars and (fresh or key not in state):
                 initial = self._row_state.scalars[key]
                 state[key] = torch.full_like(initial, value) if isinstance(initial, Tensor) else value
-        self._scalars.remember(self._row_state.scalars, state)
+        self._remember(state)
 
     def _take_state_of(self, optimizer: Optimizer) -> None:
         """Leave only scalars in the optimizer: its row state moves to the table, or was the placeholder's."""
@@ -355,7 +348,7 @@ class OptimizerState:
             if _is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
                 del state[column.name]
                 self._is_initial = False
-                self._scalars.remember(self._row_state.scalars, state)
+                self._remember(state)
         self._write(state)
 
     def goes_on(self, optimizer: Optimizer) -> bool:
@@ -464,9 +457,9 @@ class OptimizerState:
         self._is_initial = initial
         self.warning = None
         self._before = {}
-        self._scalars.forget()
+        self._scalars.state = None
         if not initial:
-            self._scalars.remember(self._row_state.scalars, optimizer.state[self.weight])  # an entry, even if empty
+            self._remember(optimizer.state[self.weight])  # an entry, even if empty
         self.table.commit()
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -481,12 +474,16 @@ class OptimizerState:
             del state[column.name]
         self._is_initial = False
         self.warning = None
-        self._scalars.remember(self._row_state.scalars, {key: _copy(value) for key, value in state.items()})
+        self._remember({key: _copy(value) for key, value in state.items()})
+
+    def _remember(self, state: dict[str, Any]) -> None:
+        """Make the table keep the scalars of a state, which belongs to its present rows."""
+        self._scalars.names, self._scalars.state = self._row_state.scalars, state
 
     def _forget_scalars(self) -> None:
         """Make the table forget its scalars, before the state they belong to changes."""
         self.table.attributes.pop(_ATTRIBUTE, None)
-        self._scalars.forget()
+        self._scalars.state = None
 
     def _columns_in(self, state: dict[str, Any], row_state: RowState) -> dict[Column, Tensor]:
         """Return the columns in a parameter's state, for the whole table.

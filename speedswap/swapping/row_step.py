@@ -54,6 +54,9 @@ class _Status(enum.Enum):
     STEPPED = "the rows are in the table; their gradient may still be looked at"
 
 
+_UNFINISHED = (_Status.STEPPING, _Status.FAILED)
+
+
 class Leaving(NamedTuple):
     """Values that an optimizer's step produced for the table.
 
@@ -91,6 +94,7 @@ class RowStep(Locked):
         self.announced: list[PrefetchedLookup] | None = None
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
+        self._column = self.table.columns["weight"]
         self._in_closure = False
         self._thread = 0  # the thread inside the optimizer's step
         self._abandoned = 0  # times
@@ -203,7 +207,8 @@ class RowStep(Locked):
         if self._status is _Status.IDLE:
             return
         with self.lock:
-            self._require_no_other_step()
+            if self._status in _UNFINISHED:
+                self._leave_failed()
             weight, rows, lost = self.weight, self._rows, None
             weight.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
@@ -213,8 +218,6 @@ class RowStep(Locked):
                         self._release()
                 elif self._status is _Status.READY:
                     lost = rows.lost_before_step(self.state.optimizer)
-                elif self._has_failed:
-                    self._abandon()
                 if lost is not None:
                     self._abandon()
                     raise LostUpdateError(lost)
@@ -238,25 +241,27 @@ class RowStep(Locked):
             if version < since:
                 drop(grad, block.rows, rows)
         with self.lock:
-            self._take(block, version, grad)
+            self._take(block, version, grad, BatchRows.steps_anywhere)
 
-    def _take(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
-        """Add a gradient to the step's, with the lock held; arguments are those of :meth:`BatchRows.add`."""
-        self._require_no_other_step()
-        weight = self.weight
+    def _take(self, block: Block, version: int, grad: Tensor, steps: int, *, keeps: bool | None = None) -> None:
+        """Add a gradient to the step's, with the lock held.
+
+        Args:
+            block, version, grad, keeps: as for :meth:`BatchRows.add`.
+            steps: the steps of any optimizer so far that did not miss the gradient.
+        """
+        if self._status in _UNFINISHED:
+            self._leave_failed()
+        rows, weight = self._rows, self.weight
         weight.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
-            if self._has_failed:
-                self._abandon()
-            self._rows.add(block, version, grad, keeps=keeps)
-            self._accept(is_first=self._status is not _Status.READY)
+            rows.add(block, version, grad, keeps=keeps)
+            rows.steps_seen = steps
+            if self._status is not _Status.READY:
+                rows.steps_before = steps
             self._status = _Status.READY
         finally:
             weight.__class__ = TableWeight
-
-    def _accept(self, *, is_first: bool) -> None:
-        """Accept an arrived gradient as one that no optimizer step missed; ``is_first``: no other awaits a step."""
-        self._rows.accept_gradient(BatchRows.steps_anywhere, is_first=is_first)
 
     def settle(self) -> None:
         """Merge the gradients of all backward passes into the weight's, before it is read."""
@@ -432,10 +437,8 @@ class RowStep(Locked):
             if self._status is not _Status.STEPPING:
                 return None
             left, more = self.state.take(optimizer)
-            values = {"weight": self._fitting(self.table.columns["weight"], self.weight.data)}
-            for column, value in left:
-                values[column.name] = self._fitting(column, value)
-            return Leaving(values, more)
+            left.insert(0, (self._column, self.weight.data))
+            return Leaving({column.name: self._fitting(column, value) for column, value in left}, more)
 
     def _fitting(self, column: Column, value: Any) -> Tensor:
         """Return a step's values of a column, after checking that they fit the rows."""
@@ -522,7 +525,13 @@ class RowStep(Locked):
     @property
     def _has_failed(self) -> bool:
         """True if the last step did not complete, so that its rows and gradient are useless."""
-        return self._status in (_Status.STEPPING, _Status.FAILED) and not self._in_closure
+        return self._status in _UNFINISHED and not self._in_closure
+
+    def _leave_failed(self) -> None:
+        """Drop rows and gradient of a step that failed; raise ThreadError if another thread is inside it."""
+        self._require_no_other_step()
+        if self._has_failed:
+            self.abandon()
 
     def _abandon(self) -> None:
         self._abandoned += 1

@@ -39,6 +39,7 @@ class _Rows:
     _table: weakref.ref[Table]
     _within: tuple[int, int] | None = None  # rows of the table; all of them by default
     _is_one_row: bool = False
+    _keeper: Callable[[], Any] = staticmethod(_nobody)  # a weak reference to the training step
 
     @classmethod
     def __torch_function__(
@@ -182,6 +183,10 @@ class _Rows:
             _tensor.requires_grad.__set__(self, requires_grad)
 
     def _set_grad(self, grad: Tensor | None) -> None:
+        if (keeper := self._keeper()) is not None and keeper.group is not None:
+            keeper.forget_passes()
+            if grad is not None:
+                grad = keeper.own_gradient(grad)
         with as_plain():
             if grad is None or grad.shape == _tensor.shape.__get__(self):
                 _tensor.grad.__set__(self, grad)
@@ -232,7 +237,6 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     """
 
     may_be_taken = False
-    _keeper: Callable[[], Any]  # a weak reference to the training step
 
     def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
         one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
@@ -249,7 +253,6 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     def _standing_for(self, table: Table) -> TableWeight:
         self._table = weakref.ref(table)
         self.may_be_taken = False
-        self._keeper = _nobody
         return self
 
     # A property sees its caller; a torch function may be called by a mode instead, as under torch.set_default_device.
@@ -281,13 +284,6 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     @grad.deleter
     def grad(self) -> None:
         self._set_grad(None)
-
-    def _set_grad(self, grad: Tensor | None) -> None:
-        if (keeper := self._keeper()) is not None and keeper.group is not None:
-            keeper.forget_passes()
-            if grad is not None:
-                grad = keeper.own_gradient(grad)
-        super()._set_grad(grad)
 
     @property
     def gradient_keeper(self) -> Any:
