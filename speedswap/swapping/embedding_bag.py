@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
+from speedswap.swapping.collections.jagged import offsets_of
+from speedswap.swapping.collections.one_feature import has_methods, is_keyed
 from speedswap.swapping.graphs import in_transform, outside_graphs
 from speedswap.swapping.lookup import pool
 from speedswap.swapping.table_module import TableModule
@@ -124,15 +126,15 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             offsets: the start of each bag, for ids of one dimension.
             per_sample_weights: a factor per id.
         """
-        keyed = None if isinstance(input, Tensor) else keyed_bags(input, offsets, per_sample_weights)
-        bags = keyed.bags if keyed else bags_of(input, offsets, per_sample_weights, self.include_last_offset)
+        if isinstance(input, Tensor):
+            bags = bags_of(input, offsets, per_sample_weights, self.include_last_offset)
+            num_keys, stride = 1, len(bags.offsets) - 1
+        else:
+            bags, num_keys, stride = keyed_bags(input, offsets, per_sample_weights)
         self._check_weights(bags)
-        num_keys = keyed.num_keys or 1 if keyed else 1
-        pooled = self._of_one_commit(lambda: self._pooled(bags._replace(ids=self._rows_of(bags.ids)), num_keys))
-        if keyed is None:
-            return pooled
+        pooled = self._of_one_commit(lambda: self._pooled(bags._replace(ids=self._rows_of(bags.ids)), num_keys or 1))
         # The view changes nothing unless there are no keys, and so no bags to lay out.
-        return pooled.view(keyed.stride, keyed.num_keys * self.embedding_dim)
+        return pooled if num_keys else pooled.view(stride, 0)
 
     def _check_weights(self, bags: Bags) -> None:
         if bags.weights is None:
@@ -147,17 +149,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
 
     def _pooled(self, bags: Bags, features: int) -> Tensor:
         weight, local = self._look_up(bags.ids)
-        local, offsets, factors = local.reshape(-1), bags.offsets, bags.weights
-        if self.padding_idx is not None:
-            counts = bags.ids.reshape(-1) != self.padding_idx
-            if counts.device.type != "cpu":
-                return pool(weight, local, offsets, self.mode, factors, counts, features=features)
-            local = local[counts]
-            factors = None if factors is None else factors[counts]
-            # Of the ids before a bag, those that count.
-            before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
-            offsets = before[offsets]
-        return pool(weight, local, offsets, self.mode, factors, features=features)
+        counts = None if self.padding_idx is None else bags.ids.reshape(-1) != self.padding_idx
+        return pool(weight, local.reshape(-1), bags.offsets, self.mode, bags.weights, counts, features=features)
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "mode": self.mode, "include_last_offset": self.include_last_offset}
@@ -181,14 +174,6 @@ class Bags(NamedTuple):
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
-
-
-class Keyed(NamedTuple):
-    """Bags of several keys, ``stride`` of each, key after key."""
-
-    bags: Bags
-    num_keys: int
-    stride: int
 
 
 def bags_of(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool) -> Bags:
@@ -222,43 +207,37 @@ def bags_of(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, include
     return Bags(ids, _checked(offsets, ids, include_last_offset), weights)
 
 
-def keyed_bags(keyed: Any, offsets: Tensor | None, weights: Tensor | None) -> Keyed:
+def keyed_bags(keyed: Any, offsets: Tensor | None, weights: Tensor | None) -> tuple[Bags, int, int]:
     """Read an object with the methods of TorchRec's KeyedJaggedTensor.
+
+    Returns:
+        The bags, key after key; the number of keys, and of bags of each.
 
     Raises:
         ValueError, TypeError: it lacks them, or their results do not fit together; the message says how.
     """
-    callables = [name for name in ("keys", "values", "stride", "offsets", "lengths") if _has(keyed, name)]
-    if callables[:3] != ["keys", "values", "stride"] or len(callables) == 3:
+    if not is_keyed(keyed):
         raise TypeError(
             f"input is {a_kind(keyed)}; pass a tensor of ids, or a KeyedJaggedTensor: something with keys(), "
             "values(), stride(), and offsets() or lengths()"
         )
     if offsets is not None or weights is not None:
         raise ValueError("input is keyed and has offsets and weights of its own; pass neither of them beside it")
-    if _has(keyed, "variable_stride_per_key") and keyed.variable_stride_per_key():
+    if has_methods(keyed, ["variable_stride_per_key"]) and keyed.variable_stride_per_key():
         raise ValueError("input has a stride for each of its keys; look the keys up one by one, keyed[key]")
     num_keys, stride = len(keyed.keys()), keyed.stride()
     ids = keyed.values()
     _require_dense(ids, "input.values()")
     if ids.ndim != 1:
         raise ValueError(f"input.values() has shape {tuple(ids.shape)}; it must have one dimension")
-    if "offsets" in callables:
-        begins = keyed.offsets()
-    else:
-        lengths = keyed.lengths()
-        begins = torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+    begins = keyed.offsets() if has_methods(keyed, ["offsets"]) else offsets_of(keyed.lengths())
     if num_keys * stride + 1 != len(begins):
         raise ValueError(
             f"input has {num_keys} keys and a stride of {stride}, but {len(begins) - 1} bags; there must be a bag for "
             "each key and sample"
         )
-    weights = keyed.weights_or_none() if _has(keyed, "weights_or_none") else None
-    return Keyed(bags_of(ids, begins, weights, True), num_keys, stride)
-
-
-def _has(thing: Any, name: str) -> bool:
-    return callable(getattr(thing, name, None))
+    weights = keyed.weights_or_none() if has_methods(keyed, ["weights_or_none"]) else None
+    return bags_of(ids, begins, weights, True), num_keys, stride
 
 
 def _require_dense(thing: Any, name: str) -> None:

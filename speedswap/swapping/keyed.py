@@ -116,12 +116,11 @@ class KeyedRows:
     def _take_turn(self, lookup: AskedLookup, device: torch.device) -> Tensor:
         self._turn.remove(lookup)
         self._asked = [each for each in self._asked if each is not lookup.asked]
-        with self._table.lock:  # no commit may have the key without its row's new values
-            self.renew(self.id_map.begin(lookup.asked), device)
+        self._take_asked(lookup.asked, device)
         return lookup.rows.to(device)
 
     def _take_asked(self, asked: AskedAhead, device: torch.device) -> Tensor:
-        with self._table.lock:
+        with self._table.lock:  # no commit may have the key without its row's new values
             self.renew(self.id_map.begin(asked), device)
         return asked.rows.to(device)
 

@@ -54,8 +54,7 @@ def pool(
         offsets: int64, shape (bags + 1,), ascending from 0 to count: the start of each bag, and count.
         mode: "sum", "mean" or "max".
         factors: for "sum": of each entry, shape (count,), of weight's dtype.
-        counts: bool, shape (count,): True for each entry that counts; all by default. For GPUs only: elsewhere the
-            caller omits the other entries, but on a GPU the host would have to wait for their number.
+        counts: bool, shape (count,): True for each entry that counts; all by default.
         divisors: for "sum": a divisor per bag, shape (bags,), of weight's dtype, or float32 for half precision, without
             a gradient, so that some bags can be means and others sums.
         features: the number of features, in whose order the bags are: a divisor of their number.
@@ -64,8 +63,11 @@ def pool(
         Shape (bags / features, features · dim): in its row s the s-th bag of every feature, side by side; zeros for a
         bag without ids.
     """
-    if counts is not None:
-        # Torch skips one row: make it the first, and point entries that do not count to it.
+    if counts is not None and counts.device.type == "cpu":
+        local, factors = local[counts], None if factors is None else factors[counts]
+        offsets, counts = counted(offsets, counts), None
+    elif counts is not None:
+        # The host would wait for their number. Torch skips one row: make it the first, and point the others to it.
         weight = torch.cat([weight.new_zeros(1, weight.shape[1]), weight])
         local = torch.where(counts, local + 1, 0)
     if _needs_torch(weight):
@@ -91,6 +93,11 @@ def pool(
     if mode == "mean":
         divisors = offsets.diff().clamp(min=1).to(weight.dtype)
     return _SumOfBags.apply(weight, factors, local, offsets, divisors, features)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def counted(offsets: Tensor, counts: Tensor) -> Tensor:
+    """Return the offsets of the same bags among the entries that count; arguments are those of :func:`pool`."""
+    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])[offsets]
 
 
 def _side_by_side(bags: Tensor, features: int) -> Tensor:

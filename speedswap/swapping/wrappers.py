@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from speedswap.errors import RanksError
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.weight import with_tables
 
-_IS_AVAILABLE = dist.is_available()
+# True in one of the processes of a torch.distributed job.
+is_in_job: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -57,11 +58,6 @@ def ignore_in_ddp(model: _Model) -> _Model:
         ignored += [each for each in (name, name if "." in name else f".{name}") if each not in ignored]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     return model
-
-
-def is_in_job() -> bool:
-    """Return whether this process is one of a torch.distributed job."""
-    return _IS_AVAILABLE and dist.is_initialized()
 
 
 def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Parameter, local_to_rank: bool) -> None:

@@ -21,12 +21,12 @@ from speedswap.swapping.collections.one_feature import (
     GivenFeature,
     checked_feature,
     has_methods,
+    is_keyed,
     require_bags,
     require_weights,
 )
 from speedswap.swapping.graphs import leaving_transforms
 
-_KEYED = ("keys", "values", "stride")
 _MOST_ORDERS = 64
 
 
@@ -230,10 +230,9 @@ def require_features(features: Any) -> Any:
     """Check that features are a mapping or a keyed jagged tensor, and return them."""
     if type(features) is dict:
         return features
-    is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
     if has_methods(features, ["variable_stride_per_key"]) and features.variable_stride_per_key():
         raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
-    if isinstance(features, Mapping) or is_keyed:
+    if isinstance(features, Mapping) or is_keyed(features):
         return features
     raise TypeError(
         f"features is {a_kind(features)}; pass a mapping from each feature to its ids, or a KeyedJaggedTensor: an "

@@ -145,6 +145,13 @@ def require_weights(what: str, weights: Any, ids: Tensor) -> None:
         )
 
 
+def is_keyed(thing: Any) -> bool:
+    """Return whether an object has the methods of TorchRec's KeyedJaggedTensor that are read here."""
+    return has_methods(thing, ["keys", "values", "stride"]) and any(
+        has_methods(thing, [name]) for name in ("offsets", "lengths")
+    )
+
+
 def has_methods(thing: Any, names: Sequence[str]) -> bool:
     """Return whether an object has all of some methods."""
     return all(callable(getattr(thing, name, None)) for name in names)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedswap.swapping.collections.configs import EmbeddingBagConfig
 from speedswap.swapping.collections.features import FeatureBatch, Slots, near
-from speedswap.swapping.lookup import pool
+from speedswap.swapping.lookup import counted, pool
 
 
 class Pass(NamedTuple):
@@ -47,18 +47,12 @@ class Pass(NamedTuple):
         local = local.reshape(-1)
         local = local if (first, last) == (begin, end) else local[first - begin : last - begin]
         factors = None if found.weights is None else found.weights[first:last].to(weight.dtype)
-        before, counts = None, self._counting(found)
-        if counts is not None:
-            # Of the ids before a bag, those that count.
-            before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])[offsets]
-            if counts.device.type == "cpu":
-                local, factors = local[counts], None if factors is None else factors[counts]
-                offsets, counts = before, None
-        mode, divisors = self.mode, None
-        if found.is_single and before is None and mode == "mean":
+        counts, mode, divisors = self._counting(found), self.mode, None
+        if found.is_single and counts is None and mode == "mean":
             mode = "sum"
         elif self.is_mean is not None and mode == "mean":
-            sizes = (offsets if before is None else before).diff().view(features, found.stride).clamp(min=1)
+            ends = offsets if counts is None else counted(offsets, counts)
+            sizes = ends.diff().view(features, found.stride).clamp(min=1)
             divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1)
             divisors = divisors.to(torch.promote_types(weight.dtype, torch.float32))  # half precision cannot count
             mode = "sum"
