@@ -133,8 +133,9 @@ class ShardedStep(RowStep):
 
     # ------------------------------------------------------------------ lookups
 
-    def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def look_up(self, request: Request | Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
         """Fetch a lookup's rows from the ranks that own them; see :meth:`RowStep.look_up`."""
+        request = Request.of(request)
         at_own_pace = self.group.own_pace.is_active
         if not trains:
             if at_own_pace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
 
+@final
 class Request(NamedTuple):
     """A lookup of one table's rows.
 
@@ -23,6 +24,13 @@ class Request(NamedTuple):
     given: tuple[Tensor, ...]
     device: torch.device
     ids_of: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, request: Request | Tensor) -> Request:
+        """Return the lookup of plain ids."""
+        if isinstance(request, Request):
+            return request
+        return cls((request,), request.device, lambda: request)
 
 
 def ids_of(request: Request | Tensor) -> Tensor:

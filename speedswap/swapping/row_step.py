@@ -124,7 +124,7 @@ class RowStep(Locked):
         """Gather the distinct rows of a lookup to the device that needs them.
 
         Args:
-            request: the lookup; or just its ids, if no lookahead is active and this process owns the rows.
+            request: the lookup; or just its ids.
             trains: True if the rows get a gradient.
 
         Returns:
@@ -138,10 +138,8 @@ class RowStep(Locked):
         if trains:
             self.before_forward()
         columns = None if trains else _WEIGHT
-        if type(request) is Request:
-            block, local = self._lease(request, columns)
-        else:
-            block, local = self.lease(request, columns)  # type: ignore[arg-type]
+        leased = None if self.announced is None else self._announced_lease(Request.of(request), columns)
+        block, local = leased or self.lease(request if isinstance(request, Tensor) else request.ids_of(), columns)
         weight = block.columns["weight"]
         if not trains:
             return weight, local
@@ -163,14 +161,15 @@ class RowStep(Locked):
         rows, local = kernels.find_rows(ids, table.num_embeddings, f"table {table.name!r}")
         return table.lease(rows, columns=columns, device=ids.device), local
 
-    def _lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
-        """Return a lookup's rows as gathered by a lookahead, if they are current; otherwise gather them now.
+    def _announced_lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor] | None:
+        """Return a lookup's rows as gathered by a lookahead, if they are current, or as its ids, not computed again.
 
-        The ids of an announced lookup are not computed again.
+        Returns:
+            None if the lookup has no ids, or was not announced.
         """
-        if self.announced is None or not request.given:
-            return self.lease(request.ids_of(), columns)
-        for lookup in self.announced:
+        if not any(each.numel() for each in request.given):
+            return None
+        for lookup in self.announced or ():
             if lookup.matches(request.given, request.device):
                 return lookup.take() or self.lease(lookup.ids.to(request.device), columns)
         if columns is None:
@@ -178,7 +177,7 @@ class RowStep(Locked):
                 f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
                 "which is slower; let its function return the ids of every lookup, on the lookup's device"
             )
-        return self.lease(request.ids_of(), columns)
+        return None
 
     def begin_lookahead(self, depth: int) -> None:
         """Allow rows to be written during the next step, and lookups to be announced ``depth`` batches ahead."""
@@ -234,7 +233,8 @@ class RowStep(Locked):
         """
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        grad = grad.detach()
+        if grad.requires_grad:
+            grad = grad.detach()
         if self.padding.rows:
             self.padding.zero(grad, block.rows)
         for since, rows in self._renewed:

@@ -439,22 +439,11 @@ class TableModule(nn.Module):
         device = keys.device if isinstance(keys, Tensor) else self.weight.device
         return self._keyed.rows(keys, device, adds=self._adds())
 
-    def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up ids on their device, like :meth:`_looked_up`, with positions of the ids' shape."""
-        step = self._step
-        if step.announced is None and not step.is_sharded:
-            return self._looked_up(ids)
-        if not in_transform():
-            kernels.require_id_dtype(ids)
-        given = (ids,) if ids.numel() or step.is_sharded else ()
-        weight, local = self._looked_up(Request(given, ids.device, lambda: ids))
-        return weight, local if local.shape == ids.shape else local.view(ids.shape)
-
-    def _looked_up(self, request: Request | Tensor) -> tuple[Tensor, Tensor]:
+    def _look_up(self, request: Request | Tensor) -> tuple[Tensor, Tensor]:
         """Return a lookup's rows and each id's index among them, as :meth:`RowStep.look_up` does.
 
         Args:
-            request: the lookup, with ids that were checked; or its ids alone.
+            request: ids on the device that needs the rows; or a lookup whose ids were checked.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -481,7 +470,10 @@ class TableModule(nn.Module):
                 self._require_untied()
             if weight is not step.weight or is_in_job():
                 require_own_table(self.table.name, weight, step.weight, self.local_to_rank or step.is_sharded)
-        return step.look_up(request, trains=trains)
+        rows, local = step.look_up(request, trains=trains)
+        if type(request) is not Request and local.shape != request.shape:  # they were announced in another shape
+            local = local.view(request.shape)
+        return rows, local
 
     def _constant(self, ids: Tensor) -> tuple[Block, Tensor]:
         """Lease the distinct rows of ids for reading; return them and each id's index among them."""

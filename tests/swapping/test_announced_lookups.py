@@ -37,7 +37,7 @@ class Pairs(nn.Module):
         return [(each, Announced(each.table, given, ids.device, ids)) for each in self.tables()]
 
     def forward(self, given: Batch) -> Tensor:
-        found = [each._looked_up(Request(given, given[0].device, lambda: self.merge(given))) for each in self.tables()]
+        found = [each._look_up(Request(given, given[0].device, lambda: self.merge(given))) for each in self.tables()]
         return sum((look_up(weight, local).square().sum() for weight, local in found), start=torch.zeros(()))
 
 

@@ -322,12 +322,12 @@ class TableCollection(nn.Module, Generic[Config]):
         return read(features, self._slots, self._slots.groups, self._is_weighted, ahead=False)[0]
 
     def _look_up(self, found: FeatureBatch, index: int) -> tuple[Tensor, Tensor]:
-        """Look up the rows of one group; see :meth:`TableModule._looked_up`."""
+        """Look up the rows of one group; see :meth:`TableModule._look_up`."""
         group, device = found.slots.groups[index], found.offsets.device
         is_ahead = group._step.announced is not None or group._step.is_sharded
         given = found.tensors(index, device) if is_ahead else ()
         try:
-            return group._looked_up(Request(given, device, functools.partial(found.rows, index, checked=True)))
+            return group._look_up(Request(given, device, functools.partial(found.rows, index, checked=True)))
         except IdError as error:
             raise found.outside(error) from None
 

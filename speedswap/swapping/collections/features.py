@@ -219,7 +219,7 @@ def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatc
     Raises:
         TypeError, ValueError: a feature is missing, unknown, or invalid; the message names it.
     """
-    if not isinstance(require_features(features), Mapping):
+    if type(features) is not dict and not isinstance(require_features(features), Mapping):
         return _keyed(features, slots, is_weighted)
     if features.keys() != slots.names:
         slots.require_features(list(features))
@@ -228,8 +228,6 @@ def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatc
 
 def require_features(features: Any) -> Any:
     """Check that features are a mapping or a keyed jagged tensor, and return them."""
-    if type(features) is dict:
-        return features
     if has_methods(features, ["variable_stride_per_key"]) and features.variable_stride_per_key():
         raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
     if isinstance(features, Mapping) or is_keyed(features):
