@@ -237,8 +237,10 @@ def _together(
 def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
     """Surround a call about an optimizer, as :meth:`RowStep.call_of_ranks` does."""
     steps = [step for _, step in _steps_of(optimizer)]
-    sharded = next((step for step in steps if step.is_sharded), None)
-    return nullcontext(False) if sharded is None else sharded.call_of_ranks(steps)
+    for step in steps:
+        if step.is_sharded:
+            return step.call_of_ranks(steps)
+    return nullcontext(False)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -321,25 +323,21 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Add the state of whole tables to an optimizer's state_dict."""
-    with _call_of_ranks(optimizer):
-        _put_state(optimizer, state_dict)
-
-
-def _put_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     initial = optimizer in _with_initial_state
-    for place, step in _steps_of(optimizer):
-        is_new = (initial and step.weight.requires_grad) or step.state.goes_on(optimizer)
-        if is_new and step.state.optimizer is None:
-            step.state.attach(optimizer, _examined(optimizer, step))
-        if step.state.optimizer is optimizer:
-            step.state.notice_cleared(optimizer)
-            state_dict["state"].pop(place, None)
-            columns = {} if rows_are_apart() else step.state.read(initial=initial)
-            # In a step, or after one that raised, the table and its scalars are as before the step.
-            scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})
-            state = {**columns, **scalars}
-            if state:  # an empty entry would mean that state exists
-                state_dict["state"][place] = state
+    with _call_of_ranks(optimizer):
+        for place, step in _steps_of(optimizer):
+            is_new = (initial and step.weight.requires_grad) or step.state.goes_on(optimizer)
+            if is_new and step.state.optimizer is None:
+                step.state.attach(optimizer, _examined(optimizer, step))
+            if step.state.optimizer is optimizer:
+                step.state.notice_cleared(optimizer)
+                state_dict["state"].pop(place, None)
+                columns = {} if rows_are_apart() else step.state.read(initial=initial)
+                # In a step, or after one that raised, the table and its scalars are as before the step.
+                scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})
+                state = {**columns, **scalars}
+                if state:  # an empty entry would mean that state exists
+                    state_dict["state"][place] = state
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

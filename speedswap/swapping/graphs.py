@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -56,26 +55,16 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Leave ``torch.func`` for a block: tensors from outside, and those created in the block, are plain."""
-    if not in_transform():
-        yield
-        return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        yield
-
-
 def leaving_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function to run in :func:`outside_transforms`."""
+    """Wrap a function to run outside ``torch.func``: tensors from outside, and those created in it, are plain."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not in_transform():
             return function(*args, **kwargs)
-        with outside_transforms():
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
             return function(*args, **kwargs)
 
     return call
