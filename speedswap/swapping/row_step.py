@@ -359,43 +359,39 @@ class RowStep(Locked):
         """Give the optimizer the rows' state, just before its step."""
         with self.lock:
             self._require_no_other_step()
-            weight = self.weight
+            rows, weight = self._rows, self.weight
             weight.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
-                self._swap_in(optimizer)
+                grad = weight.grad
+                if rows.block is None or grad is None:
+                    return
+                if self._status is _Status.STEPPING:
+                    self.state.put_back()  # the previous step raised; start over
+                if self._status is not _Status.READY and self._is_zeroed(grad):
+                    weight.grad = None  # lazily: rows without a gradient are not touched
+                    return
+                if self._status is not _Status.READY or not rows.are_current:
+                    rows.renew(grad)  # another step with the same gradient, or the table has changed
+                block = rows.block
+                leased = block.columns["weight"]
+                if grad.shape != leased.shape:
+                    raise LostUpdateError(
+                        f"the gradient of the embedding over table {self.table.name!r} was replaced by one of shape "
+                        f"{tuple(grad.shape)}, but the batch has {len(block.rows)} rows of "
+                        f"{self.table.embedding_dim}; change it in place, or keep its shape"
+                    )
+                # The rows saved by a graph are about to change, and their data has a separate version counter.
+                torch.autograd.graph.increment_version(leased)
+                state = self.state.save_scalars(optimizer)
+                self._thread = threading.get_ident()
+                self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
+                self.state.put_in(optimizer, block, state)
             except BaseException:
                 self.undo()
                 raise
             finally:
                 if self._status is not _Status.STEPPING:
                     weight.__class__ = TableWeight
-
-    def _swap_in(self, optimizer: Optimizer) -> None:
-        rows, grad = self._rows, self.weight.grad
-        if rows.block is None or grad is None:
-            return
-        if self._status is _Status.STEPPING:
-            self.state.put_back()  # the previous step raised; start over
-        if self._status is not _Status.READY and self._is_zeroed(grad):
-            self.weight.grad = None  # lazily: rows without a gradient are not touched
-            return
-        if self._status is not _Status.READY or not rows.are_current:
-            # A second step with the same gradient, a step after a failed one, or a changed table: read the table again.
-            rows.renew(grad)
-        block = rows.block
-        leased = block.columns["weight"]
-        if grad.shape != leased.shape:
-            raise LostUpdateError(
-                f"the gradient of the embedding over table {self.table.name!r} was replaced by one of shape "
-                f"{tuple(grad.shape)}, but the batch has {len(block.rows)} rows of {self.table.embedding_dim}; change "
-                "it in place, or keep its shape"
-            )
-        # The rows saved by a graph are about to change, and their data has a separate version counter.
-        torch.autograd.graph.increment_version(leased)
-        state = self.state.save_scalars(optimizer)
-        self._thread = threading.get_ident()
-        self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
-        self.state.put_in(optimizer, block, state)
 
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
