@@ -61,7 +61,6 @@ from speedswap.kernels.records import (
 )
 from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, are_intact
 from speedswap.kernels.segment_sum import (
-    Groups,
     dot_segments,
     expand,
     expand_known,

@@ -7,7 +7,6 @@ are added in order: a result depends neither on the number of threads nor on the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +19,6 @@ from speedswap.kernels.tensor_rows import gather_rows
 
 _SUMMED = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class Groups(NamedTuple):
-    """Positions by row: row r occurs at ``order[offsets[r]:offsets[r + 1]]``, ascending.
-
-    Attributes:
-        order: int64, shape (count,).
-        offsets: int64, shape (num_rows + 1,).
-    """
-
-    order: Tensor
-    offsets: Tensor
 
 
 def summable(tensor: Tensor) -> bool:
@@ -77,40 +64,43 @@ def expand_known(block: Tensor, local: Tensor) -> Tensor:
     return out
 
 
-def group(local: Tensor, num_rows: int) -> Groups:
+def group(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the positions of each row.
 
     Args:
         local: int64, any shape, 0 to num_rows - 1, on the CPU.
         num_rows: the number of rows.
 
+    Returns:
+        order, offsets: int64, shapes (count,) and (num_rows + 1,): row r occurs at
+        ``order[offsets[r]:offsets[r + 1]]``, ascending.
+
     Raises:
         IdError: a position is not one of the rows.
 
     >>> group(torch.tensor([1, 0, 1]), num_rows=3)
-    Groups(order=tensor([1, 0, 2]), offsets=tensor([0, 1, 3, 3]))
+    (tensor([1, 0, 2]), tensor([0, 1, 3, 3]))
     """
     local = _int64(local, "local")
     check_ids(local, num_rows, "the block")
     return group_known(local, num_rows)
 
 
-def group_known(local: Tensor, num_rows: int) -> Groups:
+def group_known(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return :func:`group` of contiguous positions that are known to be rows."""
     count = local.numel()
     order, offsets = torch.empty(count, dtype=torch.int64), torch.empty(num_rows + 1, dtype=torch.int64)
     _C.group(local.data_ptr(), count, num_rows, address(order), address(offsets))
-    return Groups(order, offsets)
+    return order, offsets
 
 
-def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None = None) -> Tensor:
+def sum_rows(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
     """Return the sum of the values of each row: the gradient of :func:`expand`, invisible to autograd.
 
     Args:
         values: floating-point, shape (*local.shape, dim), any strides, on any device.
         local: int64, any shape, 0 to num_rows - 1, on values' device.
         num_rows: the number of rows.
-        groups: ``group(local, num_rows)``, if known.
 
     Returns:
         A new tensor, shape (num_rows, dim). On the CPU each row's values are added in their order, from zero: the bits
@@ -128,24 +118,24 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
     require_memory(values, "values")
     if values.dtype in _HALF:
-        return sum_rows(values.float(), local, num_rows, groups).to(values.dtype)
-    return _sum_grouped(values, groups or group(local, num_rows))
+        return sum_rows(values.float(), local, num_rows).to(values.dtype)
+    return _sum_grouped(values, *group(local, num_rows))
 
 
-def sum_rows_known(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None = None) -> Tensor:
+def sum_rows_known(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
     """Return :func:`sum_rows` at contiguous positions that are known to be rows."""
     if values.device.type != "cpu" or values.dtype in _HALF:
-        return sum_rows(values, local, num_rows, groups)
+        return sum_rows(values, local, num_rows)
     require_memory(values, "values")
-    return _sum_grouped(values, groups or group_known(local, num_rows))
+    return _sum_grouped(values, *group_known(local, num_rows))
 
 
-def _sum_grouped(values: Tensor, groups: Groups) -> Tensor:
+def _sum_grouped(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of each group's values, which have memory; shape (rows, dim)."""
-    (count,), num_rows, dim = groups.order.shape, groups.offsets.shape[0] - 1, values.shape[-1]
+    (count,), num_rows, dim = order.shape, offsets.shape[0] - 1, values.shape[-1]
     rows = _as_rows(values.reshape(count, dim))
     out = empty((num_rows, dim), values.dtype)
-    segments = (groups.order.data_ptr(), groups.offsets.data_ptr(), num_rows)
+    segments = (order.data_ptr(), offsets.data_ptr(), num_rows)
     size = values.dtype.itemsize
     pitch = (out.data_ptr(), dim * size, dim)
     _C.sum_segments(segments, _pitch(rows), (0, 0), (max(num_rows, 1), 1), pitch, size, get_num_threads())

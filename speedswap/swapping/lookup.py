@@ -13,26 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.kernels import Groups
 
 _SMALL = 512  # up to this many ids torch's lookup is faster, with the same bits
 
 
-def look_up(weight: Tensor, local: Tensor, groups: Groups | None = None) -> Tensor:
+def look_up(weight: Tensor, local: Tensor) -> Tensor:
     """Return the row of each position, as ``F.embedding(local, weight)`` does.
 
     Args:
         weight: the rows, shape (n, dim), on any device.
         local: int64, any shape, 0 to n - 1, on weight's device.
-        groups: ``kernels.group(local, n)``, if it is known already; used in the backward pass.
 
     Returns:
         Shape (*local.shape, dim).
     """
-    is_small = groups is None and local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
+    is_small = local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
     if is_small or _needs_torch(weight):
         return F.embedding(local, weight)
-    return _Expand.apply(weight, local, groups)  # type: ignore[no-any-return, no-untyped-call]
+    return _Expand.apply(weight, local)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def pool(
@@ -119,30 +117,29 @@ def _own(result: Tensor) -> Tensor:
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, local: Tensor, groups: Groups | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, local: Tensor) -> Tensor:
         ctx.save_for_backward(local)
-        ctx.num_rows, ctx.groups = weight.shape[0], groups
+        ctx.num_rows = weight.shape[0]
         return _own(kernels.expand_known(weight, local))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (local,) = ctx.saved_tensors
         if not torch.is_grad_enabled():  # no gradient of this gradient is wanted
-            return kernels.sum_rows_known(grad, local, ctx.num_rows, ctx.groups), None, None
-        return _SumOfRows.apply(grad, local, ctx.num_rows, ctx.groups), None, None  # type: ignore[no-untyped-call]
+            return kernels.sum_rows_known(grad, local, ctx.num_rows), None
+        return _SumOfRows.apply(grad, local, ctx.num_rows), None  # type: ignore[no-untyped-call]
 
 
 class _SumOfRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, local: Tensor, num_rows: int, groups: Groups | None) -> Tensor:
+    def forward(ctx: Any, values: Tensor, local: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(local)
-        ctx.groups = groups
-        return _own(kernels.sum_rows(values, local, num_rows, groups))
+        return _own(kernels.sum_rows(values, local, num_rows))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (local,) = ctx.saved_tensors
-        return look_up(grad, local, ctx.groups), None, None, None
+        return look_up(grad, local), None, None
 
 
 def _by_row(local: Tensor, offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:

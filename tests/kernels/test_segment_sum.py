@@ -114,12 +114,6 @@ def test_values_of_any_layout(dtype: torch.dtype):
         assert torch.equal(kernels.sum_rows(values, local, 5), torchs_sum(values.contiguous(), local, 5))
 
 
-def test_known_groups_give_the_same():
-    local, values = zipf(3000, 50).view(60, 50), torch.randn(60, 50, 9)
-    groups = kernels.group(local, 50)
-    assert torch.equal(kernels.sum_rows(values, local, 50, groups), kernels.sum_rows(values, local, 50))
-
-
 @given(local=st.lists(st.integers(0, 9), max_size=60))
 def test_groups_are_a_stable_sort(local: list[int]):
     order, offsets = kernels.group(torch.tensor(local, dtype=torch.int64), 10)

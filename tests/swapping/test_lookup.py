@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
-from speedswap import kernels
 from speedswap.swapping.lookup import look_up, pool
 
 LOCAL = torch.tensor([[0, 1, 4], [1, 1, 3]])
@@ -31,14 +30,6 @@ def test_a_lookup_and_its_gradient_are_torchs(device: str, dtype: torch.dtype):
         out.backward(grad)
     assert torch.equal(*outs)
     assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_groups_that_are_known_are_used():
-    rows = some_rows("cpu")
-    wrong = kernels.group(torch.zeros(6, dtype=torch.int64), 5)
-    look_up(rows, LOCAL, wrong).sum().backward()
-    assert rows.grad is not None
-    assert rows.grad[:, 0].tolist() == [6, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", ["look_up", "sum", "mean", "max", "weighted"])
