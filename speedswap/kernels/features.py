@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from speedswap.kernels import _C
 from speedswap.kernels.host import address, as_read, threads_for
 
 
-class FeatureIds(NamedTuple):
+@dataclass
+class FeatureIds:
     """The ids of several features, and each feature's range of rows in a table. The caller has checked them.
 
     Attributes:
@@ -47,7 +48,7 @@ def merge_ids(asked: FeatureIds) -> Tensor:
     >>> merge_ids(FeatureIds(torch.tensor([7, 9, 0, 4, 5]), bases, limits, counts=torch.tensor([2, 3])))
     tensor([ 7,  9, 10, 14, -1])
     """
-    ids, bases, limits, counts, begins = asked
+    ids, counts, begins = asked.ids, asked.counts, asked.begins
     if not ids.is_cpu:
         return _merged_by_torch(asked)
     count, size = ids.numel(), ids.dtype.itemsize
@@ -56,7 +57,7 @@ def merge_ids(asked: FeatureIds) -> Tensor:
     wanted = count if begins is None else int(counts.sum())
     rows = torch.empty(wanted, dtype=torch.int64)
     starts = 0 if begins is None else begins.data_ptr()
-    features = (counts.shape[0], starts, counts.data_ptr(), bases.data_ptr(), limits.data_ptr())
+    features = (counts.shape[0], starts, counts.data_ptr(), asked.bases.data_ptr(), asked.limits.data_ptr())
     if not _C.merge_ids(ids.data_ptr(), count, size, features, address(rows), wanted, threads_for(8 * wanted)):
         raise ValueError(
             f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "
@@ -91,10 +92,10 @@ def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
 
 def _merged_by_torch(asked: FeatureIds) -> Tensor:
     """Merge on a device, with a number of operations independent of the number of features."""
-    ids, bases, limits, counts, begins = asked
+    ids, counts, begins = asked.ids, asked.counts, asked.begins
     on_host = counts.device.type == "cpu"
     total = int(counts.sum()) if on_host else len(ids)
-    known = [bases, limits]
+    known = [asked.bases, asked.limits]
     if begins is not None:
         known.append(begins - (counts.cumsum(0) - counts))
     if on_host:

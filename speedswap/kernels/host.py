@@ -39,10 +39,11 @@ def has_memory(tensor: Tensor) -> bool:
 
     False if its storage was resized, and for stand-ins: FakeTensors and tensors wrapped by ``torch.func``.
     """
-    if not tensor.numel():
-        return True
     try:
-        held, begin, nbytes = tensor.untyped_storage().nbytes(), tensor.data_ptr(), tensor.nbytes
+        nbytes = tensor.nbytes
+        if not nbytes:
+            return True
+        held, begin = tensor.untyped_storage().nbytes(), tensor.data_ptr()
     except RuntimeError:  # no storage
         return False
     item_bytes = tensor.dtype.itemsize

@@ -98,7 +98,7 @@ def find_rows(ids: Tensor, num_rows: int, what: str) -> tuple[Tensor, Tensor]:
     (tensor([3, 7, 9]), tensor([[1, 0],
             [0, 2]]))
     """
-    found = _found(ids, num_rows) if ids.is_cpu else distinct([ids], [num_rows])[0]
+    found = _unique(ids, num_rows) if ids.is_cpu else distinct([ids], [num_rows])[0]
     if found is None:
         raise _outside(ids, _first_outside(ids, num_rows), num_rows, what)
     return found
@@ -117,15 +117,7 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
         require_id_dtype(each.ids)
     if asked and asked[0].ids.device.type != "cpu":
         return distinct([each.ids for each in asked], [each.num_rows for each in asked])
-    return [_found(ids, num_rows) for ids, num_rows, _ in asked]
-
-
-def _found(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | None:
-    """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
-    wide = as_ids(ids)
-    count, pointer = wide.numel(), wide.data_ptr()
-    threads = threads_for(8 * count)
-    return None if _C.check_ids(pointer, count, num_rows, threads) >= 0 else _unique(wide, pointer, count, threads)
+    return [_unique(ids, num_rows) for ids, num_rows, _ in asked]
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,15 +135,18 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
             [0, 2]]))
     """
     require_id_dtype(ids)
-    if ids.device.type != "cpu":
-        (found,) = distinct([ids])
-        assert found is not None
-        return found
-    wide = as_ids(ids)
-    return _unique(wide, wide.data_ptr(), wide.numel(), threads_for(wide.nbytes))
+    found = _unique(ids) if ids.is_cpu else distinct([ids])[0]
+    assert found is not None
+    return found
 
 
-def _unique(ids: Tensor, pointer: int, count: int, threads: int) -> tuple[Tensor, Tensor]:
+def _unique(ids: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor] | None:
+    """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
+    ids = as_ids(ids)
+    count, pointer = ids.numel(), ids.data_ptr()
+    threads = threads_for(8 * count)
+    if num_rows is not None and _C.check_ids(pointer, count, num_rows, threads) >= 0:
+        return None
     rows, local = torch.empty(count, dtype=torch.int64), torch.empty(ids.shape, dtype=torch.int64)
     found = _C.unique(pointer, count, address(rows), local.data_ptr(), threads)
     # A view would keep far more memory alive than the rows need.

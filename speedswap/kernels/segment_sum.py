@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import address, as_read, empty, get_num_threads, require_memory, threads_for
+from speedswap.kernels.host import address, as_read, empty, get_num_threads, has_memory, require_memory, threads_for
 from speedswap.kernels.ids import check_ids
 from speedswap.kernels.tensor_rows import gather_rows
 
@@ -90,7 +90,7 @@ def group_known(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return :func:`group` of contiguous positions that are known to be rows."""
     count = local.numel()
     order, offsets = torch.empty(count, dtype=torch.int64), torch.empty(num_rows + 1, dtype=torch.int64)
-    _C.group(local.data_ptr(), count, num_rows, address(order), address(offsets))
+    _C.group(local.data_ptr(), count, num_rows, order.data_ptr(), address(offsets))
     return order, offsets
 
 
@@ -126,19 +126,20 @@ def sum_rows_known(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
     """Return :func:`sum_rows` at contiguous positions that are known to be rows."""
     if values.device.type != "cpu" or values.dtype in _HALF:
         return sum_rows(values, local, num_rows)
-    require_memory(values, "values")
+    if not has_memory(values):
+        require_memory(values, "values")
     return _sum_grouped(values, *group_known(local, num_rows))
 
 
 def _sum_grouped(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of each group's values, which have memory; shape (rows, dim)."""
     (count,), num_rows, dim = order.shape, offsets.shape[0] - 1, values.shape[-1]
-    rows = _as_rows(values.reshape(count, dim))
+    rows = _as_rows(values if values.ndim == 2 else values.reshape(count, dim))
     out = empty((num_rows, dim), values.dtype)
     segments = (order.data_ptr(), offsets.data_ptr(), num_rows)
     size = values.dtype.itemsize
     pitch = (out.data_ptr(), dim * size, dim)
-    _C.sum_segments(segments, _pitch(rows), (0, 0), (max(num_rows, 1), 1), pitch, size, get_num_threads())
+    _C.sum_segments(segments, _pitch(rows), (0, 0), (num_rows or 1, 1), pitch, size, threads_for(values.nbytes))
     return out
 
 
@@ -361,11 +362,11 @@ def _as_rows(values: Tensor) -> Tensor:
         values = values.resolve_neg()
     step, item = values.stride()
     if item == 1 or values.shape[1] <= 1:
-        return values.detach()
+        return values
     if step == 0 and values.shape[0]:
         return values.detach()[:1].contiguous().expand(values.shape)
     return values.detach().contiguous()
 
 
 def _pitch(rows: Tensor) -> tuple[int, int, int]:
-    return rows.data_ptr(), rows.stride(0) * rows.element_size(), rows.shape[1]
+    return rows.data_ptr(), rows.stride(0) * rows.dtype.itemsize, rows.shape[1]

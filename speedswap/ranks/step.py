@@ -38,7 +38,7 @@ from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import Request
 from speedswap.swapping.row_step import Leaving, RowStep, drop
 from speedswap.swapping.weight import TableWeight, as_plain
-from speedswap.tables import Column, Commit, IdMap, Table
+from speedswap.tables import Block, Column, Commit, IdMap, Table
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
@@ -160,12 +160,14 @@ class ShardedStep(RowStep):
                 ahead = self._rows_ahead(request)
                 weights, local, way = self.store.look_up(request.ids_of, request.device, training=True, ahead=ahead)
                 rows = way.rows
-            leaf = self._leaf(weights)
-            lent = TrainedLookup(rows, way, self._renewals, weakref.ref(leaf))
+            weights.requires_grad = True
+            weights.gradient_keeper = self  # type: ignore[attr-defined]
+            lent = TrainedLookup(rows, way, self._renewals, weakref.ref(weights))
             if task is not None:
                 self._lend(lent, is_ahead=ahead is not None)
-        leaf.register_post_accumulate_grad_hook(functools.partial(self.receive_asked, lent))  # type: ignore[no-untyped-call]
-        return leaf, local
+        received = functools.partial(self.receive_asked, lent)
+        weights.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
+        return weights, local
 
     def _rows_ahead(self, request: Request) -> RowsAhead | None:
         """Return a lookup's rows as prefetched by a lookahead from the ranks that own them."""
@@ -394,8 +396,8 @@ class ShardedStep(RowStep):
         grad = self.own_grad
         return grad is not None and self._rows.is_zeroed(grad)
 
-    def _fitting(self, column: Column, value: Any) -> Tensor:
-        return super()._fitting(column, without_ranks(value))  # e.g. a momentum that starts as the gradient
+    def _fitting(self, column: Column, value: Any, block: Block) -> Tensor:
+        return super()._fitting(column, without_ranks(value), block)  # e.g. a momentum that starts as the gradient
 
     def add_columns(self, leaving: Leaving) -> None:
         super().add_columns(leaving)

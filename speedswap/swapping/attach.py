@@ -21,13 +21,16 @@ from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import FoundState
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings, this_thread
-from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of, steps_of
+from speedswap.swapping.row_step import RowStep, every_step, replaced_weights, require_no_replaced, step_of, steps_of
 from speedswap.swapping.weight import with_tables
 from speedswap.swapping.whole_rows import rows_are_apart
 from speedswap.tables import Commit, Table
 
 _UNDER_WAY = "_speedswap_step"  # an optimizer's attribute while it steps
-_ALONE = nullcontext(lambda: None)  # nothing has to be agreed with other ranks
+_HOOK = "__deepcopy__"  # one of an attached optimizer
+_ALONE: AbstractContextManager[Callable[[], None]] = nullcontext(
+    lambda: None
+)  # nothing has to be agreed with other ranks
 # Rows of optimizers that were copied before, or without, their models.
 _copied_steps: weakref.WeakKeyDictionary[Optimizer, list[RowStep]] = weakref.WeakKeyDictionary()
 # Optimizers that took a step only to create their state, as torch.distributed.checkpoint makes them do.
@@ -81,7 +84,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     """Attach an optimizer to all of the steps or to none."""
     new = [step for step in steps if step.state.attached() is not optimizer]
-    if not new and _has_hooks(optimizer):
+    if not new and _HOOK in optimizer.__dict__:
         return
     examined = [(step, _examined(optimizer, step, new)) for step in new]
     _warn_of_decay(optimizer, new)
@@ -123,16 +126,12 @@ def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
             )
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
-    return "__deepcopy__" in optimizer.__dict__
-
-
 def _add_hooks(optimizer: Optimizer) -> None:
     """Extend an optimizer's ``state_dict``, copies and failed steps to its tables."""
-    if not _has_hooks(optimizer):
+    if _HOOK not in optimizer.__dict__:
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
-        vars(optimizer)["__deepcopy__"] = functools.partial(_copied, weakref.ref(optimizer))
+        vars(optimizer)[_HOOK] = functools.partial(_copied, weakref.ref(optimizer))
         vars(optimizer)["step"] = _guarded(optimizer)
 
 
@@ -177,6 +176,7 @@ class _UnderWay:
 
     Args:
         steps: the row steps that take part.
+        sharded: those whose rows are owned by ranks.
         args: the step's arguments, which distinguish its end from that of a nested step.
         has_closure: True if rows take part only once a closure has been called.
 
@@ -184,8 +184,11 @@ class _UnderWay:
         inner: nested steps of the same optimizer, such as ``super().step()``, that have begun and not ended.
     """
 
-    def __init__(self, steps: Sequence[RowStep], args: tuple[Any, ...], has_closure: bool) -> None:
+    def __init__(
+        self, steps: Sequence[RowStep], sharded: Sequence[RowStep], args: tuple[Any, ...], has_closure: bool
+    ) -> None:
         self.steps = steps
+        self.sharded = sharded
         self.args = args
         self.has_closure = has_closure
         self.thread = threading.get_ident()
@@ -224,16 +227,6 @@ def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
             yield place, step
 
 
-def _together(
-    steps: Sequence[RowStep], optimizer: Optimizer | None = None
-) -> AbstractContextManager[Callable[[], None]]:
-    """Surround the work of an optimizer's step, as :meth:`RowStep.joint_step` does."""
-    for step in steps:
-        if step.is_sharded:
-            return step.joint_step(steps, optimizer)
-    return _ALONE
-
-
 def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
     """Surround a call about an optimizer, as :meth:`RowStep.call_of_ranks` does."""
     steps = [step for _, step in _steps_of(optimizer)]
@@ -249,7 +242,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if _UNDER_WAY in optimizer.__dict__ and (outer := optimizer.__dict__[_UNDER_WAY]).is_real:
         outer.inner += 1  # rows are swapped in and out by the outermost step
         return None
-    require_no_replaced(optimizer)
+    if replaced_weights:
+        require_no_replaced(optimizer)
     held = steps_of(optimizer)
     if not held:
         return None
@@ -261,19 +255,19 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             _add_hooks(optimizer)
             _with_initial_state.add(optimizer)
         return None
-    begun: list[RowStep] = []
+    begun, sharded = 0, [step for step in steps if step.is_sharded]
     try:
-        with _together(steps):
+        with sharded[0].joint_step(steps) if sharded else _ALONE:
             _attach(optimizer, steps)
             for step in steps if closure is None else ():
                 step.swap_in(optimizer)
-                begun.append(step)
+                begun += 1
     except BaseException:
-        for step in begun:
+        for step in steps[:begun]:
             step.undo()
         raise
     if closure is None:
-        optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, args, has_closure=False)
+        optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, sharded, args, has_closure=False)
         return None
     for step in steps:
         closure = step.with_closure(optimizer, closure)
@@ -281,7 +275,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         args = (args[0], closure, *args[2:])
     else:
         kwargs = {**kwargs, "closure": closure}
-    optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, args, has_closure=True)
+    optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, sharded, args, has_closure=True)
     return args, kwargs
 
 
@@ -303,8 +297,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if under_way.inner and args is not under_way.args:  # a hook may have replaced the outermost step's arguments
         under_way.inner -= 1
         return
-    steps = under_way.steps
-    with deferred_interrupts(), _together(steps, optimizer) as agree, Commit() as commit:
+    steps, sharded = under_way.steps, under_way.sharded
+    joint = sharded[0].joint_step(steps, optimizer) if sharded else _ALONE
+    with deferred_interrupts(), joint as agree, Commit() as commit:
         try:
             # First check all, on all ranks, so that one misfit leaves every table unchanged.
             leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]

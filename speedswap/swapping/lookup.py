@@ -29,7 +29,7 @@ def look_up(weight: Tensor, local: Tensor) -> Tensor:
     """
     is_small = local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
     if is_small or _needs_torch(weight):
-        return F.embedding(local, weight)
+        return torch.embedding(weight, local)
     return _Expand.apply(weight, local)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from speedswap.swapping.graphs import leaving_transforms
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
 
 @final
-class Request(NamedTuple):
+@dataclass(slots=True)
+class Request:
     """A lookup of one table's rows.
 
     Attributes:
@@ -33,6 +36,7 @@ class Request(NamedTuple):
         return cls((request,), request.device, lambda: request)
 
 
+@leaving_transforms
 def ids_of(request: Request | Tensor) -> Tensor:
     """Return the ids of a lookup."""
     return request.ids_of() if isinstance(request, Request) else request

@@ -24,7 +24,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ class _Status(enum.Enum):
 _UNFINISHED = (_Status.STEPPING, _Status.FAILED)
 
 
-class Leaving(NamedTuple):
+@dataclass
+class Leaving:
     """Values that an optimizer's step produced for the table.
 
     Attributes:
@@ -139,21 +141,16 @@ class RowStep(Locked):
             self.before_forward()
         columns = None if trains else _WEIGHT
         leased = None if self.announced is None else self._announced_lease(Request.of(request), columns)
-        block, local = leased or self.lease(request if isinstance(request, Tensor) else request.ids_of(), columns)
+        block, local = leased or self.lease(request.ids_of() if type(request) is Request else request, columns)
         weight = block.columns["weight"]
         if not trains:
             return weight, local
         leaf = weight.detach()  # a hook on the block's tensor would keep it alive forever
-        self._leaf(leaf)
+        leaf.requires_grad = True
+        leaf.gradient_keeper = self  # type: ignore[attr-defined]
         received = functools.partial(self.receive, block, self.table.store.notes.version)
         leaf.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return leaf, local
-
-    def _leaf(self, weight: Tensor) -> Tensor:
-        """Make rows a leaf whose gradient belongs to this step."""
-        weight.requires_grad = True
-        weight.gradient_keeper = self  # type: ignore[attr-defined]
-        return weight
 
     def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Lease the distinct rows of ids from the table; return them and each id's index among them."""
@@ -306,8 +303,8 @@ class RowStep(Locked):
     def replace(self, weight: Tensor) -> None:
         """Record that the rows have replaced a parameter, which an optimizer may still hold."""
         key = id(weight)
-        self._replaced = weakref.ref(weight, lambda _: _by_replaced.pop(key, None))
-        _by_replaced[key] = weakref.ref(self)
+        self._replaced = weakref.ref(weight, lambda _: replaced_weights.pop(key, None))
+        replaced_weights[key] = weakref.ref(self)
 
     def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         """Raise LostUpdateError if an optimizer still holds the parameter that these rows have replaced."""
@@ -358,7 +355,8 @@ class RowStep(Locked):
     def swap_in(self, optimizer: Optimizer) -> None:
         """Give the optimizer the rows' state, just before its step."""
         with self.lock:
-            self._require_no_other_step()
+            if self._status is _Status.STEPPING:
+                self._require_no_other_step()
             rows, weight = self._rows, self.weight
             weight.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
@@ -432,25 +430,29 @@ class RowStep(Locked):
         with self.lock:
             if self._status is not _Status.STEPPING:
                 return None
+            block = self._rows.block
+            assert block is not None
             left, more = self.state.take(optimizer)
-            left.insert(0, (self._column, self.weight.data))
-            return Leaving({column.name: self._fitting(column, value) for column, value in left}, more)
+            values: dict[str, Tensor] = {}
+            for column, value in [(self._column, self.weight.data), *left]:
+                leased = block.columns.get(column.name)
+                # Values still in the leased memory, as steps leave them, fit.
+                if (
+                    leased is not None
+                    and type(value) is Tensor
+                    and value.dtype is leased.dtype
+                    and value.shape == leased.shape
+                    and value.is_contiguous()
+                    and 0 != value.data_ptr() == leased.data_ptr()
+                ):
+                    value = leased
+                else:
+                    value = self._fitting(column, value, block)
+                values[column.name] = value
+            return Leaving(values, more)
 
-    def _fitting(self, column: Column, value: Any) -> Tensor:
+    def _fitting(self, column: Column, value: Any, block: Block) -> Tensor:
         """Return a step's values of a column, after checking that they fit the rows."""
-        block = self._rows.block
-        assert block is not None
-        leased = block.columns.get(column.name)
-        # Values still in the leased memory, as steps leave them, fit.
-        if (
-            leased is not None
-            and type(value) is Tensor
-            and value.dtype is leased.dtype
-            and value.shape == leased.shape
-            and value.is_contiguous()
-            and 0 != value.data_ptr() == leased.data_ptr()
-        ):
-            return leased
         wanted, device = (block.rows.shape[0], *column.row_shape), block.columns["weight"].device
         if not isinstance(value, Tensor):
             found = a_kind(value)
@@ -491,7 +493,7 @@ class RowStep(Locked):
                 self.state.keep_scalars(optimizer, leaving.values, commit)
                 self._rows.drop_state()
                 self._status = _Status.STEPPED
-                self._renewed.clear()
+                self._renewed = []
             finally:
                 self.weight.__class__ = TableWeight
 
@@ -546,7 +548,7 @@ class RowStep(Locked):
 
     def _release(self) -> None:
         self._rows.release()
-        self._renewed.clear()
+        self._renewed = []
         self._status = _Status.IDLE
 
 
@@ -560,15 +562,13 @@ def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
 
 _WEIGHT = ("weight",)
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
-_by_replaced: dict[int, weakref.ref[RowStep]] = {}  # empty in nearly every program
+replaced_weights: dict[int, weakref.ref[RowStep]] = {}  # by the weight's id; empty in nearly every program
 
 
 def require_no_replaced(optimizer: Optimizer) -> None:
     """Raise LostUpdateError if an optimizer holds a parameter that was replaced by a table's rows awaiting a step."""
-    if not _by_replaced:
-        return
     for parameter in parameters_of(optimizer):
-        reference = _by_replaced.get(id(parameter))
+        reference = replaced_weights.get(id(parameter))
         if reference is not None and (step := reference()) is not None:
             step.require_held(optimizer, parameter)
 

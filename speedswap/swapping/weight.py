@@ -276,9 +276,12 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
         keeper = self._keeper()
+        if grad is None and (keeper is None or keeper.group is None):  # as zero_grad does in every step
+            with as_plain():
+                _tensor.grad.__set__(self, None)
+            return
         self._set_grad(grad)
-        is_of_ranks = keeper is not None and keeper.group is not None
-        if grad is None and is_of_ranks and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
+        if grad is None and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
             keeper.begin_step(_ZERO_GRAD)
 
     @grad.deleter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,7 +103,7 @@ def test_a_thousand_features_are_as_many_operations_as_two_on_a_gpu(begins: bool
         counts = torch.full((features,), 3)
         asked = FeatureIds(torch.randint(50, (3 * features,)), bases, limits, counts)
         if begins:
-            asked = asked._replace(begins=torch.arange(features).flip(0) * 3)
+            asked = replace(asked, begins=torch.arange(features).flip(0) * 3)
         with _Counting() as mode:
             module._merged_by_torch(asked)
         counted.append(mode.count)

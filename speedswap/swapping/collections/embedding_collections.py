@@ -95,7 +95,7 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
                 results[slots.keys[slot]] = JaggedTensor(own, lengths=lengths[slot])
         return (
             results
-            if len(slots.of_group) == 1
+            if len(slots.groups) == 1
             else {slots.keys[slot]: results[slots.keys[slot]] for slot in slots.in_order_of(self.configs)}
         )
 

@@ -71,7 +71,7 @@ class Slots:
         self.names = frozenset(self.features)
         self.keys = output_names([(feature, config.name) for feature, config, _ in slots])
         self._orders: dict[tuple[str, ...], Tensor | None] = {}
-        self._alike: dict[int, tuple[Tensor, list[int]]] = {}
+        self._alike: dict[tuple[int, ...], tuple[Tensor, list[int], int]] = {}
 
     def __len__(self) -> int:
         return len(self.features)
@@ -80,15 +80,26 @@ class Slots:
         """Return the slots ordered by table."""
         return [slot for config in configs for slot in self.of_table[config.name]]
 
-    def alike(self, count: int) -> tuple[Tensor, list[int]]:
-        """Return the number of each slot's ids, and the positions of their first ids, if all slots have ``count``."""
-        if count not in self._alike:
+    def alike(self, stride: int, per_bag: int) -> tuple[Tensor, list[int], int]:
+        """Describe a batch in which every slot has the same bags.
+
+        Args:
+            stride: the bags of a slot.
+            per_bag: the ids of a bag.
+
+        Returns:
+            Each slot's number of ids, int64, shape (slots,), on the CPU; the position of each slot's first id, and the
+            number of ids; and the number of offsets.
+        """
+        key = stride, per_bag
+        if key not in self._alike:
             if len(self._alike) >= _MOST_ORDERS:
                 self._alike.clear()
+            count, size = stride * per_bag, len(self.features)
             with torch.inference_mode(False):  # used later in other modes
-                counts = torch.full((len(self),), count, dtype=torch.int64, device="cpu")
-            self._alike[count] = counts, [slot * count for slot in range(len(self) + 1)]
-        return self._alike[count]
+                counts = torch.full((size,), count, dtype=torch.int64, device="cpu")
+            self._alike[key] = counts, [slot * count for slot in range(size + 1)], size * stride + 1
+        return self._alike[key]
 
     def require_features(self, names: Sequence[str]) -> None:
         """Raise ValueError unless these are the collection's features."""
@@ -147,7 +158,6 @@ class FeatureBatch:
     _merged: Tensor | None = None
     _is_inside: bool = False
 
-    @leaving_transforms
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, shape (ids,); -1 for an id outside its table.
 
@@ -155,23 +165,19 @@ class FeatureBatch:
             group: its index.
             checked: True to raise IdError for an invalid id of any group, which a lookup in this one would miss.
         """
-        merged = self._merge()
+        if self._merged is None:
+            self._merged = kernels.merge_ids(self.asked)
         if len(self.slots.groups) == 1:
-            return merged
+            return self._merged
         if checked:
             self.require_inside()
         begin, end = self.bounds(group)
-        return merged[begin:end]
-
-    def _merge(self) -> Tensor:
-        if self._merged is None:
-            self._merged = kernels.merge_ids(self.asked)
-        return self._merged
+        return self._merged[begin:end]
 
     def require_inside(self) -> None:
         """Raise IdError if an id is outside its table. On a GPU this waits for the ids."""
         if not self._is_inside:
-            rows = self._merge()
+            rows = self._merged = kernels.merge_ids(self.asked) if self._merged is None else self._merged
             self._is_inside = not rows.shape[0] or int(rows.min()) >= 0
             if not self._is_inside:
                 raise self.outside(IdError("an id is outside of its table"))
@@ -257,11 +263,14 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
     if _are_alike(values):  # without examining each: a thousand features would take a thousand calls
         name, ids = slots.features[0], values[0]
         require_bags(name, ids)
-        _require_all_weighted(name, is_weighted, None)
-        counts, starts = slots.alike(ids.numel())
-        asked = kernels.FeatureIds(torch.cat(tuple(values)).reshape(-1), slots.bases, slots.limits, counts)
-        stride, per_bag = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
-        offsets = steps((len(starts) - 1) * stride + 1, per_bag, ids.device)
+        if is_weighted:
+            _require_all_weighted(name, is_weighted, None)
+        flat, stride, per_bag = torch.cat(tuple(values)), ids.shape[0], 1
+        if ids.ndim == 2:
+            flat, per_bag = flat.reshape(-1), ids.shape[1]
+        counts, starts, num_offsets = slots.alike(stride, per_bag)
+        asked = kernels.FeatureIds(flat, slots.bases, slots.limits, counts)
+        offsets = steps(num_offsets, per_bag, ids.device)
         return FeatureBatch(slots, asked, stride, offsets, starts, is_single=per_bag == 1, by_name=values)
     bags = [checked_feature(name, value) for name, value in zip(slots.features, values, strict=True)]
     stride, device, per_bag = bags[0].stride, bags[0].ids.device, bags[0].per_bag
