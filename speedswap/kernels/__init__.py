@@ -72,7 +72,6 @@ from speedswap.kernels.segment_sum import (
     sum_segments,
     sum_segments_back,
     sum_taken,
-    summable,
 )
 from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
 from speedswap.kernels.transfers import Lookup, Transfer, Transfers, in_transfer_thread, used_here

@@ -21,11 +21,6 @@ _SUMMED = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def summable(tensor: Tensor) -> bool:
-    """Return True if the CPU loops can sum these rows: floating-point rows on the CPU."""
-    return tensor.device.type == "cpu" and tensor.dtype in (*_SUMMED, *_HALF)
-
-
 def expand(block: Tensor, local: Tensor) -> Tensor:
     """Return the row of each position, ``block[local]``, invisible to autograd.
 

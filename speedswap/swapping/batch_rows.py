@@ -79,6 +79,7 @@ class BatchRows:
 
     Attributes:
         block: the gathered rows, without their state once that is in the table; None for a placeholder.
+        version: the table's version when they were gathered.
         steps_seen: steps of any optimizer that did not miss the last gradient.
         steps_before: the same for the first gradient that awaits a step.
     """
@@ -89,17 +90,12 @@ class BatchRows:
         self._table = table
         self._weight = weight
         self.block: Block | None = None
-        self._version = 0  # the table's version when the rows were gathered
+        self.version = 0
         self._weight_version = 0
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
         with as_plain():
             self._placeholder = weight.detach()
-
-    @property
-    def are_current(self) -> bool:
-        """True if the table has not changed since the rows were gathered."""
-        return self._version == self._table.store.notes.version
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -128,7 +124,11 @@ class BatchRows:
             block, grad = self._merged(self.block, before, block, version, grad)
         elif version != self._table.store.notes.version:
             block = self._table.lease(block.rows, device=grad.device)  # steps were taken since the forward pass
-        self._adopt(block, grad)
+        weight, self.block, self.version = self._weight, block, self._table.store.notes.version
+        weight.grad = None  # a gradient of another shape would prevent changing the data
+        weight.data = block.columns["weight"]
+        weight.grad = grad
+        self._weight_version, self._grad_version = weight._version, grad._version
 
     def _merged(
         self, block: Block, grad: Tensor, new: Block, new_version: int, new_grad: Tensor
@@ -140,7 +140,7 @@ class BatchRows:
         total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=device)
         total.index_copy_(0, old_places, grad.to(device))
         total.index_copy_(0, new_places, total.index_select(0, new_places) + new_grad)
-        are_current = self._version == new_version == self._table.store.notes.version
+        are_current = self.version == new_version == self._table.store.notes.version
         has_state = block.columns.keys() == new.columns.keys()  # otherwise a step without rows has dropped it
         if not are_current or not has_state or self._weight.device != device:
             return self._table.lease(union, device=device), total
@@ -154,15 +154,7 @@ class BatchRows:
     def renew(self, grad: Tensor) -> None:
         """Gather the rows again, for another step with this gradient."""
         assert self.block is not None
-        self._adopt(self._table.lease(self.block.rows, device=grad.device), grad)
-
-    def _adopt(self, block: Block, grad: Tensor) -> None:
-        """Make the weight stand for these rows."""
-        weight, self.block, self._version = self._weight, block, self._table.store.notes.version
-        weight.grad = None  # a gradient of another shape would prevent changing the data
-        weight.data = block.columns["weight"]
-        weight.grad = grad
-        self._weight_version, self._grad_version = weight._version, grad._version
+        self.add(self.block, -1, grad, keeps=False)
 
     def drop_state(self) -> None:
         """Record that weight and state are in the table now; rows and gradient may still be read."""
@@ -189,7 +181,7 @@ class BatchRows:
             values = None if grad is None else grad.detach().clone()
             was_changed = weight._version != self._weight_version
             was_zeroed = grad is not None and grad._version != self._grad_version
-        block, version, steps = self.block, self._version, (self.steps_seen, self.steps_before)
+        block, version, steps = self.block, self.version, (self.steps_seen, self.steps_before)
 
         @torch.no_grad()
         def restore() -> None:
@@ -197,7 +189,7 @@ class BatchRows:
             weight.data = data
             if grad is not None and values is not None:
                 weight.grad = grad.copy_(values)
-            self.block, self._version, (self.steps_seen, self.steps_before) = block, version, steps
+            self.block, self.version, (self.steps_seen, self.steps_before) = block, version, steps
             self._weight_version = weight._version - was_changed
             self._grad_version = 0 if weight.grad is None else weight.grad._version - was_zeroed
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speedswap import kernels
 
+_SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALL = 512  # up to this many ids torch's lookup is faster, with the same bits
 
 
@@ -107,7 +108,8 @@ def _side_by_side(bags: Tensor, features: int) -> Tensor:
 
 
 def _needs_torch(weight: Tensor) -> bool:
-    return not kernels.summable(weight) or torch._C._are_functorch_transforms_active()
+    """Return whether the CPU loops cannot sum these rows."""
+    return not weight.is_cpu or weight.dtype not in _SUMMABLE or torch._C._are_functorch_transforms_active()
 
 
 def _own(result: Tensor) -> Tensor:

@@ -368,7 +368,7 @@ class RowStep(Locked):
                 if self._status is not _Status.READY and self._is_zeroed(grad):
                     weight.grad = None  # lazily: rows without a gradient are not touched
                     return
-                if self._status is not _Status.READY or not rows.are_current:
+                if self._status is not _Status.READY or rows.version != self.table.store.notes.version:
                     rows.renew(grad)  # another step with the same gradient, or the table has changed
                 block = rows.block
                 leased = block.columns["weight"]
