@@ -29,10 +29,9 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 import speedswap
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.dlrm import DLRM, Data, DlrmSettings, GeneratedSamples, Samples, Scores, train_step
-from speedswap.apps.dlrm.checkpoint import make_model
-from speedswap.apps.dlrm.criteo import text_of
 from speedswap.apps.dlrm.model import COLUMNS, INIT_STD, interact_in_torch
-from speedswap.apps.dlrm.training import POINT_SAMPLES, prefetched
+from speedswap.apps.dlrm.samples import MISSING
+from speedswap.apps.dlrm.training import POINT_SAMPLES
 
 COMPARED_STEPS = 20
 STEPS_A_TURN = 5
@@ -40,26 +39,25 @@ WARM_UP_TURNS = 3
 OPTIMIZERS = ("sgd", "adagrad", "sparseadam")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="of each candidate, in turns of a few")
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--scratch", type=Path, help="where the file of samples goes; the system's place by default")
-    DlrmSettings.add_arguments(settings := argparse.ArgumentParser(add_help=False))
-    args, rest = parser.parse_known_args()
-    if args.quick:
-        args.steps = 60
+    DlrmSettings.add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.device not in (None, "cpu"):
+        parser.error(f"device is {args.device!r}: this benchmark measures the CPU; leave it out")
+    steps = 60 if args.quick else args.steps
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        given = DlrmSettings.of(settings.parse_args(rest))
-        samples, test = write_samples(Path(folder), given, args.steps * given.batch)
-        given = DlrmSettings.of(settings.parse_args(rest), samples=(samples,), test=(test,), device="cpu")
+        samples, test = write_samples(Path(folder), DlrmSettings.of(args), steps * args.batch)
+        given = DlrmSettings.of(args, samples=(samples,), test=(test,), device="cpu")
         report = {
             "settings": given.to_json(samples=[], test=[], bottom=list(given.bottom), top=list(given.top)),
             "torch_threads": torch.get_num_threads(),
-            "steps": args.steps,
+            "steps": steps,
             "adagrad_losses_equal": compare_losses(given),
-            **time_all(given, args.steps),
+            **time_all(given, steps),
         }
     if args.json:
         write_json(args.json, "dlrm", report)
@@ -76,6 +74,17 @@ def write_samples(folder: Path, settings: DlrmSettings, count: int) -> tuple[str
                 file.write(text_of(some))
                 left -= some.size
     return str(paths[0]), str(paths[1])
+
+
+def text_of(samples: Samples) -> str:
+    """Return samples as the lines of a file."""
+    lines = []
+    for label, integers, ids in zip(
+        samples.labels.tolist(), samples.integers.T.tolist(), samples.ids.T.tolist(), strict=True
+    ):
+        categories = ("" if each == MISSING else f"{each:08x}" for each in ids)
+        lines.append("\t".join([str(int(label)), *map(str, integers), *categories]) + "\n")
+    return "".join(lines)
 
 
 # ---------------------------------------------------------------------- plain torch
@@ -122,10 +131,9 @@ def train_in_torch(settings: DlrmSettings, name: str) -> Iterator[int]:
     initial = (INIT_STD * torch.randn(rows, settings.dim) for _ in COLUMNS)
     bags = (nn.EmbeddingBag.from_pretrained(each, freeze=False, mode="sum", sparse=True) for each in initial)
     tables = TorchTables(bags, lambda ids: ids % rows)
-    model = PlainDLRM(tables, settings.dim, bottom=settings.bottom, top=settings.top)
+    model = PlainDLRM(settings, embeddings=tables)
     optimizers = optimizers_of(model, name, lr)
-    data = Data(settings)
-    for batch in data.batches(data.open()):
+    for batch in Data(settings).batches():
         F.binary_cross_entropy_with_logits(model(batch.samples), batch.samples.labels).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -135,11 +143,11 @@ def train_in_torch(settings: DlrmSettings, name: str) -> Iterator[int]:
 
 def train_in_speedswap(settings: DlrmSettings) -> Iterator[int]:
     """Train as ``speedswap dlrm`` does, with the figures of its progress bar."""
-    model = make_model(settings)
+    model = DLRM(settings)
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
     data, scores, count = Data(settings), Scores(), 0
-    for batch in prefetched(model, data.batches(data.open()), torch.device("cpu"), settings.lookahead_depth()):
+    for batch in model.prefetched(data.batches(), torch.device("cpu"), settings.lookahead_depth()):
         scores.add(train_step(model, optimizer, batch), batch.samples.labels)
         count += batch.samples.size
         if count >= POINT_SAMPLES:
@@ -154,15 +162,15 @@ def train_in_speedswap(settings: DlrmSettings) -> Iterator[int]:
 
 def compare_losses(settings: DlrmSettings) -> bool:
     """Check that with Adagrad every loss is that of nn.Embedding, whose sums have the order of the samples."""
-    ours = make_model(settings)
+    ours = DLRM(settings)
     rows = [table.read() for table in ours.embeddings.collection.tables.values()]
     tables = [nn.Embedding.from_pretrained(each, freeze=False, padding_idx=0) for each in rows]
     maps = [speedswap.IdMap(settings.capacity) for _ in rows]
     numbered = TorchTables(tables, lambda ids: (known.add(some)[0] for known, some in zip(maps, ids, strict=True)))
-    theirs = DLRM(numbered, settings.dim, bottom=settings.bottom, top=settings.top, seed=settings.seed)
+    theirs = DLRM(settings, embeddings=numbered)
     optimizers = [Adagrad(model.parameters(), lr=0.03) for model in (ours, theirs)]
     data = Data(settings)
-    for _, batch in zip(range(COMPARED_STEPS), data.batches(data.open()), strict=False):
+    for _, batch in zip(range(COMPARED_STEPS), data.batches(), strict=False):
         losses = []
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             loss = F.binary_cross_entropy_with_logits(model(batch.samples), batch.samples.labels)

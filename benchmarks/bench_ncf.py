@@ -111,9 +111,7 @@ def split_of(settings: NcfSettings) -> NcfSplit:
 
 
 def model_of(settings: NcfSettings, split: NcfSplit) -> NCF:
-    sizes = (split.train.num_users, split.train.num_items)
-    shape = {"model": settings.model, "factors": settings.factors, "layers": settings.layers}
-    return NCF(*sizes, **shape, storage=settings.storage, seed=settings.seed).to(settings.compute_device())
+    return NCF(split.train.num_users, split.train.num_items, settings).to(settings.compute_device())
 
 
 def compare_losses(settings: NcfSettings) -> bool:

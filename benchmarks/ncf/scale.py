@@ -15,7 +15,6 @@ import torch
 import speedswap
 from speedswap.apps.ncf import NCF, NcfBatch, NcfSettings, draw_batches, generate_split, train_step
 from speedswap.apps.ncf.interactions import NcfSplit
-from speedswap.apps.ncf.training import prefetched
 
 __all__ = ["batches_of", "run_scale"]
 
@@ -34,7 +33,7 @@ class Large:
         settings = NcfSettings(device=args.device, storage=storage, scratch=args.scratch, batch=args.batch)
         self._device = settings.compute_device()
         began = time.perf_counter()
-        self.model = NCF(args.users, args.items, storage=storage, scratch=args.scratch).to(self._device)
+        self.model = NCF(args.users, args.items, settings).to(self._device)
         self.optimizer = settings.make_optimizer(self.model)
         speedswap.attach(self.optimizer, self.model)
         self.make_seconds = time.perf_counter() - began
@@ -44,7 +43,7 @@ class Large:
     def _trained(self, settings: NcfSettings, split: NcfSplit, lookahead: int) -> Generator[torch.Tensor, None, None]:
         for epoch in itertools.count():
             batches = batches_of(settings, split, epoch)
-            for batch in prefetched(self.model, batches, self._device, lookahead):
+            for batch in self.model.prefetched(batches, self._device, lookahead):
                 yield train_step(self.model, self.optimizer, batch)
 
     def train(self, steps: int) -> tuple[float, float]:

@@ -67,7 +67,7 @@ class Expanded(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[IO[bytes]]:
+def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[io.BufferedReader]:
     """Open a file, plain or gzip, told by its first bytes or the suffix ``.gz``.
 
     Args:

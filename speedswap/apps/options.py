@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -152,12 +153,6 @@ def check_memory(what: str, nbytes: int, remedy: str) -> None:
         raise SettingsError(f"{what} need {in_gib(nbytes)} GiB of memory, and {in_gib(free)} are free: {remedy}")
 
 
-def check_loss(loss: float, *, lr: float, optimizer: str, when: str, remedy: str = "lower lr") -> None:
-    """Refuse a learning rate with which the loss is not finite any more."""
-    if not math.isfinite(loss):
-        raise SettingsError(f"lr={lr} is too large for {optimizer}: the loss became {loss} {when}; {remedy}")
-
-
 def widths(text: str) -> tuple[int, ...]:
     """Read the widths of layers as the command line gives them."""
     return tuple(int(width) for width in text.split(","))
@@ -172,6 +167,13 @@ def check_widths(name: str, layers: tuple[int, ...]) -> None:
             f"{name} has {len(layers)} widths of up to {shortened(max(layers))}: give at most {_MOST_LAYERS} of at "
             f"most {WIDEST:,}"
         )
+
+
+def check_layers_memory(*chains: Sequence[int]) -> None:
+    """Refuse chains of linear layers, by their widths, that need more memory than is free."""
+    numbers = sum(ins * outs for widths in chains for ins, outs in pairwise(widths))
+    with_moments = 4 * 4 * numbers  # as if the optimizer kept two, of float32
+    check_memory("the layers with their gradients and moments", with_moments, "give narrower layers")
 
 
 def plain(name: str) -> str:
@@ -431,3 +433,29 @@ def add_command(
         )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that reads a trained model from a run's output directory."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's output directory")
+    parser.add_argument("--storage", default="auto", help=STORAGE_TEXT)
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="directory for tables on disk, which are temporary")
+    parser.add_argument("--device", help=DEVICE_TEXT)
+
+
+@contextmanager
+def loaded_model(args: argparse.Namespace, load: Callable[..., Any]) -> Iterator[Any]:
+    """Load the model that the options of :func:`add_model_options` describe, and close it afterwards.
+
+    Args:
+        args: parsed arguments.
+        load: loads it, given the output directory, the tables' storage, and the directory for those on disk.
+    """
+    one_of(STORAGES)("storage", args.storage)
+    check_scratch(args.scratch)
+    device = compute_device(args.device)
+    model = load(args.directory, storage=args.storage, scratch=args.scratch).to(device)
+    try:
+        yield model
+    finally:
+        model.close()

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 import speedswap
-from speedswap._install import pip_install
 from speedswap.apps.errors import OutputError, SettingsError
-from speedswap.apps.files import remove_leftovers, says_unwritable, write_whole
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from speedswap.apps.files import remove_leftovers
 
 # ---- before the work ------------------------------------------------------------------------------------------------
-
-
-def add_output(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the option for the output directory."""
-    parser.add_argument("--output", type=Path, default=Path(default), metavar="DIR", help="default: %(default)s")
 
 
 def check_scratch(scratch: Path | None) -> None:
@@ -90,53 +77,6 @@ def _check_writable(folder: Path, wrong: str) -> None:
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     return {"speedswap": speedswap.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def save_results(
-    folder: Path,
-    figures: Mapping[str, Any],
-    *,
-    result: tuple[str, Callable[[Path], object]] | None = None,
-    plot: tuple[str, Callable[[Figure], object]],
-    size: tuple[int, int],
-) -> list[Path]:
-    """Write a run's result, its figures as ``run.json`` and, where matplotlib is installed, a plot.
-
-    Args:
-        folder: the output directory, created if needed.
-        figures: JSON can hold them.
-        result: the name of its file, and a function that writes it. It comes first.
-        plot: the name of its file, and a function that draws on an empty figure.
-        size: of the plot, in inches.
-
-    Returns:
-        The files written.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
-    with says_unwritable(f"output {folder}", "give another directory"):
-        folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    if result is not None:
-        name, write = result
-        files.append(folder / name)
-        write(files[-1])
-    files.append(folder / "run.json")
-    with write_whole(files[-1]) as file:
-        file.write((json.dumps(figures, indent=2) + "\n").encode())
-    name, draw = plot
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no {name} without matplotlib: {pip_install('matplotlib', extra='demo')}")
-        return files
-    picture = Figure(figsize=size, layout="constrained")
-    draw(picture)
-    files.append(folder / name)
-    with write_whole(files[-1]) as file:
-        picture.savefig(file, format="png", dpi=120)
-    return files
 
 
 def save_somewhere(folder: Path, save: Callable[[Path], list[Path]], scratch: Path | None = None) -> list[Path]:

@@ -116,28 +116,23 @@ class Job:
             task.finish()
         return notes
 
-    def add_up(self, *values: float) -> list[float]:
-        """Return the sum of each value over the ranks."""
-        if (group := self.group) is None:
-            return [*values]
-        with group.main.task(Kind.AGREE) as task:
-            found = task.share_numbers(torch.tensor(values, dtype=torch.float64))
-            task.finish()
-        return [sum(each) for each in zip(*(own.tolist() for own in found), strict=True)]
-
-    def collect(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, one rank after the other, on the first; on the others none.
+    def collect(self, numbers: Tensor) -> list[Tensor]:
+        """Return the numbers of all ranks, in their order.
 
         Args:
-            rows: shape (n, …), on the CPU; the n may differ.
+            numbers: this rank's, 8 bytes each, shape (n,), on the CPU; the n may differ.
         """
         if (group := self.group) is None:
-            return rows
+            return [numbers]
         with group.main.task(Kind.AGREE) as task:
-            sent = [len(rows) if rank == 0 else 0 for rank in range(self.size)]
-            collected = task.send(rows, sent, task.round(sent).counts)
+            found = task.share_numbers(numbers)
             task.finish()
-        return collected
+        return found
+
+    def add_up(self, *values: float) -> list[float]:
+        """Return the sum of each value over the ranks."""
+        every = self.collect(torch.tensor(values, dtype=torch.float64))
+        return [sum(each) for each in zip(*(own.tolist() for own in every), strict=True)]
 
     def sum_gradients(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Let each step of an optimizer begin with the sum of dense parameters' gradients over the ranks."""

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,10 +21,10 @@ from speedswap._install import pip_install
 from speedswap.apps.errors import CheckpointError, SettingsError
 from speedswap.apps.files import remove_leftovers, says_unwritable, write_whole
 from speedswap.apps.options import AppSettings
-from speedswap.apps.output import versions
+from speedswap.apps.output import check_output, versions
 from speedswap.apps.ranks import Job
-from speedswap.apps.running import Shown, Stop, listening, show_progress
-from speedswap.apps.saved_run import RESTART, SavedRun, is_saved, save_run
+from speedswap.apps.running import Shown, Stop, begun, listening, show_progress
+from speedswap.apps.saved_run import FOLDER, RESTART, SavedRun, is_saved, save_run
 from speedswap.errors import SpeedswapError
 
 if TYPE_CHECKING:
@@ -287,6 +288,12 @@ class Run(Training[Settings, Batch]):
         """Restore what :meth:`state` has returned."""
         self.epoch, self.step = content["place"]
 
+    def say(self) -> None:
+        """Print the outcome."""
+
+    def close(self) -> None:
+        """Close the model's tables, and remove those in a temporary directory."""
+
     def check(self, saved: SavedRun) -> None:
         """Refuse to resume with other settings, or to fewer epochs than the checkpoint has.
 
@@ -385,6 +392,29 @@ class Run(Training[Settings, Batch]):
             with listening(stop, run.job) as run.stop, bar as shown:
                 run.loop(folder, shown)
         return run
+
+    @classmethod
+    def run_command(cls, settings: Settings, args: Namespace) -> int:
+        """Train, write the results, print the outcome, and close the model.
+
+        Args:
+            settings: of the run.
+            args: ``output`` and ``resume``, as for :meth:`train`.
+
+        Returns:
+            The exit status.
+        """
+        check_output(args.output, FOLDER)
+        with begun(settings.compute_device()) as (job, stop):
+            run = cls.train(settings, output=args.output, resume=args.resume, stop=stop)
+            if job.leads:
+                files = run.write(args.output)
+                run.say()
+                run.close()
+                if run.interrupted:
+                    print(f"{stop.word}: the training so far is saved; the same command goes on from there")
+                print("saved", ", ".join(map(str, [*files, args.output / FOLDER])))
+            return stop.status_of(run.interrupted)
 
     def save(self, output: Path | None) -> None:
         """Write a checkpoint, if there is an output directory; the last one and that of the best evaluation stay.

@@ -10,9 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -109,18 +108,6 @@ class Stop:
     def word(self) -> str:
         """The signal's effect, for messages."""
         return word_for(self._signal)
-
-    def report(self, interrupted: bool, saved: Iterable[Path]) -> int:
-        """Print the end of a run that can be resumed; return the exit status.
-
-        Args:
-            interrupted: True if the run was ended by this request.
-            saved: the files and folders that it leaves.
-        """
-        if interrupted:
-            print(f"{self.word}: the training so far is saved; the same command goes on from there")
-        print("saved", ", ".join(map(str, saved)))
-        return self.status_of(interrupted)
 
     def status_of(self, interrupted: bool) -> int:
         """Return the exit status of a run, which this request may have ended."""

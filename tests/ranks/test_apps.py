@@ -10,12 +10,12 @@ import apps_scenarios as scenarios
 import numpy as np
 import pytest
 import torch
+from apps.dlrm.runs import text_of
 from children import FORKED, torchrun
 from rank_pool import RankPool
 
 import speedswap
 from speedswap.apps.dlrm import GeneratedSamples
-from speedswap.apps.dlrm.criteo import text_of
 from speedswap.cli import main
 
 NCF = {"users": 60, "items": 50, "interactions": 800, "factors": 4, "layers": (8, 4), "test_negatives": 20, "seed": 3}

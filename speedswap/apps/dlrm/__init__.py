@@ -9,14 +9,11 @@ As a command, ``speedswap dlrm 'day_*.gz' --output DIR``; as a function::
 
 and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROWS``.
 
-A run streams samples from files in Criteo's format (``criteo``) or makes some up (``generated``), draws
-batches and sets samples apart (``samples``, ``stream``), trains tables and layers (``model``, ``training``),
-predicts the samples set apart (``scores``) and keeps the last and the best state
-(``checkpoint``).
+A run streams samples from files in Criteo's format (``criteo``) or makes some up (``generated``), draws batches and
+sets samples apart (``samples``, ``stream``), trains tables and layers (``model``, ``training``), predicts the samples
+set apart (``scores``) and keeps the last and the best state.
 """
 
-from speedswap.apps.dlrm.checkpoint import load
-from speedswap.apps.dlrm.cli import figures, save
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.generated import GeneratedSamples
 from speedswap.apps.dlrm.model import DLRM, Embeddings
@@ -24,23 +21,23 @@ from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.dlrm.stream import ClickBatch, Data
-from speedswap.apps.dlrm.training import DlrmResult, Evaluation, Point, evaluate, train, train_step
+from speedswap.apps.dlrm.training import DlrmRun, Evaluation, Point, evaluate, load, train, train_step
 from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
 
-Settings, Result = DlrmSettings, DlrmResult
+Settings, Run = DlrmSettings, DlrmRun
 
 __all__ = [
     "DLRM",
     "CheckpointError",
     "ClickBatch",
     "Data",
-    "DlrmResult",
+    "DlrmRun",
     "DlrmSettings",
     "Embeddings",
     "Evaluation",
     "GeneratedSamples",
     "Point",
-    "Result",
+    "Run",
     "SampleFiles",
     "SamplePosition",
     "Samples",
@@ -49,10 +46,8 @@ __all__ = [
     "Settings",
     "SettingsError",
     "evaluate",
-    "figures",
     "find_files",
     "load",
-    "save",
     "train",
     "train_step",
 ]

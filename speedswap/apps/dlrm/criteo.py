@@ -12,7 +12,7 @@ import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speedswap._install import pip_install
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
-from speedswap.apps.errors import CheckpointError, SamplesError
+from speedswap.apps.errors import SamplesError
 from speedswap.apps.files import bytes_on_disk, opened
 from speedswap.kernels import read_lines
 
@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 22
 LINE_BYTES = 1 << 16
 ROWS_AT_ONCE = 1 << 14
 BASES = "b" + INTEGERS * "d" + CATEGORIES * "x"
-EMPTY = (0, *INTEGERS * (0,), *CATEGORIES * (MISSING,))
+EMPTY = (MISSING, *INTEGERS * (0,), *CATEGORIES * (MISSING,))
 FORMS = {
     "b": (re.compile(rb"0|1"), "neither 0 nor 1: correct it"),
     "d": (
@@ -61,18 +61,16 @@ def find_files(patterns: Sequence[str | Path]) -> list[Path]:
     """
     found: list[Path] = []
     for pattern in map(str, patterns):
+        names = [pattern]
+        if glob.has_magic(pattern) and not os.path.exists(pattern):
+            names = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), key=by_number)
         if not pattern:
             raise SamplesError("samples has an empty name: give files, or patterns such as 'day_*.gz'")
-        if glob.has_magic(pattern) and not os.path.exists(pattern):
-            paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True), key=by_number)]
-            paths = [path for path in paths if path.is_file()]
-            if not paths:
-                raise SamplesError(f"samples {pattern} matches no file: give files, or patterns such as 'day_*.gz'")
-            found += paths
-        elif os.path.isdir(pattern):
+        if not names:
+            raise SamplesError(f"samples {pattern} matches no file: give files, or patterns such as 'day_*.gz'")
+        if os.path.isdir(pattern):
             raise SamplesError(f"samples {pattern} is a directory: give its files, as in '{pattern}/*'")
-        else:
-            found.append(Path(pattern))
+        found += map(Path, names)
     return found
 
 
@@ -118,19 +116,18 @@ class SampleFiles:
         Raises:
             SamplesError: a line is malformed, or a file damaged.
         """
-        parts = [torch.empty(len(NAMES) - (self._labelled is False), 0, dtype=torch.int64)]
+        parts = []
         while count and (self._piece.shape[1] or self._read_on()):
-            if len(self._piece) != len(parts[0]):
-                parts = [self._piece[:, :0]]
-            part, self._piece = self._piece[:, :count], self._piece[:, count:]
-            parts.append(part)
-            count -= part.shape[1]
+            values, self._piece = self._piece[:, :count], self._piece[:, count:]
+            parts.append(values)
+            count -= values.shape[1]
             file, samples, checksum = self.position
-            places = torch.arange(samples, samples + part.shape[1])
-            checksum += int(((WEIGHTS[-len(part) :] @ part) * (2 * places + 1)).sum())
-            self.position = SamplePosition(file, samples + part.shape[1], checksum % 2**63)
-        values = torch.cat(parts, dim=1)
-        labels = values[0].float() if len(values) == len(NAMES) else torch.zeros(0)
+            numbers = torch.arange(samples, samples + values.shape[1])
+            checksum += int(((WEIGHTS[-len(values) :] @ values) * (2 * numbers + 1)).sum())
+            self.position = SamplePosition(file, samples + values.shape[1], checksum % 2**63)
+        columns = len(NAMES) - (self._labelled is False)
+        values = torch.cat([torch.empty(columns, 0, dtype=torch.int64), *parts], dim=1)
+        labels = values[0].float() if columns == len(NAMES) else torch.zeros(0)
         return Samples(labels, values[-INTEGERS - CATEGORIES : -CATEGORIES], values[-CATEGORIES:])
 
     def seek(self, position: SamplePosition) -> None:
@@ -143,20 +140,13 @@ class SampleFiles:
         while self.position.file == position.file and self.position.samples < position.samples:
             if not self.read(min(ROWS_AT_ONCE, position.samples - self.position.samples)).size:
                 break
-        if self.position != position:
-            raise CheckpointError(
-                f"the samples are not those of the checkpoint, which had read {position.samples:,} of file "
-                f"{position.file + 1}: give the same, or start without resume"
-            )
+        position.require(self.position)
 
     def _open(self, file: int) -> None:
         """Begin with a file, or end after the last one."""
         self.position = SamplePosition(file, 0, zlib.crc32(" ".join(map(str, self._sizes[:file])).encode()))
         self._piece, self._on_disk = self._piece[:, :0], 0
-        self._pieces: Pieces = iter(())
-        if file < len(self._paths):
-            path = self._paths[file]
-            self._pieces = (parquet_pieces if is_parquet(path) else text_pieces)(path, self._labelled)
+        self._pieces = pieces_of(self._paths[file], self._labelled) if file < len(self._paths) else iter(())
 
     def _read_on(self) -> bool:
         """Get the next samples; return False at the end of the last file."""
@@ -168,6 +158,13 @@ class SampleFiles:
                     return True
             self._open(self.position.file + 1)
         return False
+
+
+def pieces_of(path: Path, labelled: bool | None) -> Pieces:
+    """Read a file, which tells by its first bytes whether it is Parquet."""
+    with opened(path, "samples", SamplesError) as file:
+        is_parquet = file.peek(len(PARQUET)).startswith(PARQUET)
+        yield from (parquet_pieces(path, labelled) if is_parquet else text_pieces(file, path, labelled))
 
 
 def size_of(path: Path) -> int:
@@ -189,24 +186,23 @@ def size_of(path: Path) -> int:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def text_pieces(path: Path, labelled: bool | None) -> Pieces:
+def text_pieces(file: IO[bytes], path: Path, labelled: bool | None) -> Pieces:
     """Read a file of text."""
-    with opened(path, "samples", SamplesError) as file:
-        text, line, at_end = b"", 1, False
-        while not at_end:
-            chunk = file.read(CHUNK_BYTES)
-            text, at_end = text + (chunk or b"\n"), not chunk  # the last line may lack its newline
-            if labelled is None and text.strip(b"\r\n"):
-                labelled = text.lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(NAMES) - 2
-            count = len(NAMES) - (labelled is False)
-            values = torch.empty(count, text.count(b"\n"), dtype=torch.int64)
-            rows, used, lines, wrong = read_lines(text, values, bases=BASES[-count:], missing=EMPTY[-count:])
-            text, line = text[used:], line + lines
-            yield values[:, :rows], bytes_on_disk(file)
-            if wrong:
-                raise malformed(text.partition(b"\n")[0].removesuffix(b"\r"), BASES[-count:], f"{path}, line {line}")
-            if len(text) > LINE_BYTES:
-                raise SamplesError(f"samples {path}, line {line} has no end: is it text?")
+    text, line, at_end = b"", 1, False
+    while not at_end:
+        chunk = file.read(CHUNK_BYTES)
+        text, at_end = text + (chunk or b"\n"), not chunk  # the last line may lack its newline
+        if labelled is None and text.strip(b"\r\n"):
+            labelled = text.lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(NAMES) - 2
+        count = len(NAMES) - (labelled is False)
+        values = torch.empty(count, text.count(b"\n"), dtype=torch.int64)
+        rows, used, lines, wrong = read_lines(text, values, bases=BASES[-count:], missing=EMPTY[-count:])
+        text, line = text[used:], line + lines
+        yield values[:, :rows], bytes_on_disk(file)
+        if wrong:
+            raise malformed(text.partition(b"\n")[0].removesuffix(b"\r"), BASES[-count:], f"{path}, line {line}")
+        if len(text) > LINE_BYTES:
+            raise SamplesError(f"samples {path}, line {line} has no end: is it text?")
 
 
 def malformed(line: bytes, bases: str, where: str) -> SamplesError:
@@ -225,34 +221,7 @@ def malformed(line: bytes, bases: str, where: str) -> SamplesError:
     raise AssertionError(f"{where} is well formed")
 
 
-def text_of(samples: Samples) -> str:
-    """Return samples as the lines of a file.
-
-    >>> text_of(Samples(torch.ones(1), torch.arange(13).view(13, 1), torch.full((26, 1), 255)))[:8]
-    '1\\t0\\t1\\t2\\t'
-    """
-    labels = [[int(label)] for label in samples.labels.tolist()] or [[]] * samples.size
-    lines = []
-    for label, integers, ids in zip(labels, samples.integers.T.tolist(), samples.ids.T.tolist(), strict=True):
-        categories = ("" if each == MISSING else f"{each:08x}" for each in ids)
-        lines.append("\t".join([*map(str, [*label, *integers]), *categories]))
-    return "\n".join([*lines, ""])
-
-
 # ---- Parquet --------------------------------------------------------------------------------------------------------
-
-
-def is_parquet(path: Path) -> bool:
-    """Tell a Parquet file by its first bytes.
-
-    Raises:
-        SamplesError: it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(PARQUET)) == PARQUET
-    except OSError as error:
-        raise SamplesError(f"samples {path} cannot be read: {error.strerror}") from error
 
 
 def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
@@ -263,6 +232,8 @@ def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
     try:
         import pyarrow as pa
         from pyarrow import parquet
+
+        from speedswap.apps.columns import whole_numbers
     except ImportError as error:
         raise SamplesError(f"samples {path} is Parquet: {pip_install('pyarrow', extra='parquet')}") from error
     try:
@@ -273,11 +244,15 @@ def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
     rows, size = 0, path.stat().st_size
     try:
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=found):
-            bases = BASES[-len(found) :]
-            columns = [
-                whole_numbers(batch.column(name), name, base, f"samples {path}", rows)
-                for name, base in zip(found, bases, strict=True)
-            ]
+            columns = []
+            for name, base, empty in zip(found, BASES[-len(found) :], EMPTY[-len(found) :], strict=True):
+                values, wrong = whole_numbers(batch.column(name), is_hex=base == "x", missing=empty)
+                if base == "b" and wrong is None:
+                    wrong = next(iter(np.flatnonzero((values != 0) & (values != 1)).tolist()), None)
+                if wrong is not None:
+                    value, remedy = batch.column(name)[wrong].as_py(), FORMS[base][1].replace("empty", "null")
+                    raise SamplesError(f"samples {path}, row {rows + wrong + 1}, column {name} is {value!r}, {remedy}")
+                columns.append(values)
             rows += len(batch)
             yield torch.from_numpy(np.stack(columns)), size * rows // file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
@@ -289,54 +264,14 @@ def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
 def columns_of(names: Sequence[str], path: Path, labelled: bool | None) -> list[str]:
     """Choose the columns of the label, the integers and the categories."""
     wanted = NAMES if labelled or (labelled is None and NAMES[0] in names) else NAMES[1:]
-    found = wanted
-    if not {*wanted} <= {*names}:
+    if missing := [name for name in wanted if name not in names]:
         if len(names) not in (len(NAMES), len(NAMES) - 1) or labelled not in (None, len(names) == len(NAMES)):
-            missing = next(name for name in wanted if name not in names)
             raise SamplesError(
-                f"samples {path} has {len(names)} columns and no {missing!r}: give {', '.join(wanted[:2])}, … and "
+                f"samples {path} has {len(names)} columns and no {missing[0]!r}: give {', '.join(wanted[:2])}, … and "
                 f"{wanted[-1]}, or these {len(wanted)} in order"
             )
-        found = tuple(names)
-    for name in found:
+        wanted = tuple(names)
+    for name in wanted:
         if names.count(name) > 1:
             raise SamplesError(f"samples {path} has {names.count(name)} columns {name!r}: give each its own name")
-    return list(found)
-
-
-def whole_numbers(column: Any, name: str, base: str, where: str, rows: int) -> Any:
-    """Return a column as int64, even if it is text.
-
-    Args:
-        column: of pyarrow.
-        name: its name.
-        base: ``b`` for 0 and 1, ``d`` for decimal text, ``x`` for hexadecimal text.
-        where, rows: the file, and the rows before, for messages.
-    """
-    import pyarrow as pa
-    from pyarrow import compute
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    written = column
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        column = compute.if_else(compute.equal(column, ""), None, column)
-        written = compute.binary_join_element_wise("0x", column, "") if base == "x" else column
-
-    def wrong(row: int) -> SamplesError:
-        value, remedy = column[row].as_py(), FORMS[base][1].replace("empty", "null")
-        return SamplesError(f"{where}, row {rows + row + 1}, column {name} is {value!r}, {remedy}")
-
-    try:
-        found = written.cast(pa.int64())
-    except pa.ArrowInvalid:
-        for row in range(len(written)):
-            try:
-                written[row : row + 1].cast(pa.int64())
-            except pa.ArrowInvalid:
-                raise wrong(row) from None
-        raise
-    numbers = compute.fill_null(found, MISSING if base in "bx" else 0).to_numpy()
-    if base == "b" and len(odd := np.flatnonzero((numbers != 0) & (numbers != 1))):
-        raise wrong(int(odd[0]))
-    return numbers
+    return list(wanted)

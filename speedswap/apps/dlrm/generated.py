@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, SamplePosition, Samples
-from speedswap.apps.errors import CheckpointError
 
 BLOCK = 4096
 """Samples made at once."""
@@ -57,7 +58,7 @@ class GeneratedSamples:
         growth = (ids / FEWEST_IDS) ** (1 / (CATEGORIES - 1))
         self._sizes = (FEWEST_IDS * growth ** np.arange(CATEGORIES)).round().astype(np.int64).clip(1)[:, None]
         self._seed = seed
-        self._number, self._block = -1, empty()
+        self._block = functools.lru_cache(maxsize=1)(self._make)
 
     @property
     def position(self) -> SamplePosition:
@@ -70,26 +71,17 @@ class GeneratedSamples:
         Raises:
             CheckpointError: it is not one of these samples.
         """
-        if position != (0, min(position.samples, self.total), 0):
-            raise CheckpointError(
-                f"the samples are not those of the checkpoint, which had read {position.samples:,} of file "
-                f"{position.file + 1}: give the same, or start without resume"
-            )
-        self.done = position.samples
+        self.done = min(position.samples, self.total)
+        position.require(self.position)
 
     def read(self, count: int) -> Samples:
         """Return the next ``count`` samples, or those that are left."""
-        end = min(self.done + count, self.total)
-        parts = [empty()]
-        while self.done < end:
-            number, first = divmod(self.done, BLOCK)
-            if number != self._number:
-                self._number, self._block = number, self._make(number)
-            some = slice(first, min(BLOCK, first + end - self.done))
-            parts.append(Samples(self._block.labels[some], self._block.integers[:, some], self._block.ids[:, some]))
-            self.done += parts[-1].size
-        labels, integers, ids = zip(*parts, strict=True)
-        return Samples(torch.cat(labels), torch.cat(integers, dim=1), torch.cat(ids, dim=1))
+        first, self.done = self.done, min(self.done + count, self.total)
+        parts = []
+        for number in range(first // BLOCK, max(first, self.done - 1) // BLOCK + 1):
+            start = number * BLOCK
+            parts.append(self._block(number).take(slice(max(first - start, 0), self.done - start)))
+        return Samples(*(torch.cat(same, dim=-1) for same in zip(*parts, strict=True)))
 
     def _make(self, number: int) -> Samples:
         rng = np.random.default_rng([self._seed, number])
@@ -124,7 +116,3 @@ def uniform(keys: Numbers, seed: int, stream: int) -> NDArray[np.float32]:
     """Return a number per key, uniform with a deviation of 1: a function of key, seed and stream."""
     bits = mixed(keys, 8 * seed + stream) >> np.uint64(40)
     return (bits.astype(np.float32) / np.float32(2**23) - np.float32(1)) * np.float32(3**0.5)
-
-
-def empty() -> Samples:
-    return Samples(torch.zeros(0), *(torch.zeros(rows, 0, dtype=torch.int64) for rows in (INTEGERS, CATEGORIES)))

@@ -5,10 +5,8 @@ The vectors are rows of tables outside the compute device, one per category: ids
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,15 +14,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import speedswap
-from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, NAMES, Samples
+from speedswap.apps.dlrm.samples import CATEGORIES, NAMES, Samples
+from speedswap.apps.dlrm.settings import DlrmSettings
+from speedswap.apps.layers import LayeredModel, layers_of
 from speedswap.apps.ranks import Job
 from speedswap.kernels import pair_gradients, pair_products
+
+if TYPE_CHECKING:
+    from speedswap.apps.dlrm.stream import ClickBatch
 
 COLUMNS = NAMES[-CATEGORIES:]
 INIT_STD = 0.05
 
 
-class DLRM(nn.Module):
+class DLRM(LayeredModel):
     """The probability of a click, before the sigmoid.
 
     The integers x become log(1 + x), those below 0 counting as 0, and pass the bottom layers to a vector of the
@@ -32,30 +35,25 @@ class DLRM(nn.Module):
     layers.
 
     Args:
-        embeddings: returns a vector per category, shape (n, 26, width), for ids of shape (26, n).
-        width: of the vectors.
-        bottom: widths of the hidden layers below.
-        top: of those above.
-        seed: of the layers' initial values: Xavier, and zero biases.
+        settings: ``dim``, ``bottom`` and ``top``, the widths of the vectors and of the hidden layers below and above;
+            ``seed``, of the layers' initial values: Xavier, and zero biases; and those of :class:`Embeddings`.
+        job: the ranks that own the tables, if they are more than one.
+        embeddings: instead of the tables, what returns a vector per category, shape (n, 26, dim), for ids of shape
+            (26, n).
 
     Source: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019,
     arXiv:1906.00091.
     """
 
-    def __init__(
-        self, embeddings: nn.Module, width: int, *, bottom: Sequence[int], top: Sequence[int], seed: int = 0
-    ) -> None:
+    def __init__(self, settings: DlrmSettings, job: Job | None = None, embeddings: nn.Module | None = None) -> None:
         super().__init__()
-        self.embeddings: Any = embeddings
-        vectors = 1 + CATEGORIES
-        self.bottom = layers([INTEGERS, *bottom, width])
-        self.top = layers([width + vectors * (vectors - 1) // 2, *top, 1])
+        self.embeddings: Any = Embeddings(settings, job) if embeddings is None else embeddings
+        self.bottom, self.top = map(layers_of, settings.layer_widths())
         self.top.pop(-1)  # the logit may be negative
-        generator = torch.Generator().manual_seed(seed)
-        for layer in [*self.bottom, *self.top]:
-            if isinstance(layer, nn.Linear):
-                nn.init.xavier_uniform_(layer.weight, generator=generator)
-                nn.init.zeros_(layer.bias)
+        self.initialize_layers(settings.seed)
+
+    def lookups(self) -> Mapping[Any, Callable[[ClickBatch], dict[str, Tensor]]]:
+        return {self.embeddings.collection: lambda batch: by_name(batch.samples.ids)}
 
     def forward(self, samples: Samples) -> Tensor:
         """Return the logits of samples, shape (n,)."""
@@ -74,18 +72,9 @@ class DLRM(nn.Module):
             self.train(training)
         return logits
 
-    def dense(self) -> dict[str, nn.Parameter]:
-        """Return the parameters outside the tables, by name."""
-        return {
-            name: parameter for name, parameter in self.named_parameters() if name.split(".")[0] in ("bottom", "top")
-        }
-
-
-def layers(widths: Sequence[int]) -> nn.Sequential:
-    """Return linear layers of these widths, each with a ReLU after it."""
-    return nn.Sequential(
-        *(layer for inputs, outputs in itertools.pairwise(widths) for layer in (nn.Linear(inputs, outputs), nn.ReLU()))
-    )
+    def close(self) -> None:
+        """Close the tables, and remove those in a temporary directory."""
+        self.embeddings.close()
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -97,52 +86,36 @@ class Embeddings(nn.Module):
     An id gets a row at its first sighting in training, or after several; a new id in evaluation has a vector of zeros.
 
     Args:
-        capacity: ids that each table has room for.
-        width: of a vector.
-        admit_after: sightings before an id gets a row.
-        evict: ``lru``, ``lfu`` or ``none``: the id that makes room in a full table, as for :class:`speedswap.IdMap`.
-        storage: of the tables, as for :class:`speedswap.Embedding`. Memmap tables are in a temporary directory that
-            goes with ``close``, or with the module.
-        state_dtype: of the stored optimizer state, as for :class:`speedswap.Embedding`.
-        scratch: the directory to make that in; the system's by default.
-        seed: of the rows, which are normal with a deviation of 0.05.
+        settings: ``capacity``, the ids that each table has room for; ``dim``, the width of a vector; ``admit_after``;
+            ``evict``; ``storage`` and ``scratch``, where tables on disk are in a temporary directory that goes with
+            ``close``, or with the module; ``state_dtype``, as for :class:`speedswap.Embedding`; and ``seed``, of the
+            rows, which are normal with a deviation of 0.05.
         job: the ranks that own rows and ids, if they are more than one.
 
     Example:
-        >>> embeddings = Embeddings(1000, 8)
+        >>> embeddings = Embeddings(DlrmSettings(capacity=1000, dim=8))
         >>> embeddings(torch.randint(2**32, (26, 5))).shape
         torch.Size([5, 26, 8])
         >>> embeddings.known()["C1"]
         5
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        width: int,
-        *,
-        admit_after: int = 1,
-        evict: str = "lru",
-        storage: str = "auto",
-        state_dtype: torch.dtype | None = None,
-        scratch: Path | None = None,
-        seed: int = 0,
-        job: Job | None = None,
-    ) -> None:
+    def __init__(self, settings: DlrmSettings, job: Job | None = None) -> None:
         super().__init__()
-        self._width = width
-        place, self._remove_folder = (job or Job()).place_of_tables(self, storage, scratch)
-        seeds = np.random.SeedSequence(seed).generate_state(CATEGORIES, np.uint64).tolist()
+        self._width = settings.dim
+        place, self._remove_folder = (job or Job()).place_of_tables(self, settings.storage, settings.scratch)
+        evict = None if settings.evict == "none" else settings.evict
+        seeds = np.random.SeedSequence(settings.seed).generate_state(CATEGORIES, np.uint64).tolist()
         configs = []
-        for name, own_seed in zip(COLUMNS, seeds, strict=True):
-            ids = speedswap.IdMap(capacity, admit_after=admit_after, evict=None if evict == "none" else evict)
+        for name, seed in zip(COLUMNS, seeds, strict=True):
+            ids = speedswap.IdMap(settings.capacity, admit_after=settings.admit_after, evict=evict)
             config = speedswap.EmbeddingBagConfig(
                 name=name,
                 num_embeddings=ids.num_rows,
-                embedding_dim=width,
+                embedding_dim=settings.dim,
                 init=speedswap.init.normal(std=INIT_STD),
-                seed=own_seed,
-                state_dtype=state_dtype,
+                seed=seed,
+                state_dtype=getattr(torch, settings.state_dtype),
                 id_map=ids,
             )
             configs.append(config)
@@ -152,10 +125,6 @@ class Embeddings(nn.Module):
         """Return the vectors of ids, int64, shape (26, n); the vectors' shape is (n, 26, width)."""
         pooled: Tensor = self.collection(by_name(ids)).values()
         return pooled.view(-1, CATEGORIES, self._width)
-
-    def announced(self, ids_of: Callable[[Any], Tensor]) -> Mapping[Any, Callable[[Any], dict[str, Tensor]]]:
-        """Return the lookups of a batch for :func:`speedswap.lookahead`, from a function from it to its ids."""
-        return {self.collection: lambda batch: by_name(ids_of(batch))}
 
     def known(self) -> dict[str, int]:
         """Return the number of each table's ids that have a row."""

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap.apps.errors import CheckpointError
+from speedswap.apps.layers import moved
+
 INTEGERS = 13
 CATEGORIES = 26
 NAMES = ("label", *(f"I{n}" for n in range(1, INTEGERS + 1)), *(f"C{n}" for n in range(1, CATEGORIES + 1)))
@@ -30,16 +33,14 @@ class Samples(NamedTuple):
         """Their number."""
         return self.integers.shape[1]
 
-    def take(self, places: Tensor) -> Samples:
+    def take(self, places: Tensor | slice) -> Samples:
         """Return the samples at some places."""
         labels = self.labels[places] if len(self.labels) else self.labels
         return Samples(labels, self.integers[:, places], self.ids[:, places])
 
     def to(self, device: torch.device) -> Samples:
-        """Copy the samples to a device; to a GPU through pinned memory, so that the host does not wait."""
-        if device.type == "cuda":
-            return Samples(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
-        return Samples(*(tensor.to(device) for tensor in self))
+        """Copy the samples to a device."""
+        return Samples(*(moved(tensor, device) for tensor in self))
 
 
 class SamplePosition(NamedTuple):
@@ -51,3 +52,15 @@ class SamplePosition(NamedTuple):
     """Samples read of the next one."""
     checksum: int = 0
     """Of the sizes of the former and the values of the latter."""
+
+    def require(self, found: SamplePosition) -> None:
+        """Refuse to go on from this position where reading as far as it has found a different one.
+
+        Raises:
+            CheckpointError: the samples are others.
+        """
+        if found != self:
+            raise CheckpointError(
+                f"the samples are not those of the checkpoint, which had read {self.samples:,} of file "
+                f"{self.file + 1}: give the same, or start without resume"
+            )

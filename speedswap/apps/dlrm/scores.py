@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +12,6 @@ from speedswap.apps.ranks import Job
 
 PENDING = 1 << 18
 """Scores that are kept as they come, before equal ones are counted."""
-
-
-class Quality(NamedTuple):
-    """The quality of some predictions, as :class:`Scores` has it."""
-
-    samples: float
-    auc: float
-    log_loss: float
-    rate: float
-    base_loss: float
 
 
 class Scores:
@@ -53,15 +42,15 @@ class Scores:
         self._pending.append((logits.detach(), labels))
         self._num_pending += len(logits)
         if self._num_pending >= max(PENDING, len(self._counted[0])):
-            self._count()
+            self.state()
 
     def __len__(self) -> int:
-        return int(self._count()[1].sum())
+        return int(self.state()[1].sum())
 
     @property
     def rate(self) -> float:
         """The share of positive labels; NaN without samples."""
-        negatives, positives = self._count()[1].sum(dim=1).tolist()
+        negatives, positives = self.state()[1].sum(dim=1).tolist()
         return positives / (positives + negatives) if positives + negatives else math.nan
 
     @property
@@ -69,7 +58,7 @@ class Scores:
         """The area under the ROC curve: the probability that a positive sample has a higher score than a negative one,
         where equal scores count half (Hanley and McNeil 1982). NaN where all labels are equal, or a score is NaN.
         """
-        scores, (negatives, positives) = self._count()
+        scores, (negatives, positives) = self.state()
         if scores.isnan().any():
             return math.nan
         pairs = int(negatives.sum()) * int(positives.sum())
@@ -79,13 +68,12 @@ class Scores:
     @property
     def log_loss(self) -> float:
         """The mean binary cross-entropy; infinite if an infinite score is wrong, NaN without samples."""
-        logits, (negatives, positives) = self._count()
-        total = positives.sum() + negatives.sum()
+        logits, (negatives, positives) = self.state()
         losses = [
             (counts * F.softplus(margins))[counts > 0].sum()  # 0 · ∞ counts as 0
             for counts, margins in ((positives, -logits.double()), (negatives, logits.double()))
         ]
-        return float(sum(losses) / total)
+        return float(sum(losses) / (positives.sum() + negatives.sum()))
 
     @property
     def base_loss(self) -> float:
@@ -94,41 +82,32 @@ class Scores:
         return -sum(share * math.log(share) for share in (rate, 1 - rate) if share)
 
     def of_all(self, job: Job) -> Scores:
-        """Return the predictions of all ranks, on the first; on the others none."""
+        """Return the predictions of all ranks."""
         if job.size == 1:
             return self
-        scores, counts = self._count()
-        collected = job.collect(torch.cat([scores.double().view(torch.int64).unsqueeze(1), counts.T], dim=1))
-        found, (scores, places) = Scores(), torch.unique(collected[:, 0].view(torch.float64), return_inverse=True)
-        total = torch.zeros(len(scores), 2, dtype=torch.int64).index_add_(0, places, collected[:, 1:])
-        found.restore((scores.float(), total.T.contiguous()))
+        scores, counts = self.state()
+        own = torch.stack([scores.view(torch.int32).long(), *counts], dim=1)
+        every = torch.cat(job.collect(own.flatten())).view(-1, 3).T
+        found = Scores()
+        found.restore(merged(every[0].int().view(torch.float32), every[1:]))
         return found
 
-    def quality(self, job: Job) -> Quality:
-        """Return the quality of the predictions of all ranks, on every rank."""
-        found = self.of_all(job)
-        if not job.leads:
-            return Quality(*job.add_up(*(0.0 for _ in Quality._fields)))
-        return Quality(*job.add_up(len(found), found.auc, found.log_loss, found.rate, found.base_loss))
-
     def state(self) -> tuple[Tensor, Tensor]:
-        """Return the scores and their counts, for :meth:`restore`."""
-        return self._count()
+        """Return the different scores, ascending, and the numbers of negative and of positive samples of each."""
+        if self._pending:
+            logits, labels = (torch.cat(parts).cpu() for parts in zip(*self._pending, strict=True))
+            scores, counts = self._counted
+            new = torch.stack([labels == 0, labels == 1]).long()
+            self.restore(merged(torch.cat([scores, logits.float()]), torch.cat([counts, new], dim=1)))
+        return self._counted
 
     def restore(self, state: tuple[Tensor, Tensor]) -> None:
         """Go on from a state."""
         self._pending, self._num_pending, self._counted = [], 0, state
 
-    def _count(self) -> tuple[Tensor, Tensor]:
-        """Return the different scores, ascending, and for each the number of negative and of positive samples."""
-        if self._pending:
-            logits, labels = (torch.cat(parts).cpu() for parts in zip(*self._pending, strict=True))
-            before, counts = self._counted
-            scores, place = torch.unique(torch.cat([before, logits.float()]), return_inverse=True)
-            counted = torch.zeros(2, len(scores), dtype=torch.int64)
-            counted[:, place[: len(before)]] = counts
-            for label in (0, 1):
-                found = place[len(before) :][labels == label]
-                counted[label] += torch.bincount(found, minlength=len(scores))
-            self.restore((scores, counted))
-        return self._counted
+
+def merged(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each score once, ascending, with the sums of its counts, which have a row per label."""
+    scores, places = torch.unique(scores, return_inverse=True)
+    none = torch.zeros(len(scores), dtype=torch.int64)
+    return scores, torch.stack([none.index_add(0, places, each) for each in counts])

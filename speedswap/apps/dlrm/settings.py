@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,7 @@ from typing import ClassVar
 from speedswap.apps import options
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.options import (
-    WIDEST,
-    TableSettings,
-    check_memory,
-    check_widths,
-    one_of,
-    option,
-    whole,
-    widths,
-)
+from speedswap.apps.options import TableSettings, check_memory, check_widths, one_of, option, whole, widths
 from speedswap.apps.ranks import share_of_machine
 
 EVICTIONS = ("none", "lru", "lfu")
@@ -62,7 +52,7 @@ class DlrmSettings(TableSettings):
     ids: int = option(
         100_000, "without SAMPLES, the different ids of the largest category at first", check=whole(1, 2**30)
     )
-    dim: int = option(32, "width of a vector", check=whole(1, WIDEST))
+    dim: int = option(32, "width of a vector", check=whole(1, options.WIDEST))
     bottom: tuple[int, ...] = option(
         (64,), "hidden layers for the integers", check=check_widths, type=widths, metavar="WIDTHS"
     )
@@ -95,7 +85,7 @@ class DlrmSettings(TableSettings):
         super().__post_init__()
         if self.test and not self.samples:
             raise SettingsError(f"test is {','.join(self.test)}, but samples is empty: give both, or leave test out")
-        check_memory("the layers with their gradients and moments", self.dense_bytes(), "give narrower layers")
+        options.check_layers_memory(*self.layer_widths())
         rows = 0 if self.storage in options.ON_DISK else FLOAT_BYTES * self.dim
         check_memory(
             f"capacity {self.capacity:,} for each of {CATEGORIES} tables",
@@ -108,8 +98,7 @@ class DlrmSettings(TableSettings):
             "lower it",
         )
 
-    def dense_bytes(self) -> int:
-        """Return the memory of the layers, as if the optimizer kept two moments."""
+    def layer_widths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the widths of the layers below and above, with those of their inputs and outputs."""
         vectors = 1 + CATEGORIES
-        chains = (INTEGERS, *self.bottom, self.dim), (self.dim + vectors * (vectors - 1) // 2, *self.top, 1)
-        return 4 * FLOAT_BYTES * sum(a * b for chain in chains for a, b in itertools.pairwise(chain))
+        return (INTEGERS, *self.bottom, self.dim), (self.dim + vectors * (vectors - 1) // 2, *self.top, 1)

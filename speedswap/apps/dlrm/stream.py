@@ -22,17 +22,27 @@ SampleSource = SampleFiles | GeneratedSamples
 """Samples in an order, read from the beginning or from a position on."""
 
 
+class StreamPlace(NamedTuple):
+    """A place in an epoch's stream, between two batches."""
+
+    read: int = 0
+    """Samples read, with those set apart."""
+    done: int = 0
+    """The part of the source's ``total``."""
+    position: SamplePosition = SamplePosition()
+
+
+START = StreamPlace()
+
+
 class ClickBatch(NamedTuple):
-    """Samples of one step, or a rank's share of them, and the place after them in the source."""
+    """Samples of one step, or a rank's share of them."""
 
     samples: Samples
     size: int
     """Samples of all shares."""
-    position: SamplePosition
-    read: int
-    """Samples read of the epoch, with those set apart."""
-    done: int
-    """The part of the source's ``total``."""
+    place: StreamPlace
+    """The place after them."""
 
     def to(self, device: torch.device) -> ClickBatch:
         """Copy the samples to a device."""
@@ -81,14 +91,15 @@ class Data:
         settings = self._settings
         return GeneratedSamples(settings.generate, ids=settings.ids, seed=settings.seed)
 
-    def batches(self, source: SampleSource, read: int = 0) -> Iterator[ClickBatch]:
-        """Yield the batches of an epoch: each of ``batch`` samples, but perhaps the last.
+    def batches(self, place: StreamPlace = START) -> Iterator[ClickBatch]:
+        """Yield the batches of an epoch from a place on: each of ``batch`` samples, but perhaps the last.
 
-        Args:
-            source: to train on, at the place where ``read`` samples were read.
-            read: with those set apart.
+        Raises:
+            CheckpointError: the samples before the place are others.
         """
-        size, every = self._settings.batch, self._every
+        source, read, size, every = self.open(), place.read, self._settings.batch, self._every
+        if read:
+            source.seek(place.position)
         while True:
             count = size
             if every:
@@ -101,7 +112,8 @@ class Data:
                 samples = samples.take(numbers % every != every - 1)
             if not samples.size:
                 return
-            yield ClickBatch(self._share(samples), samples.size, source.position, read, source.done)
+            place = StreamPlace(read, source.done, source.position)
+            yield ClickBatch(self._share(samples), samples.size, place)
 
     def tested(self) -> Iterator[Samples]:
         """Yield the samples to test on, ``test_samples`` at most, or a rank's share of them."""
@@ -109,15 +121,13 @@ class Data:
         every, left = self._every or 1, self._settings.test_samples
         count = max(1, TESTED_AT_ONCE // every) * every  # whole groups, whose last samples are set apart
         while left and (samples := source.read(count)).size:
-            samples = samples.take(torch.arange(every - 1, samples.size, every)[:left])
+            samples = samples.take(slice(every - 1, every * left, every))
             left -= samples.size
             if samples.size:
                 yield self._share(samples)
 
     def _share(self, samples: Samples) -> Samples:
-        if self._job.size == 1:
-            return samples
-        return samples.take(torch.arange(samples.size)[self._job.share(samples.size)])
+        return samples.take(self._job.share(samples.size))
 
 
 def require_apart(files: Sequence[Path], test_files: Sequence[Path]) -> None:

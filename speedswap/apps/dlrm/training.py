@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
-import time
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import speedswap
-from speedswap.apps.checkpoints import Pace, RunPlace, require_same
-from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, make_model
 from speedswap.apps.dlrm.model import DLRM
 from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.dlrm.stream import ClickBatch, Data
-from speedswap.apps.errors import SamplesError, SettingsError
-from speedswap.apps.files import remove_leftovers
-from speedswap.apps.options import check_loss
+from speedswap.apps.dlrm.stream import START, ClickBatch, Data, StreamPlace
+from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
 from speedswap.apps.ranks import Job
-from speedswap.apps.running import Shown, Stop, listening, show_progress
-from speedswap.errors import IdMapFullError, PeerError
+from speedswap.apps.run import Run
+from speedswap.apps.saved_run import RESTART, SavedRun
+from speedswap.errors import IdMapFullError, PeerError, SpeedswapError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from matplotlib.figure import Figure
 
 
 POINT_SAMPLES = 10_000
 """Samples from one point of the curve to the next, at first."""
 CURVE_POINTS = 200
 """From this many points on, they lie the further apart."""
+FEW = 100
+"""Tested samples of a label: with fewer, the AUC has a standard error of 0.03 or more."""
+SHAPE = ("dim", "capacity", "admit_after", "evict", "seed", "state_dtype", "bottom", "top")
+"""Settings that define a model."""
 
 
 class Point(NamedTuple):
@@ -73,234 +71,244 @@ class Evaluation(NamedTuple):
         )
 
 
-@dataclass
-class DlrmResult:
-    """A trained model and the course of the training."""
+class DlrmRun(Run[DlrmSettings, ClickBatch]):
+    """A model that predicts clicks, tested after each epoch, or more often.
 
-    settings: DlrmSettings
+    A malformed line ends the training with an error, and a checkpoint of the steps before: once the line is corrected,
+    the run goes on from there. A finished run may go on with other samples from the next epoch on.
+
+    The result of several ranks is that of one process until a full table evicts ids: each rank evicts its own. They
+    fetch no rows ahead.
+
+    Attributes:
+        model: as after the last step; the best evaluation's is in the output directory.
+        curve: the quality of the training samples.
+        evaluations: the quality of the samples to test on.
+        tested_samples: their number.
+        base_rate: the share of clicks among them; NaN before the first evaluation.
+        base_loss: the log loss of predicting that share for each of them.
+        samples: samples that this run trained on, without those before a resumption.
+
+    Raises:
+        SamplesError: samples cannot be read, or none are left to test on.
+
+    Source: Naumov et al., 2019, arXiv:1906.00091.
+    """
+
+    command = "dlrm"
+    deciding = (*SHAPE, "optimizer", "lr", "batch", "holdout", "generate", "ids")
+    # Samples in files are compared by their contents, as far as they were read.
+    ends_at_once = False
+
     model: DLRM
-    """As after the last step; the best evaluation's is in the output directory."""
-    optimizer: Optimizer
-    lr: float
-    job: Job = field(default_factory=Job)
-    """The ranks that have trained it."""
-    curve: list[Point] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    tested_samples: int = 0
-    base_rate: float = math.nan
-    """The share of clicks among the samples to test on; NaN before the first evaluation."""
-    base_loss: float = math.nan
-    """The log loss of predicting that share for each of them."""
-    samples: int = 0
-    """Samples that this run trained on, without those before a resumption."""
-    training_seconds: float = 0.0
-    """The time of that, with reading, without testing."""
-    interrupted: bool = False
+
+    def __init__(self, settings: DlrmSettings, job: Job | None = None) -> None:
+        super().__init__(settings, job)
+        self.curve: list[Point] = []
+        self.evaluations: list[Evaluation] = []
+        self.tested_samples, self.base_rate, self.base_loss = 0, math.nan, math.nan
+        self.samples = 0
+        self._trained = 0  # samples, in all epochs
+        self._seconds_before = 0.0  # of training, in the runs that this one resumes
+        self._place = START
+        self._batches: Iterator[ClickBatch] | None = None  # the rest of the epoch
+        self._since = 0  # samples since the curve's last point
+        self._window = Scores()  # this rank's predictions of them
+
+    def read(self) -> None:
+        self._data = Data(self.settings, self.job)
+        self._epoch_total = self._data.open().total
+        self.total, self.unit = self.settings.epochs * self._epoch_total, self._data.unit
+
+    def make_model(self) -> DLRM:
+        return DLRM(self.settings, self.job)
+
+    def dense(self) -> Iterable[nn.Parameter]:
+        return self.model.dense().values()
+
+    @property
+    def done(self) -> int:
+        return self.epoch * self._epoch_total + self._place.done
+
+    @property
+    def count(self) -> int:
+        return self._trained
 
     @property
     def best(self) -> Evaluation | None:
         """The evaluation with the highest AUC, of equal ones that with the lowest log loss; None before the first."""
+
+        def quality(one: Evaluation) -> tuple[float, float, int]:
+            return -1 if math.isnan(one.auc) else one.auc, -one.log_loss, -one.samples
+
         return max(self.evaluations, key=quality, default=None)
 
+    @property
+    def best_count(self) -> int | None:
+        return None if self.best is None else self.best.samples
 
-def quality(evaluation: Evaluation) -> tuple[float, float, int]:
-    auc, loss = evaluation.auc, evaluation.log_loss
-    return -1 if math.isnan(auc) else auc, -loss, -evaluation.samples
+    def batches(self) -> Iterable[ClickBatch]:
+        if self._batches is None:
+            self._batches = self._data.batches(self._place)
+        every = self.settings.evaluate_every
+        some = itertools.islice(self._until_stopped(self._batches), every and every - self.step % every)
+        depth = self.settings.lookahead_depth() if self.job.size == 1 else 0  # rows of ranks are not asked for ahead
+        return self.model.prefetched(some, self.device, depth)
 
+    def _until_stopped(self, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch]:
+        # Before the lookahead, so that no id map has seen a batch that is not trained on.
+        while not self.stop.is_set() and (batch := next(batches, None)) is not None:
+            yield batch
 
-@dataclass
-class DlrmProgress:
-    """The progress of a run."""
+    def take(self, batch: ClickBatch) -> None:
+        logits = train_step(self.model, self.optimizer, batch)
+        self.step, self._place = self.step + 1, batch.place
+        self.samples += batch.size
+        self._trained += batch.size
+        self._since += batch.size
+        self._window.add(logits, batch.samples.labels)
+        if self._since >= max(POINT_SAMPLES, self._trained // CURVE_POINTS):
+            self._draw_point()
 
-    epoch: int = 0
-    step: int = 0
-    read: int = 0
-    """Samples read of the epoch, with those set apart."""
-    position: SamplePosition = field(default_factory=SamplePosition)
-    done: int = 0
-    """The part of the epoch's source."""
-    trained: int = 0
-    """Samples trained on, in all epochs."""
-    seconds: float = 0.0
-    since: int = 0
-    """Samples since the curve's last point."""
-    window: Scores = field(default_factory=Scores)
-    """This rank's predictions of them."""
-    pace: Pace = field(default_factory=Pace)
-    """Of checkpoints within an epoch."""
+    def note(self) -> str:
+        if not self.curve or not self.training_seconds:
+            return ""
+        rate = self.samples / self.training_seconds
+        return f"loss={self.curve[-1].loss:.4f}, AUC={self.curve[-1].auc:.4f}, {rate:,.0f} samples/s"
 
-    def begin_epoch(self) -> None:
-        self.epoch, self.step, self.read, self.done, self.position = self.epoch + 1, 0, 0, 0, SamplePosition()
+    def _draw_point(self) -> None:
+        """End the samples since the curve's last point with a point."""
+        if self._since:
+            found = self._window.of_all(self.job)
+            self.check_loss(found.log_loss, f"after {self._trained:,} samples")
+            self.curve.append(Point(self._trained, found.log_loss, found.auc))
+        self._window, self._since = Scores(), 0
 
+    def is_due(self) -> bool:
+        every = self.settings.evaluate_every
+        done = bool(self.evaluations) and self.evaluations[-1][:2] == (self.epoch, self.step)
+        return bool(every and self.step and self.step % every == 0) and not done
 
-def train(
-    settings: DlrmSettings,
-    *,
-    output: str | os.PathLike[str] | None = None,
-    resume: bool | None = None,
-    progress: bool = True,
-    stop: Stop | None = None,
-    process_group: ProcessGroup | None = None,
-) -> DlrmResult:
-    """Train a model that predicts clicks, and test it after each epoch, or more often.
+    def evaluate(self) -> str:
+        ends = not self.is_due()
+        if ends:
+            self._draw_point()
+        found = evaluate(self.model, self._data.tested(), self.device).of_all(self.job)
+        self.check_loss(found.log_loss, f"after {self._trained:,} samples")
+        self.tested_samples, self.base_rate, self.base_loss = len(found), found.rate, found.base_loss
+        if ends:
+            self.epoch, self.step, self._place, self._batches = self.epoch + 1, 0, START, None
+        quality = (found.auc, found.log_loss, self._seconds_before + self.training_seconds)
+        self.evaluations.append(Evaluation(self.epoch, self.step, self._trained, *quality))
+        return str(self.evaluations[-1])
 
-    Ctrl-C and SIGTERM end the training after the steps in progress; the result is then that of the steps so far, with
-    ``interrupted`` set. A malformed line ends it too, with an error, and a checkpoint of the steps before: once the
-    line is corrected, the run goes on from there.
-
-    Where torch.distributed is initialized, the ranks train one model: each reads all samples, owns a part of the rows
-    and of the ids, and trains on its share of every batch. The result is that of one process but for the order of sums,
-    until a full table evicts ids: each rank evicts its own. No rows are fetched ahead.
-
-    Args:
-        settings: of the run.
-        output: the directory for checkpoints, of the last and of the best evaluation; without it none are written.
-        resume: None to go on with the run there if it is unfinished and has the same settings, from its last
-            checkpoint, to the same result as without the interruption; a line says so. True to insist on that, also to
-            give a finished run more epochs, with other samples from the next epoch on too. False to start over. A run
-            that starts over replaces the existing checkpoints with its first.
-        progress: show a line per evaluation, and a progress bar on standard error (needs tqdm), on the first rank.
-        stop: the caller's request to end, which listens from the first step on, also after the training; by default
-            one for the training alone.
-        process_group: the ranks that train the model; all of them by default.
-
-    Raises:
-        SamplesError: samples cannot be read, or none are left to test on.
-        SettingsError: the learning rate is so large that the loss is not finite any more.
-        CheckpointError: there is no checkpoint, or it belongs to other settings or samples.
-        OptimizerError: the optimizer does not work row by row.
-        OutputError: a checkpoint cannot be written; the one before is whole.
-
-    Source: Naumov et al., 2019, arXiv:1906.00091.
-    """
-    device, job = settings.compute_device(), Job.of(process_group)
-    progress = progress and job.leads
-    folder = Path(output) if output is not None else None
-    checkpoint = DLRMCheckpoint.last(folder, resume)
-    if checkpoint is not None:
-        checkpoint = checkpoint.chosen(resume, settings, functools.partial(checkpoint.check, settings))
-    require_same(job, checkpoint)
-    if checkpoint is not None and progress:
-        print(checkpoint, flush=True)
-    data = Data(settings, job)
-    model = make_model(settings, job).to(device)
-    optimizer = settings.make_optimizer(model)
-    speedswap.attach(optimizer, model)
-    job.sum_gradients(optimizer, model.dense().values())
-    result = DlrmResult(settings, model, optimizer, float(optimizer.param_groups[0]["lr"]), job)
-    at = DlrmProgress()
-    if checkpoint is not None:
-        restore(checkpoint, result, at)
-    if folder is not None and job.leads:
-        remove_leftovers(folder)
-    with listening(stop, job) as stopped:
-        run_epochs(result, at, data, folder, stopped, progress)
-    return result
-
-
-def run_epochs(
-    result: DlrmResult, at: DlrmProgress, data: Data, output: Path | None, stopped: Stop, progress: bool
-) -> None:
-    """Train until the end or until stopped, and record the course in the result."""
-    settings, total = result.settings, data.open().total
-    with show_progress(settings.epochs * total, at.epoch * total + at.done, shown=progress, unit=data.unit) as shown:
-        while at.epoch < settings.epochs:
-            source = data.open()
-            if at.read:
-                source.seek(at.position)
-            batches = data.batches(source, at.read)
+    def fail(self, error: SpeedswapError, output: Path | None) -> None:
+        if isinstance(error, SamplesError):
+            saved = "" if output is None else "; the steps before are saved, and the same run goes on from there"
             try:
-                while run_segment(result, at, batches, output, stopped, shown):
-                    test(result, at, data, RunPlace(at.epoch, at.step))
-                    save(result, at, output)
-                    shown.write(str(result.evaluations[-1]))
-                if stopped.is_set():
-                    result.interrupted = True
-                    save(result, at, output)
-                    return
-                draw_point(result, at)
-                test(result, at, data, RunPlace(at.epoch + 1, 0))
-            except SamplesError as error:
-                saved = "" if output is None else "; the steps before are saved, and the same run goes on from there"
-                try:
-                    save(result, at, output)
-                except PeerError:  # whose samples are others
-                    saved = ""
-                raise SamplesError(f"{error}{saved}") from error
-            except IdMapFullError as error:
-                if result.job.size == 1:  # of several ranks one may have too many
-                    save(result, at, output)
-                remedy = "give evict lru or lfu" if settings.evict == "none" else "lower batch"
-                raise SettingsError(
-                    f"capacity is {settings.capacity}, and a batch has more new ids than a table has room for: raise "
-                    f"it, or {remedy}, and start over"
-                ) from error
-            at.begin_epoch()
-            save(result, at, output)
-            shown.write(str(result.evaluations[-1]))
+                self.save(output)
+            except PeerError:  # whose samples are others
+                saved = ""
+            raise SamplesError(f"{error}{saved}") from error
+        if isinstance(error, IdMapFullError):
+            if self.job.size == 1:  # of several ranks one may have too many
+                self.save(output)
+            remedy = "give evict lru or lfu" if self.settings.evict == "none" else "lower batch"
+            raise SettingsError(
+                f"capacity is {self.settings.capacity}, and a batch has more new ids than a table has room for: raise "
+                f"it, or {remedy}, and start over"
+            ) from error
+        raise error
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "stream": (*self._place[:2], tuple(self._place.position)),
+            "trained": (self._trained, self._since),
+            "seconds": self._seconds_before + self.training_seconds,
+            "window": self._window.of_all(self.job).state(),
+            "curve": [tuple(point) for point in self.curve],
+            "evaluations": [tuple(evaluation) for evaluation in self.evaluations],
+            "tested": (self.tested_samples, self.base_rate, self.base_loss),
+        }
+
+    def restore(self, content: dict[str, Any]) -> None:
+        super().restore(content)
+        read, done, position = content["stream"]
+        self._place = StreamPlace(read, done, SamplePosition(*position))
+        self._trained, self._since = content["trained"]
+        self._seconds_before = content["seconds"]
+        if self.job.leads:
+            self._window.restore(content["window"])
+        self.curve = [Point(*point) for point in content["curve"]]
+        self.evaluations = [Evaluation(*evaluation) for evaluation in content["evaluations"]]
+        self.tested_samples, self.base_rate, self.base_loss = content["tested"]
+
+    def check(self, saved: SavedRun) -> None:
+        super().check(saved)
+        had, has = bool(saved.content["settings"]["test"]), bool(self.settings.test)
+        if had != has:
+            raise CheckpointError(
+                f"test has {'' if has else 'no '}files, but the checkpoint {saved.folder} is of a run with"
+                f"{'' if had else 'out'} them, which set other samples apart: give the same, or {RESTART}"
+            )
+
+    def is_unfinished(self, saved: SavedRun) -> bool:
+        ours, before = self.settings.to_json(), saved.content["settings"]
+        return all(ours[name] == before[name] for name in ("samples", "test")) and super().is_unfinished(saved)
+
+    # ------------------------------------------------------------------ results
+
+    def say(self) -> None:
+        if self.samples:
+            rate = self.samples / self.training_seconds
+            print(f"{self.samples:,} samples in {self.training_seconds:.1f} s: {rate:,.0f} samples/s")
+        if self.best is not None:
+            print(
+                f"{self.tested_samples:,} samples tested, {self.base_rate:.2%} of them clicks; predicting that for "
+                f"each gives log loss {self.base_loss:.4f}"
+            )
+            print(f"best of {len(self.evaluations)}: {self.best}")
+            warn_of_few(round(self.base_rate * self.tested_samples), self.tested_samples)
+
+    def close(self) -> None:
+        self.model.close()
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "samples_per_second": round(self.samples / self.training_seconds) if self.samples else None,
+            "tested_samples": self.tested_samples,
+            **finite({"base_rate": self.base_rate, "base_log_loss": self.base_loss}),
+            "curve": [finite(point._asdict()) for point in self.curve],
+            "evaluations": [finite(each._asdict()) for each in self.evaluations],
+            "best": finite(self.best._asdict()) if self.best is not None else None,
+            "ids": self.model.embeddings.known(),
+            "tables": [repr(table) for table in self.model.embeddings.stores()],
+        }
+
+    def draw(self, figure: Figure) -> None:
+        """Plot loss and AUC over the samples trained on."""
+        trained, tested = ([each.samples for each in course] for course in (self.curve, self.evaluations))
+        loss, auc = figure.subplots(1, 2)
+        for axes, name, before, apart, guessed in (
+            (loss, "log loss (lower is better)", "loss", "log_loss", self.base_loss),
+            (auc, "AUC (higher is better)", "auc", "auc", 0.5),
+        ):
+            label = "training samples, each predicted before its step"
+            axes.plot(trained, [getattr(each, before) for each in self.curve], ".-", label=label)
+            label = f"{self.tested_samples:,} test samples"
+            axes.plot(tested, [getattr(each, apart) for each in self.evaluations], "o", label=label)
+            axes.axhline(guessed, color="gray", linestyle="--", label="the same prediction for every sample")
+            axes.set_xlabel("samples trained on")
+            axes.set_ylabel(name)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+        figure.suptitle(f"Click prediction in the course of training, with {self.settings.optimizer}")
 
 
-def run_segment(
-    result: DlrmResult,
-    at: DlrmProgress,
-    batches: Iterator[ClickBatch],
-    output: Path | None,
-    stopped: Stop,
-    shown: Shown,
-) -> bool:
-    """Train until the next evaluation within the epoch, its end, or until stopped; return True in the first case."""
-    settings, device = result.settings, result.settings.compute_device()
-    every = settings.evaluate_every
-    if is_due(result, at):  # it failed in the run that this one resumes
-        return True
-    started, before = time.perf_counter(), at.done
-    # Stopped before the lookahead, so that no id map has seen a batch that is not trained on.
-    some = until_stopped(itertools.islice(batches, every and every - at.step % every), stopped)
-    depth = settings.lookahead_depth() if result.job.size == 1 else 0  # ids that ranks own are not asked for ahead
-    for batch in prefetched(result.model, some, device, depth):
-        logits = train_step(result.model, result.optimizer, batch)
-        at.step, at.read, at.position, at.done = at.step + 1, batch.read, batch.position, batch.done
-        at.trained, at.since = at.trained + batch.size, at.since + batch.size
-        result.samples += batch.size
-        at.window.add(logits, batch.samples.labels)
-        if at.since >= max(POINT_SAMPLES, at.trained // CURVE_POINTS):
-            draw_point(result, at)
-        if result.curve:
-            rate = result.samples / (result.training_seconds + time.perf_counter() - started)
-            shown.note(f"loss={result.curve[-1].loss:.4f}, AUC={result.curve[-1].auc:.4f}, {rate:,.0f} samples/s")
-        shown.update(at.done - before)
-        before = at.done
-        if stopped.poll(due=at.pace.is_due) and output is not None:
-            count_seconds(result, at, started)
-            save(result, at, output)
-            started = time.perf_counter()
-    count_seconds(result, at, started)
-    return is_due(result, at)
-
-
-def count_seconds(result: DlrmResult, at: DlrmProgress, started: float) -> None:
-    """Count the time since the segment's beginning, or its last checkpoint, as that of training."""
-    seconds = time.perf_counter() - started
-    at.seconds += seconds
-    result.training_seconds += seconds
-
-
-def is_due(result: DlrmResult, at: DlrmProgress) -> bool:
-    """Return whether the evaluation at this step of the epoch is still due."""
-    every, evaluations = result.settings.evaluate_every, result.evaluations
-    done = bool(evaluations) and evaluations[-1][:2] == (at.epoch, at.step)
-    return bool(every and at.step and at.step % every == 0) and not done
-
-
-def until_stopped(batches: Iterator[ClickBatch], stopped: Stop) -> Iterator[ClickBatch]:
-    while not stopped.is_set() and (batch := next(batches, None)) is not None:
-        yield batch
-
-
-def prefetched(model: DLRM, batches: Iterable[ClickBatch], device: torch.device, depth: int) -> Iterable[ClickBatch]:
-    """Yield the batches on the device, while the rows of the next ones are prefetched."""
-    on_device = (batch.to(device) for batch in batches)
-    return speedswap.lookahead(on_device, model.embeddings.announced(lambda batch: batch.samples.ids), depth=depth)
+train = DlrmRun.train
 
 
 def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Tensor:
@@ -313,27 +321,6 @@ def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Tensor:
     return logits.detach()
 
 
-def draw_point(result: DlrmResult, at: DlrmProgress) -> None:
-    """End the samples since the curve's last point with a point."""
-    if not at.since:
-        return
-    quality = at.window.quality(result.job)
-    point = Point(at.trained, quality.log_loss, quality.auc)
-    check_loss(point.loss, lr=result.lr, optimizer=result.settings.optimizer, when=f"after {at.trained:,} samples")
-    result.curve.append(point)
-    at.window, at.since = Scores(), 0
-
-
-def test(result: DlrmResult, at: DlrmProgress, data: Data, place: RunPlace) -> None:
-    """Evaluate the model as of a place."""
-    scores = evaluate(result.model, data.tested(), result.settings.compute_device())
-    found = scores.quality(result.job)
-    loss = found.log_loss
-    check_loss(loss, lr=result.lr, optimizer=result.settings.optimizer, when=f"after {at.trained:,} samples")
-    result.evaluations.append(Evaluation(*place, at.trained, found.auc, loss, at.seconds))
-    result.tested_samples, result.base_rate, result.base_loss = round(found.samples), found.rate, found.base_loss
-
-
 def evaluate(model: DLRM, tested: Iterable[Samples], device: torch.device) -> Scores:
     """Predict samples, whose new ids get no rows."""
     scores = Scores()
@@ -343,48 +330,43 @@ def evaluate(model: DLRM, tested: Iterable[Samples], device: torch.device) -> Sc
     return scores
 
 
-def save(result: DlrmResult, at: DlrmProgress, output: Path | None) -> None:
-    """Write a checkpoint; the last one and that of the best evaluation stay."""
-    if output is None:
-        return
-    settings, window = result.settings, at.window.of_all(result.job)
-    best = None if result.best is None else result.best.samples
-    progress = {
-        "read": (at.read, *at.position, at.done),
-        "trained": (at.trained, at.since),
-        "seconds": at.seconds,
-        "window": window.state(),
-        "curve": [tuple(point) for point in result.curve],
-        "evaluations": [tuple(evaluation) for evaluation in result.evaluations],
-        "tested": (result.tested_samples, result.base_rate, result.base_loss),
-    }
-    with at.pace.saving():
-        DLRMCheckpoint.write(
-            output,
-            at.trained,
-            place=RunPlace(at.epoch, at.step),
-            keep=best,
-            best=best,
-            settings=settings,
-            model=result.model,
-            optimizer=result.optimizer,
-            bottom=list(settings.bottom),
-            top=list(settings.top),
-            progress=progress,
+def warn_of_few(clicks: int, samples: int) -> None:
+    """Warn on standard error if the evaluation has too few samples of either label."""
+    others = samples - clicks
+    if min(clicks, others) < FEW:
+        error = math.sqrt((samples + 1) / (12 * clicks * others)) if clicks and others else math.inf
+        print(
+            f"warning: {clicks:,} clicks and {others:,} other samples were tested, too few to judge the model"
+            + (f": an AUC of chance has a standard error of {error:.2f}" if error < math.inf else "")
+            + f"; give more samples, at least {FEW} of either label",
+            file=sys.stderr,
         )
 
 
-def restore(checkpoint: DLRMCheckpoint, result: DlrmResult, at: DlrmProgress) -> None:
-    checkpoint.restore(result.model, result.optimizer)
-    with checkpoint.says_damaged():
-        progress = checkpoint.content["progress"]
-        at.epoch, at.step = checkpoint.place
-        at.read, *position, at.done = progress["read"]
-        at.position = SamplePosition(*position)
-        at.trained, at.since = progress["trained"]
-        at.seconds = progress["seconds"]
-        if result.job.leads:
-            at.window.restore(progress["window"])
-        result.curve = [Point(*point) for point in progress["curve"]]
-        result.evaluations = [Evaluation(*evaluation) for evaluation in progress["evaluations"]]
-        result.tested_samples, result.base_rate, result.base_loss = progress["tested"]
+def finite(figures: dict[str, float]) -> dict[str, float | None]:
+    """Return figures as JSON can hold them."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path | None = None) -> DLRM:
+    """Load the model of a run's best evaluation.
+
+    Args:
+        output: the run's output directory.
+        storage: of the tables' copies, as in ``Settings``.
+        scratch: the directory for tables on disk.
+
+    Raises:
+        CheckpointError: nothing was evaluated, or the checkpoint is damaged.
+
+    Example::
+
+        model = load("dlrm-output")
+        clicks = model.predict(SampleFiles([Path("new.txt")], labelled=None).read(100)).sigmoid()
+    """
+    saved = SavedRun.best(DlrmRun.command, Path(output))
+    with saved.says_damaged():
+        shape = {name: saved.content["settings"][name] for name in SHAPE}
+        model = DLRM(DlrmSettings(**shape, storage=storage, scratch=scratch))
+    saved.restore(model)
+    return model

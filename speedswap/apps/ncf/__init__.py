@@ -9,24 +9,22 @@ As a command, ``speedswap ncf RATINGS --output DIR``; as a function::
 
 and afterwards ``load(output).recommend(user_ids)``, or ``speedswap recommend DIR --user ID``.
 
-A run reads ratings (``ratings``) or makes some up (``splits``), sets each user's latest one apart, draws batches with
-negatives (``interactions``), trains two embeddings and a small network (``model``, ``training``), ranks the items set
-apart (``evaluation``) and keeps the last and the best epoch (``checkpoint``). A saved model names the best items for
+A run reads ratings (``ratings``, ``columns``) or makes some up (``generated``), sets each user's latest one apart,
+draws batches with negatives (``interactions``), trains two embeddings and a small network (``model``, ``training``),
+ranks the items set apart (``evaluation``) and keeps the last and the best epoch. A saved model names the best items for
 users by their own ids.
 """
 
 from speedswap.apps.errors import CheckpointError, RatingsError, SettingsError, UnknownUserError
-from speedswap.apps.ncf.checkpoint import load
-from speedswap.apps.ncf.cli import figures, save
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate
 from speedswap.apps.ncf.generated import generate_split
 from speedswap.apps.ncf.interactions import Interactions, NcfBatch, NcfSplit, OwnIds, draw_batches, leave_one_out
 from speedswap.apps.ncf.model import NCF, Recommendations
 from speedswap.apps.ncf.ratings import RatingsSource, read_split
 from speedswap.apps.ncf.settings import NcfSettings
-from speedswap.apps.ncf.training import NcfEpoch, NcfResult, train, train_step
+from speedswap.apps.ncf.training import NcfEpoch, NcfRun, load, train, train_step
 
-Settings, Result = NcfSettings, NcfResult
+Settings, Run = NcfSettings, NcfRun
 
 __all__ = [
     "NCF",
@@ -35,7 +33,7 @@ __all__ = [
     "Interactions",
     "NcfBatch",
     "NcfEpoch",
-    "NcfResult",
+    "NcfRun",
     "NcfSettings",
     "NcfSplit",
     "OwnIds",
@@ -43,18 +41,16 @@ __all__ = [
     "RatingsError",
     "RatingsSource",
     "Recommendations",
-    "Result",
+    "Run",
     "Settings",
     "SettingsError",
     "UnknownUserError",
     "draw_batches",
     "evaluate",
-    "figures",
     "generate_split",
     "leave_one_out",
     "load",
     "read_split",
-    "save",
     "train",
     "train_step",
 ]

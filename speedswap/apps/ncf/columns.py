@@ -1,21 +1,20 @@
-"""The columns of a file of ratings, read by pyarrow: rows and ids of users and items, and times."""
+"""The values of a file of ratings, read by pyarrow, as a split."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pyarrow import csv
 
+from speedswap.apps.columns import cast
 from speedswap.apps.errors import RatingsError
-from speedswap.apps.ncf.interactions import Ids, OwnIds
-from speedswap.apps.ncf.ratings import NEEDED, RatingsForm, json_values, shown
+from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit, OwnIds, leave_one_out
+from speedswap.apps.ncf.ratings import NEEDED, RatingsForm, RatingsSource, json_values, shown
 
 TEXT = pa.large_string()
 MARK = "\x1f"
@@ -34,33 +33,15 @@ REMEDIES = {
 }
 
 
-class RatingsColumns(NamedTuple):
-    """The values of the lines that have all of them."""
-
-    users: tuple[OwnIds, Ids]
-    """The ids, and each line's row."""
-    items: tuple[OwnIds, Ids]
-    times: NDArray[np.generic]
-    kind_of_time: str | None
-    """``numbers`` or ``dates``."""
-    lines: int
-    left_out: dict[str, int]
-
-
-def read_columns(data: IO[bytes], form: RatingsForm, path: Path, missing: str) -> RatingsColumns:
-    """Read the columns of a file.
+def read_ratings(data: IO[bytes], form: RatingsForm, missing: str) -> NcfSplit:
+    """Read a file's users, items and times, and set each user's latest item apart.
 
     Raises:
         RatingsError: a line is malformed or has a wrong value, or none has all values; the message says which.
     """
-    texts, blank_lines = (read_lines if form.separator else read_objects)(data, form, path)
-
-    def where(row: int) -> str:
-        line = form.first_line + row
-        for blank in blank_lines:
-            line += blank <= line
-        return f"ratings {path}, line {line}"
-
+    texts, blank_lines = (read_lines if form.separator else read_objects)(data, form)
+    numbers = np.arange(form.first_line, form.first_line + len(texts["user"]) + len(blank_lines))
+    numbers = numbers[np.isin(numbers, blank_lines, invert=True)]  # of the rows' lines
     lacks = {role: np.asarray(column.is_null()) for role, column in texts.items()}
     present = ~np.all([*lacks.values()], axis=0)  # a line with nothing at all is blank
     lines, left_out = int(present.sum()), {}
@@ -69,41 +50,43 @@ def read_columns(data: IO[bytes], form: RatingsForm, path: Path, missing: str) -
             left_out[role] = count
             if missing == "error":
                 raise RatingsError(
-                    f"{where(int((lacking & present).argmax()))}: no {role}, for {form.column(role)} has nothing, or a "
-                    "word such as NA: fill it in, or leave such lines out with missing=skip"
+                    f"{form.line(numbers[lacking & present][0])}: no {role}, for {form.columns[role]} has nothing, or "
+                    "a word such as NA: fill it in, or leave such lines out with missing=skip"
                 )
             present &= ~lacking
     if not present.any():
-        why = ", ".join(f"{count:,} without {role} ({form.column(role)})" for role, count in left_out.items())
-        raise RatingsError(f"ratings {path} has no line with all its values: {why or 'all are blank'}")
+        why = ", ".join(f"{count:,} without {role} ({form.columns[role]})" for role, count in left_out.items())
+        raise RatingsError(f"ratings {form.path} has no line with all its values: {why or 'all are blank'}")
     texts = {role: column.filter(pa.array(present)) for role, column in texts.items()}
-    rows = np.flatnonzero(present)
+    numbers = numbers[present]
 
     def converted(role: str, kinds: Sequence[Any], remedy: str) -> Any:
-        for kind in kinds:
-            if fits(texts[role], kind):
-                return texts[role].cast(kind)
-        kind = next((kind for kind in kinds if fits(texts[role][:1], kind)), kinds[-1])
-        row = first_wrong(texts[role], kind)
-        hint = "; if the line is a heading, give the columns by its names" if form.heading is None and not row else ""
-        value = shown(texts[role][row])
-        raise RatingsError(f"{where(int(rows[row]))}: {role} ({form.column(role)}) is {value}, {remedy}{hint}")
+        found, wrong = cast(texts[role], *kinds)
+        if wrong is None:
+            return found
+        hint = "; if the line is a heading, give the columns by its names" if form.heading is None and not wrong else ""
+        value = shown(texts[role][wrong])
+        where = form.line(numbers[wrong])
+        raise RatingsError(f"{where}: {role} ({form.columns[role]}) is {value}, {remedy}{hint}")
 
     if form.heading is not None:  # in concatenated files it comes again; where all is text it fits anywhere
         user, item = (pc.equal(texts[role], form.heading[form.places[role]]) for role in NEEDED)
         if (row := pc.index(pc.and_(user, item), True).as_py()) >= 0:
-            raise RatingsError(f"{where(int(rows[row]))} is the heading again: remove it, and all others")
+            raise RatingsError(f"{form.line(numbers[row])} is the heading again: remove it, and all others")
     if "rating" in texts:
         converted("rating", NUMBERS[1:], REMEDIES["rating"])
-    times, kind = np.zeros(len(rows), np.int8), None
+    times, time = np.zeros(len(numbers), np.int8), None
     if "time" in texts:
-        kind = "dates" if any(fits(texts["time"][:1], date) for date in DATES) else "numbers"
-        found = converted("time", DATES if kind == "dates" else NUMBERS, REMEDIES[kind])
-        times = found.to_numpy()
-    return RatingsColumns(rows_of(texts["user"]), rows_of(texts["item"]), times, kind, lines, left_out)
+        time = "numbers" if cast(texts["time"][:1], *DATES)[1] is not None else "dates"
+        times = converted("time", DATES if time == "dates" else NUMBERS, REMEDIES[time]).to_numpy()
+    (user_ids, users), (item_ids, items) = (rows_of(texts[role]) for role in NEEDED)
+    train, test = leave_one_out(users, items, times, len(item_ids))
+    source = RatingsSource(**vars(form), lines=lines, left_out=left_out, time=time)
+    interactions = Interactions(train, len(user_ids), len(item_ids))
+    return NcfSplit(interactions, *np.divmod(test, len(item_ids)), user_ids, item_ids, source)
 
 
-def read_lines(data: IO[bytes], form: RatingsForm, path: Path) -> tuple[dict[str, Any], list[int]]:
+def read_lines(data: IO[bytes], form: RatingsForm) -> tuple[dict[str, Any], list[int]]:
     """Return the text of each role's column, null where it is missing; and the numbers of lines that are no rows."""
     blank_lines: list[int] = []
 
@@ -140,20 +123,20 @@ def read_lines(data: IO[bytes], form: RatingsForm, path: Path) -> tuple[dict[str
     except pa.ArrowInvalid as error:
         said = str(error).replace(MARK, form.separator).replace("Row #", "line ")
         remedy = "save the file as UTF-8" if "UTF8" in said else "correct the line, or remove it"
-        raise RatingsError(f"ratings {path}: {said}; {remedy}") from error
+        raise RatingsError(f"ratings {form.path}: {said}; {remedy}") from error
     end = table[names[-1]][-1].as_py() if len(table) else ""
     if "\n" in end and end.count(separator) >= form.width - 1:
-        raise RatingsError(f"ratings {path}, line {form.first_line + len(table) - 1} has a quote that does not end")
+        raise RatingsError(f"{form.line(form.first_line + len(table) - 1)} has a quote that does not end")
     return {role: trimmed(table[name]) for role, name in wanted.items()}, blank_lines
 
 
-def read_objects(data: IO[bytes], form: RatingsForm, path: Path) -> tuple[dict[str, Any], list[int]]:
+def read_objects(data: IO[bytes], form: RatingsForm) -> tuple[dict[str, Any], list[int]]:
     """Return the text of each role's values in JSON lines, a row for each line."""
     keys = {role: (form.heading or ())[place] for role, place in form.places.items()}
     parts: dict[str, list[Any]] = {role: [] for role in keys}
     numbered = enumerate(data, 1)
     while lines := list(itertools.islice(numbered, LINES_AT_ONCE)):
-        objects = [json_values(line, number, path) if line.strip() else {} for number, line in lines]
+        objects = [json_values(line, number, form.path) if line.strip() else {} for number, line in lines]
         for role, key in keys.items():
             texts = (each.get(key, "").encode(errors="replace") for each in objects)
             parts[role].append(pa.array([*texts], pa.large_binary()).cast(TEXT))
@@ -165,31 +148,13 @@ def trimmed(texts: Any) -> Any:
     return pc.if_else(pc.is_in(texts, MISSING_WORDS), None, texts)
 
 
-def fits(texts: Any, kind: Any) -> bool:
-    try:
-        texts.cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def first_wrong(texts: Any, kind: Any) -> int:
-    """Return the index of the first text that does not match a type."""
-    low, high = 0, len(texts)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(texts[low:middle], kind) else (low, middle)
-    return low
-
-
 def rows_of(texts: Any) -> tuple[OwnIds, Ids]:
     """Return the ids, as numbers if all of them are whole numbers as Python writes them, and each line's row."""
     encoded = texts.dictionary_encode()
     ids = encoded.chunk(0).dictionary
-    if fits(ids, pa.int64()) and pc.all(pc.equal(ids.cast(pa.int64()).cast(TEXT), ids)).as_py():  # 007 is text
-        ids = ids.cast(pa.int64())
+    numbers, _ = cast(ids, pa.int64())
+    if numbers is not None and pc.all(pc.equal(numbers.cast(TEXT), ids)).as_py():  # 007 is text
+        ids = numbers
     order = pc.sort_indices(ids).to_numpy()
-    row_of = np.empty(len(order), np.int64)
-    row_of[order] = np.arange(len(order))
     rows = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
-    return OwnIds(ids.to_numpy(zero_copy_only=False)[order]), row_of[rows]
+    return OwnIds(ids.to_numpy(zero_copy_only=False)[order]), order.argsort()[rows]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speedswap.apps.errors import RatingsError
 from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit
@@ -85,14 +86,13 @@ def draw_different(rng: np.random.Generator, below: Ids, count: int) -> Ids:
 
 def number_among_unseen(pairs: Interactions, users: Ids, items: Ids) -> Ids:
     """Return each item's number among its user's unseen items."""
-    keys = pairs.keys()
-    seen_before = np.searchsorted(keys, users * pairs.num_items + items) - np.searchsorted(
-        keys, users * pairs.num_items
-    )
+    seen_before = np.searchsorted(pairs.keys(), users * pairs.num_items + items) - pairs.first[users]
     return items - seen_before
 
 
-def evaluate(model: nn.Module, candidates: Candidates, device: torch.device, job: Job | None = None) -> Ranking:
+def evaluate(
+    model: Callable[[Tensor, Tensor], Tensor], candidates: Candidates, device: torch.device, job: Job | None = None
+) -> Ranking:
     """Rank each user's item among the candidates by the model's scores (He et al. 2017, section 4.1).
 
     Args:
@@ -108,8 +108,7 @@ def evaluate(model: nn.Module, candidates: Candidates, device: torch.device, job
             both = (ids[first : first + chunk] for ids in (candidates.users, candidates.items))
             users, items = (ids[job.share(len(ids))].to(device) for ids in both)
             places.append(rank(model(users, items)).cpu())
-    hr, ndcg = job.add_up(*gains(torch.cat(places)))
-    return Ranking(hr / len(candidates.users), ndcg / len(candidates.users))
+    return ranking(torch.cat(places), job)
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -117,17 +116,12 @@ def rank(scores: Tensor) -> Tensor:
     return (scores[:, :1] > scores[:, 1:]).logical_not().sum(dim=1)
 
 
-def ranking(places: Tensor) -> Ranking:
-    """Return HR@10 and NDCG@10 of places from 0."""
-    hits, gain = gains(places)
-    return Ranking(hits / len(places), gain / len(places))
-
-
-def gains(places: Tensor) -> tuple[float, float]:
-    """Return the sums of which HR@10 and NDCG@10 are the means."""
+def ranking(places: Tensor, job: Job | None = None) -> Ranking:
+    """Return HR@10 and NDCG@10 of the places, from 0, that all ranks have found."""
     hit = places < TOP
     gain = torch.where(hit, 1 / torch.log2(places.double() + 2), 0.0)
-    return hit.double().sum().item(), gain.sum().item()
+    hits, gains, count = (job or Job()).add_up(hit.double().sum().item(), gain.sum().item(), len(places))
+    return Ranking(hits / count, gains / count)
 
 
 def popularity_baseline(split: NcfSplit, candidates: Candidates) -> Ranking:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,7 +36,9 @@ def generate_split(num_users: int, num_items: int, interactions: int, *, seed: i
     vectors = rng.standard_normal((num_items, RANK), dtype=np.float32)
     per_user, more = divmod(interactions, num_users)
     chunks: list[tuple[Ids, Ids]] = []
-    for number, (first, last) in enumerate(chunked(num_users, max(1, CHUNK_INTERACTIONS // (per_user + 1))), 1):
+    users_at_once = max(1, CHUNK_INTERACTIONS // (per_user + 1))
+    for number, first in enumerate(range(0, num_users, users_at_once), 1):
+        last = min(first + users_at_once, num_users)
         rng = np.random.default_rng([seed, number])
         counts = per_user + (np.arange(first, last) < more)
         tastes = rng.standard_normal((last - first, RANK), dtype=np.float32)
@@ -57,11 +57,3 @@ def zipf(rng: np.random.Generator, shape: tuple[int, ...], num_items: int) -> ND
     """Draw places by popularity; one below n has the probability log(1 + n / HEAD) / log(1 + num_items / HEAD)."""
     places: NDArray[np.int64] = (HEAD * np.expm1(rng.random(shape) * np.log1p(num_items / HEAD))).astype(np.int64)
     return np.minimum(places, num_items - 1, out=places)  # against rounding
-
-
-def chunked(count: int, size: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, count, size):
-        yield first, min(first + size, count)
-
-
-# ---- in a checkpoint ------------------------------------------------------------------------------------------------

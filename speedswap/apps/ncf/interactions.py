@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap.apps.errors import RatingsError
+from speedswap.apps.layers import moved
 from speedswap.apps.ranks import Job
 
 if TYPE_CHECKING:
@@ -83,20 +84,9 @@ class Interactions:
         before = users * self.num_items - self.first[users] + numbers
         return numbers - self.first[users] + np.searchsorted(self._unseen_before, before, side="right")
 
-    def seen(self, users: Ids) -> tuple[Ids, Ids]:
-        """Return all items that these users have a pair with.
-
-        Args:
-            users: shape (n,).
-
-        Returns:
-            For each pair the place of its user in ``users``, ascending, and its item, ascending for each user.
-        """
-        first, counts = self.first[users], self.first[users + 1] - self.first[users]
-        places = np.repeat(np.arange(len(users)), counts)
-        ends = np.cumsum(counts)
-        positions = np.arange(len(places)) + np.repeat(first - (ends - counts), counts)
-        return places, self._unseen_before[positions] + positions - users[places] * self.num_items
+    def items(self, user: int) -> Ids:
+        """Return the items that a user has a pair with, ascending."""
+        return self.pairs(np.arange(self.first[user], self.first[user + 1]))[1]
 
     @cached_property
     def checksum(self) -> int:
@@ -108,7 +98,7 @@ class OwnIds:
     """The ids of a table's rows in the ratings, ascending, so that an id is found by bisection.
 
     Args:
-        values: whole numbers (int64) or text.
+        values: whole numbers (int64), a range of them, or text.
 
     Example:
         >>> users = OwnIds(["anna", "bob"])
@@ -118,9 +108,9 @@ class OwnIds:
         1
     """
 
-    def __init__(self, values: NDArray[Any] | Sequence[str]) -> None:
-        self.values = np.asarray(values) if isinstance(values, np.ndarray) else np.array(values, object)
-        self.is_text = self.values.dtype == object
+    def __init__(self, values: NDArray[Any] | Sequence[str] | range) -> None:
+        self.values = values if isinstance(values, np.ndarray | range) else np.array(values, object)
+        self.is_text = isinstance(self.values, np.ndarray) and self.values.dtype == object
 
     def __len__(self) -> int:
         return len(self.values)
@@ -146,28 +136,16 @@ class OwnIds:
     @cached_property
     def checksum(self) -> int:
         """A checksum of the ids, to tell one data set from another."""
-        crc = 0
-        for values in self.arrays().values():
-            crc = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, crc)
-        return crc
+        return zlib.crc32(np.ascontiguousarray(self.array()).view(np.uint8).data)
 
-    def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Return the ids as arrays of plain numbers, for a file."""
-        if not self.is_text:
-            return {"numbers": self.values}
-        encoded = [text.encode() for text in self.values]
-        ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-        return {"ends": ends, "text": np.frombuffer(b"".join(encoded), np.uint8)}
+    def array(self) -> NDArray[np.generic]:
+        """Return the ids as an array of plain numbers, for a file: text as the bytes of JSON."""
+        return np.frombuffer(json.dumps(self.tolist()).encode(), np.uint8) if self.is_text else np.asarray(self.values)
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> OwnIds | None:
-        """Return the ids whose ``arrays`` these are; None without any."""
-        if not arrays:
-            return None
-        if "numbers" in arrays:
-            return cls(arrays["numbers"].astype(np.int64, copy=False))
-        text, ends = arrays["text"].astype(np.uint8).tobytes(), arrays["ends"].tolist()
-        return cls([text[first:last].decode() for first, last in pairwise([0, *ends])])
+    def from_array(cls, array: NDArray[np.generic]) -> OwnIds:
+        """Return the ids whose ``array`` this is."""
+        return cls(json.loads(array.tobytes()) if array.dtype == np.uint8 else array.astype(np.int64, copy=False))
 
 
 @dataclass(frozen=True)
@@ -185,6 +163,20 @@ class NcfSplit:
     source: RatingsSource | None = None
     """The file that it was read from, if any."""
 
+    def __str__(self) -> str:
+        kinds = [
+            "text" if ids is not None and ids.is_text else "whole numbers" for ids in (self.user_ids, self.item_ids)
+        ]
+        return (
+            f"{self.train.num_users:,} users (ids are {kinds[0]}), {self.train.num_items:,} items ({kinds[1]}), "
+            f"{len(self.train) + len(self.test_users):,} different pairs"
+        )
+
+    def taken(self, user: int) -> Ids:
+        """Return all items that a user took, the one to test with included."""
+        tested = slice(*np.searchsorted(self.test_users, [user, user + 1]))
+        return np.append(self.train.items(user), self.test_items[tested])
+
     def checksums(self) -> dict[str, Any]:
         """Return checksums of interactions and ids, to tell one data set from another."""
         ids = [each and each.checksum for each in (self.user_ids, self.item_ids)]
@@ -194,17 +186,15 @@ class NcfSplit:
         """Return the split as arrays of plain numbers, for a checkpoint: where each user's items end, the items, …"""
         num_items = self.train.num_items
         small = np.int32 if num_items <= 2**31 else np.int64
-        arrays: dict[str, NDArray[np.generic]] = {
+        ids = {"user_ids": self.user_ids, "item_ids": self.item_ids}
+        return {
             "num_items": np.array(num_items),
             "train_ends": self.train.first[1:],
             "train_items": (self.train.keys() % num_items).astype(small),
             "test_users": self.test_users,
             "test_items": self.test_items.astype(small),
+            **{name: own.array() for name, own in ids.items() if own is not None},
         }
-        for side, ids in (("user", self.user_ids), ("item", self.item_ids)):
-            if ids is not None:
-                arrays |= {f"{side}_{name}": values for name, values in ids.arrays().items()}
-        return arrays
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> NcfSplit:
@@ -217,17 +207,14 @@ class NcfSplit:
         names = ("train_ends", "train_items", "test_users", "test_items")
         ends, items, users, taken = (arrays[name].astype(np.int64, copy=False) for name in names)
         keys = np.repeat(np.arange(len(ends)) * num_items, np.diff(ends, prepend=0)) + items
-        ids: dict[str, OwnIds | None] = {}
-        for side, rows in (("user", len(ends)), ("item", num_items)):
-            forms = {form: arrays.get(f"{side}_{form}") for form in ("numbers", "text", "ends")}
-            found = OwnIds.from_arrays({form: array for form, array in forms.items() if array is not None})
-            ids[side] = found
-            if found is not None and len(found) != rows:
-                raise ValueError(f"its {side} ids are not {rows:,}")
-        inside = (0 <= items).all() and (items < num_items).all() and (0 <= taken).all() and (taken < num_items).all()
+        ids = {name: OwnIds.from_array(arrays[name]) for name in ("user_ids", "item_ids") if name in arrays}
+        inside = all(((0 <= each) & (each < num_items)).all() for each in (items, taken))
         if len(users) != len(taken) or not inside or not np.all(np.diff(keys) > 0) or np.any(users >= len(ends)):
             raise ValueError("its interactions do not fit together")
-        return cls(Interactions(keys, len(ends), num_items), users, taken, ids["user"], ids["item"])
+        if any(len(own) != (len(ends) if name == "user_ids" else num_items) for name, own in ids.items()):
+            raise ValueError("its ids are not those of its users and items")
+        interactions = Interactions(keys, len(ends), num_items)
+        return cls(interactions, users, taken, ids.get("user_ids"), ids.get("item_ids"))
 
 
 def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items: int) -> tuple[Ids, Ids]:
@@ -244,13 +231,10 @@ def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items:
     """
     order = np.lexsort((times, users))  # stable
     keys = (users * num_items + items)[order]
-    latest = np.append(keys[1:] // num_items != keys[:-1] // num_items, True) if len(keys) else np.zeros(0, bool)
-    test = keys[latest]
-    unique = np.sort(keys)
-    unique = unique[np.append(True, unique[1:] != unique[:-1])[: len(unique)]]
-    of_user = unique // num_items
-    pairs = np.searchsorted(of_user, test // num_items, side="right") - np.searchsorted(of_user, test // num_items)
-    test = test[pairs > 1]
+    test = keys[np.diff(users[order], append=-1) != 0]
+    unique = np.unique(keys)
+    _, counts = np.unique(unique // num_items, return_counts=True)
+    test = test[counts > 1]
     return np.delete(unique, np.searchsorted(unique, test)), test
 
 
@@ -267,10 +251,8 @@ class NcfBatch(NamedTuple):
     """Users of the whole batch, of which these are a rank's share."""
 
     def to(self, device: torch.device) -> NcfBatch:
-        """Copy the batch to a device; to a GPU through pinned memory, so that the host does not wait."""
-        is_gpu = device.type == "cuda"
-        tensors = (tensor.pin_memory() if is_gpu else tensor for tensor in self[:3])
-        users, items, labels = (tensor.to(device, non_blocking=is_gpu) for tensor in tensors)
+        """Copy the batch to a device."""
+        users, items, labels = (moved(tensor, device) for tensor in self[:3])
         return NcfBatch(users, items, labels, self.size)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +12,11 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
-from speedswap.apps.ncf.interactions import Ids, NcfSplit, OwnIds
+from speedswap.apps.layers import LayeredModel, layers_of
+from speedswap.apps.ncf.interactions import Ids, NcfBatch, NcfSplit, OwnIds
+from speedswap.apps.ncf.settings import NcfSettings
 from speedswap.apps.ranks import Job
 
-MODELS = ("gmf", "mlp", "neumf")
 INIT_STD = 0.01
 CHUNK_USERS = 256
 CHUNK_SCORES = 1 << 18
@@ -34,7 +33,7 @@ class Recommendations(NamedTuple):
     """The model's scores before the sigmoid."""
 
 
-class NCF(nn.Module):
+class NCF(LayeredModel):
     """Scores of items for users, from two tables outside the compute device.
 
     A row holds both halves of a user or an item side by side: ``factors`` numbers for GMF and ``layers[0] / 2`` for
@@ -48,88 +47,48 @@ class NCF(nn.Module):
 
     Args:
         num_users, num_items: rows of the tables.
-        model: ``gmf``, ``mlp`` or ``neumf``.
-        factors: width of the GMF half.
-        layers: widths of the MLP half: of p and q together, then of each layer.
-        storage: of the tables, as for ``speedswap.Embedding``. Memmap tables are in a temporary directory that goes
-            with ``close``, or with the model.
-        scratch: the directory to make that in; the system's by default.
-        state_dtype: of the stored optimizer state, as for ``speedswap.Embedding``.
-        seed: of all initial values; rows are normal with a deviation of 0.01, as in the paper.
+        settings: ``model``, ``factors`` and ``layers``; ``storage`` and ``scratch``, where tables on disk are in a
+            temporary directory that goes with ``close``, or with the model; ``state_dtype``, as for
+            ``speedswap.Embedding``; and ``seed``, of all initial values: rows are normal with a deviation of 0.01, as
+            in the paper.
         job: the ranks that own the rows, if they are more than one.
 
-    RatingsSource: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
+    Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
 
     Example:
-        >>> model = NCF(1000, 500, model="neumf", factors=8, layers=[16, 8])
+        >>> model = NCF(1000, 500, NcfSettings(model="neumf", factors=8, layers=(16, 8)))
         >>> model.user.embedding_dim
         16
         >>> model(torch.tensor([3, 999]), torch.tensor([[0, 1, 2], [3, 4, 499]])).shape
         torch.Size([2, 3])
     """
 
-    def __init__(
-        self,
-        num_users: int,
-        num_items: int,
-        *,
-        model: str = "neumf",
-        factors: int = 32,
-        layers: Sequence[int] = (64, 32, 16, 8),
-        storage: str = "auto",
-        state_dtype: torch.dtype | None = None,
-        scratch: Path | None = None,
-        seed: int = 0,
-        job: Job | None = None,
-    ) -> None:
+    def __init__(self, num_users: int, num_items: int, settings: NcfSettings, job: Job | None = None) -> None:
         super().__init__()
-        self.user_ids: OwnIds | None = None
-        """The rows' own ids, for ``recommend``; None where they are simply numbered."""
-        self.item_ids: OwnIds | None = None
         self.split: NcfSplit | None = None
-        """The users' interactions."""
-        self._gmf_width = factors if model != "mlp" else 0
-        self._mlp_width = layers[0] // 2 if model != "gmf" else 0
-        place, self._remove_folder = (job or Job()).place_of_tables(self, storage, scratch)
+        """The users' interactions, and the rows' own ids, for ``recommend``; without it rows are simply numbered."""
+        self._gmf_width, self._mlp_width = settings.row_widths()
+        place, self._remove_folder = (job or Job()).place_of_tables(self, settings.storage, settings.scratch)
         # One seed for both would give row n of the two tables the same values.
-        seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
-
-        def embedding(name: str, rows: int, seed: int) -> speedswap.Embedding:
-            width = self._gmf_width + self._mlp_width
-            init = speedswap.init.normal(std=INIT_STD)
-            return speedswap.Embedding(
+        seeds = np.random.SeedSequence(settings.seed).generate_state(3, np.uint64).tolist()
+        self.user, self.item = (
+            speedswap.Embedding(
                 rows,
-                width,
+                self._gmf_width + self._mlp_width,
                 storage=place.of_table(name),
-                init=init,
+                init=speedswap.init.normal(std=INIT_STD),
                 seed=seed,
                 name=name,
-                state_dtype=state_dtype,
+                state_dtype=getattr(torch, settings.state_dtype),
             )
+            for name, rows, seed in (("users", num_users, seeds[0]), ("items", num_items, seeds[1]))
+        )
+        self.tower = layers_of(settings.tower())
+        self.score = nn.Linear(self._gmf_width + sum(settings.tower()[-1:]), 1)
+        self.initialize_layers(seeds[2] >> 1)
 
-        self.user = embedding("users", num_users, seeds[0])
-        self.item = embedding("items", num_items, seeds[1])
-        self.tower, predicted = nn.Sequential(), self._gmf_width
-        if self._mlp_width:
-            for inputs, outputs in itertools.pairwise([2 * self._mlp_width, *layers[1:]]):
-                self.tower.extend([nn.Linear(inputs, outputs), nn.ReLU()])
-            predicted += layers[-1]
-        self.score = nn.Linear(predicted, 1)
-        generator = torch.Generator().manual_seed(seeds[2] >> 1)
-        for layer in [*self.tower, self.score]:
-            if isinstance(layer, nn.Linear):
-                nn.init.xavier_uniform_(layer.weight, generator=generator)
-                nn.init.zeros_(layer.bias)
-
-    def know(self, split: NcfSplit) -> None:
-        """Take over the rows' own ids and the users' interactions, for ``recommend``."""
-        self.user_ids, self.item_ids, self.split = split.user_ids, split.item_ids, split
-
-    def dense(self) -> dict[str, nn.Parameter]:
-        """Return the parameters outside the tables, by name."""
-        return {
-            name: parameter for name, parameter in self.named_parameters() if name.split(".")[0] in ("tower", "score")
-        }
+    def lookups(self) -> Mapping[Any, Callable[[NcfBatch], Tensor]]:
+        return {self.user: lambda batch: batch.users, self.item: lambda batch: batch.items}
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Return scores before the sigmoid.
@@ -178,10 +137,10 @@ class NCF(nn.Module):
         Raises:
             UnknownUserError: a user was not in the ratings; the message names them.
             SettingsError: ``k`` is below 1, or ``user_ids`` is not a list.
-            CheckpointError: the users' items are unknown, as in checkpoints of former versions.
+            CheckpointError: the users' items are unknown.
 
         Example:
-            >>> model = NCF(3, 4, model="gmf", factors=2)
+            >>> model = NCF(3, 4, NcfSettings(model="gmf", factors=2))
             >>> items, scores = model.recommend([0, 2], k=2, exclude_seen=False)
             >>> [len(best) for best in items]
             [2, 2]
@@ -196,18 +155,17 @@ class NCF(nn.Module):
                 "exclude_seen is True, but what users have seen was not saved with this model: train it again, or give "
                 "exclude_seen=False"
             )
-        users = rows_of(user_ids, self.user_ids or OwnIds(np.arange(self.user.num_embeddings)))
-        items: list[list[int | str]] = []
-        scores: list[list[float]] = []
-        with torch.no_grad():
-            for first in range(0, len(users), CHUNK_USERS):
-                some = users[first : first + CHUNK_USERS]
-                for values, rows in zip(*top_rows(self, some, k, self.split if exclude_seen else None), strict=True):
-                    there = values > -torch.inf
-                    found = rows[there].tolist()
-                    items.append(found if self.item_ids is None else [self.item_ids[row] for row in found])
-                    scores.append(values[there].tolist())
-        return Recommendations(items, scores)
+        known = self.split.user_ids if self.split is not None else None
+        users = rows_of(user_ids, known or OwnIds(range(self.user.num_embeddings)))
+        own_ids = (self.split.item_ids if self.split is not None else None) or range(self.item.num_embeddings)
+        found = Recommendations([], [])
+        for first in range(0, len(users), CHUNK_USERS):
+            some = users[first : first + CHUNK_USERS]
+            for values, rows in zip(*top_rows(self, some, k, self.split if exclude_seen else None), strict=True):
+                there = values > -torch.inf
+                found.items.append([own_ids[row] for row in rows[there].tolist()])
+                found.scores.append(values[there].tolist())
+        return found
 
     def close(self) -> None:
         """Close the tables, and remove those in a temporary directory."""
@@ -237,12 +195,14 @@ def rows_of(user_ids: Iterable[object], ids: OwnIds) -> Ids:
     return np.array(rows, np.int64)
 
 
+@torch.no_grad()
 def top_rows(model: NCF, users: Ids, k: int, seen: NcfSplit | None) -> tuple[Tensor, Tensor]:
     """Return the highest scores of some users and their items' rows, shape (users, k) or fewer; -inf for seen ones."""
     num_items = model.item.num_embeddings
     device = next(model.score.parameters()).device
     p = model.user(torch.from_numpy(users).to(device))
-    places, items = seen_items(users, seen)
+    taken = [np.zeros(0, np.int64) if seen is None else seen.taken(user) for user in users]
+    places, items = np.repeat(np.arange(len(users)), [*map(len, taken)]), np.concatenate(taken)
     best = torch.empty(len(users), 0, device=device)
     rows = torch.empty(len(users), 0, dtype=torch.int64, device=device)
     chunk = max(1, CHUNK_SCORES // len(users))
@@ -251,8 +211,8 @@ def top_rows(model: NCF, users: Ids, k: int, seen: NcfSplit | None) -> tuple[Ten
         scores = model.score_rows(p.unsqueeze(1), model.item(ids).unsqueeze(0))
         if scores.isnan().any():
             raise CheckpointError("the model's scores are not numbers: train it again, with a lower lr")
-        low, high = np.searchsorted(items, [first, first + len(ids)])
-        scores[torch.from_numpy(places[low:high]), torch.from_numpy(items[low:high] - first)] = -torch.inf
+        here = (first <= items) & (items < first + len(ids))
+        scores[torch.from_numpy(places[here]), torch.from_numpy(items[here] - first)] = -torch.inf
         best, at = highest(torch.cat([best, scores], dim=1), k)
         rows = torch.cat([rows, ids.expand(len(users), -1)], dim=1).gather(1, at)
     return best.cpu(), rows.cpu()
@@ -267,15 +227,3 @@ def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     at = chosen.nonzero()[:, 1].view(len(scores), k)
     values, order = scores.gather(1, at).sort(dim=1, descending=True, stable=True)
     return values, at.gather(1, order)
-
-
-def seen_items(users: Ids, split: NcfSplit | None) -> tuple[Ids, Ids]:
-    """Return the users' items, the test item included: places in ``users`` and items, by item."""
-    if split is None:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    places, items = split.train.seen(users)
-    at = np.searchsorted(split.test_users, users)
-    tested = np.flatnonzero(np.append(split.test_users, -1)[at] == users)
-    places, items = np.concatenate([places, tested]), np.concatenate([items, split.test_items[at[tested]]])
-    order = np.argsort(items, kind="stable")
-    return places[order], items[order]

@@ -17,7 +17,7 @@ from typing import Any
 from speedswap._install import pip_install
 from speedswap.apps.errors import RatingsError, SettingsError
 from speedswap.apps.files import opened
-from speedswap.apps.ncf.interactions import Interactions, NcfSplit, leave_one_out
+from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.options import one_of
 
 ROLES = ("user", "item", "rating", "time")
@@ -41,13 +41,15 @@ NAMES = {
     "rating": "rating ratings stars score overall",
     "time": "timestamp time ts date datetime unixtime unixreviewtime createdat",
 }
-"""Names of columns, in small letters and without the characters that divide words."""
+ROLE_OF = {name: role for role, names in NAMES.items() for name in names.split()}
+"""The roles of columns with usual names, in small letters and without the characters that divide words."""
 
 
 @dataclass(frozen=True)
 class RatingsForm:
-    """The form of a file's lines."""
+    """A file, and the form of its lines."""
 
+    path: Path
     separator: str
     """Empty for JSON lines."""
     heading: tuple[str, ...] | None
@@ -59,51 +61,41 @@ class RatingsForm:
     places: Mapping[str, int]
     """The column of each role that has one, from 0."""
 
-    def column(self, role: str) -> str:
-        """Return a role's column as messages call it."""
-        place = self.places[role]
-        return f"column {place + 1}" + (f" {self.heading[place]!r}" if self.heading is not None else "")
+    @property
+    def columns(self) -> dict[str, str]:
+        """The column of each role that has one, as messages call it."""
+        names = [""] * self.width if self.heading is None else [f" {name!r}" for name in self.heading]
+        places = {role: self.places[role] for role in ROLES if role in self.places}
+        return {role: f"column {place + 1}{names[place]}" for role, place in places.items()}
+
+    def line(self, number: int) -> str:
+        """Return a line as messages call it."""
+        return f"ratings {self.path}, line {number}"
 
 
 @dataclass(frozen=True)
-class RatingsSource:
+class RatingsSource(RatingsForm):
     """A file as it was read, for the user to check."""
 
-    path: Path
-    separator: str
-    """Empty for JSON lines."""
-    heading: bool
-    columns: Mapping[str, str]
-    """The column of each role that has one."""
     lines: int
     """Lines other than the heading and blank ones."""
     left_out: Mapping[str, int]
     """Lines without a value, by the first role that lacked one."""
-    users: int
-    items: int
-    pairs: int
-    """Distinct pairs of a user and an item."""
-    text_ids: tuple[str, ...]
-    """Those of user and item whose ids are text."""
     time: str | None
     """``numbers`` or ``dates``; None where the order of lines stands for time."""
 
     def __str__(self) -> str:
         separator = {"\t": "tabs"}.get(self.separator, repr(self.separator))
-        form = f"divided by {separator}, {'with' if self.heading else 'no'} heading" if self.separator else "JSON lines"
-        named = ", ".join(f"{role} is {column}" for role, column in self.columns.items())
-        said = [f"{self.path}: {form}; {named}"]
-        if "rating" not in self.columns:
+        heading = "no heading" if self.heading is None else "with heading"
+        form = f"divided by {separator}, {heading}" if self.separator else "JSON lines"
+        said = [f"{self.path}: {form}; " + ", ".join(f"{role} is {name}" for role, name in self.columns.items())]
+        if "rating" not in self.places:
             said.append("no ratings, so that every line counts the same")
         if self.time != "numbers":
             said.append("times are dates" if self.time else "no times, so that the order of lines stands for them")
         left = sum(self.left_out.values())
         why = ", ".join(f"{count:,} without {role}" for role, count in self.left_out.items())
-        ids = ["text" if role in self.text_ids else "whole numbers" for role in NEEDED]
-        read = (
-            f"{self.lines:,} lines read, {f'{left:,} left out ({why})' if left else 'none left out'}; {self.users:,} "
-            f"users (ids are {ids[0]}), {self.items:,} items ({ids[1]}), {self.pairs:,} different pairs"
-        )
+        read = f"{self.lines:,} lines read, {f'{left:,} left out ({why})' if left else 'none left out'}"
         return "; ".join(said) + "\n" + read
 
 
@@ -144,30 +136,12 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     check_columns(columns)
     one_of(MISSING)("missing", missing)
     try:
-        from speedswap.apps.ncf.columns import read_columns
+        from speedswap.apps.ncf.columns import read_ratings
     except ImportError as error:
         raise RatingsError(f"ratings are read by pyarrow: {pip_install('pyarrow', extra='demo')}") from error
     with opened(path, "ratings", RatingsError) as file:
-        data = io.BufferedReader(file, HEAD_BYTES)  # type: ignore[type-var]
-        form = find_form(data.peek(), path, columns)
-        found = read_columns(data, form, path, missing)
-    (user_ids, users), (item_ids, items) = found.users, found.items
-    train, test = leave_one_out(users, items, found.times, len(item_ids))
-    source = RatingsSource(
-        path,
-        form.separator,
-        form.heading is not None,
-        {role: form.column(role) for role in ROLES if role in form.places},
-        found.lines,
-        found.left_out,
-        len(user_ids),
-        len(item_ids),
-        len(train) + len(test),
-        tuple(role for role, ids in zip(NEEDED, (user_ids, item_ids), strict=True) if ids.is_text),
-        found.kind_of_time,
-    )
-    interactions = Interactions(train, len(user_ids), len(item_ids))
-    return NcfSplit(interactions, test // len(item_ids), test % len(item_ids), user_ids, item_ids, source)
+        data = io.BufferedReader(file, HEAD_BYTES)
+        return read_ratings(data, find_form(data.peek(), path, columns), missing)
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -209,17 +183,17 @@ def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsFor
             f"ratings {path}, line {line} is not UTF-8: save the file as UTF-8, say iconv -f {form} -t utf-8"
         ) from error
     numbered = [(number, line) for number, line in enumerate(re.split("\r\n|\r|\n", text), 1) if line.strip()]
+    empty = RatingsError(f"ratings {path} is empty: give lines of {FORM}")
     if not numbered:
-        raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
+        raise empty
     first_line, lines = numbered[0][0], [line for _, line in numbered[:SAMPLE_LINES]]
     where = f"ratings {path}, line {first_line}: {shown(lines[0])}"
-    if lines[0].lstrip().startswith("{"):
+    if is_json := lines[0].lstrip().startswith("{"):
         objects = [json_values(line, number, path) for number, line in numbered[:SAMPLE_LINES]]
-        heading = tuple(objects[0])
-        sample = [[each.get(key, "") for key in heading] for each in objects]
-        return RatingsForm("", heading, len(heading), 1, find_places(heading, sample, columns, path))
-    tables = {separator: fields_of(lines, separator) for separator in SEPARATORS}
-    tables = {separator: table for separator, table in tables.items() if len(table[0]) > 1}
+        tables = {"": [[*objects[0]], *([each.get(key, "") for key in objects[0]] for each in objects)]}
+    else:
+        tables = {separator: fields_of(lines, separator) for separator in SEPARATORS}
+        tables = {separator: table for separator, table in tables.items() if len(table[0]) > 1}
     if not tables:
         raise RatingsError(f"{where} is not {FORM}")
 
@@ -228,18 +202,19 @@ def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsFor
         return known_names(table[0], columns), len({*map(len, table)}) == 1, len(table[0])
 
     separator = max(tables, key=goodness)
-    first, sample = tables[separator][0], tables[separator]
-    if not known_names(first, columns):
-        if not columns and not any(is_number(field) or DATE.fullmatch(field) for field in first):
-            raise RatingsError(
-                f"{where} may be a heading or not: if it is, give the columns by name, say columns "
-                f"user={first[0]},item={first[1]}; if not, by number, user=1,item=2"
-            )
-        return RatingsForm(separator, None, len(first), first_line, find_places(None, sample, columns, path))
-    if len(numbered) == 1:
-        raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
-    places = find_places(tuple(first), sample[1:], columns, path)
-    return RatingsForm(separator, tuple(first), len(first), first_line + 1, places)
+    first, *sample = tables[separator]
+    if is_json or known_names(first, columns):
+        if not sample:
+            raise empty
+        places = find_places(tuple(first), sample, columns, path)
+        return RatingsForm(path, separator, tuple(first), len(first), 1 if is_json else first_line + 1, places)
+    if not columns and not any(is_number(field) or DATE.fullmatch(field) for field in first):
+        raise RatingsError(
+            f"{where} may be a heading or not: if it is, give the columns by name, say columns "
+            f"user={first[0]},item={first[1]}; if not, by number, user=1,item=2"
+        )
+    places = find_places(None, [first, *sample], columns, path)
+    return RatingsForm(path, separator, None, len(first), first_line, places)
 
 
 def json_values(line: str | bytes, number: int, path: Path) -> dict[str, str]:
@@ -273,7 +248,7 @@ def known_names(fields: Sequence[str], columns: Mapping[str, str]) -> int:
     """Count the columns found by name, those of ``columns`` first; 0 where the line is not a heading."""
     lowered = [field.lower() for field in fields]
     said = sum(name.strip().lower() in lowered for name in columns.values() if not name.isdecimal())
-    known = sum(any(plain(field) in names.split() for field in fields) for names in NAMES.values())
+    known = len({ROLE_OF.get(plain(field)) for field in fields} - {None})
     return said * len(ROLES) + known if said or not any(map(is_number, fields)) else 0
 
 
@@ -285,33 +260,29 @@ def find_places(
     names = heading or ()
     listed = ", ".join(map(repr, names)) or f"numbers 1 to {width}"
     places: dict[str, int] = {}
-
-    def take(role: str, found: Sequence[int]) -> None:
+    for role in (*columns, *(role for role in ROLES if role not in columns)):
+        if (name := columns.get(role)) is None:
+            usual = [place for place, field in enumerate(names) if ROLE_OF.get(plain(field)) == role]
+            found = [place for place in usual if place not in places.values()]
+        else:
+            found = [place for place, field in enumerate(names) if field == name]
+            found = found or [place for place, field in enumerate(names) if field.lower() == name.strip().lower()]
+            if not found and name.isdecimal() and len(name) < 10 and 1 <= int(name) <= width:
+                found = [int(name) - 1]
+            if not found and name != NO_COLUMN:
+                raise RatingsError(f"ratings {path} has no column {shown(name)} for the {role}, but {listed}: give one")
         if len(found) > 1:
             several = " and ".join(repr(names[place]) for place in found)
             raise RatingsError(
                 f"ratings {path} has columns {several}, each of which may be the {role}: say which with columns, "
                 f"{role}={found[0] + 1} or {role}={found[1] + 1}"
             )
-        if found and found[0] in places.values():
-            raise RatingsError(
-                f"ratings {path}: column {found[0] + 1} is to be the {role} and another role: give two columns"
-            )
         if found:
+            if found[0] in places.values():
+                raise RatingsError(
+                    f"ratings {path}: column {found[0] + 1} is to be the {role} and another role: give two columns"
+                )
             places[role] = found[0]
-
-    for role, name in columns.items():
-        exact = [place for place, field in enumerate(names) if field == name]
-        found = exact or [place for place, field in enumerate(names) if field.lower() == name.strip().lower()]
-        if not found and name.isdecimal() and len(name) < 10 and 1 <= int(name) <= width:
-            found = [int(name) - 1]
-        if not found and name != NO_COLUMN:
-            raise RatingsError(f"ratings {path} has no column {shown(name)} for the {role}, but {listed}: give one")
-        take(role, found)
-    if heading is not None:
-        for role in (role for role in ROLES if role not in columns):
-            known = NAMES[role].split()
-            take(role, [p for p, name in enumerate(names) if plain(name) in known and p not in places.values()])
     if (lacking := [role for role in NEEDED if role not in places]) and (columns or heading is not None):
         known_too = f"columns has {', '.join(columns)} only, and " if columns else ""
         raise RatingsError(

@@ -6,27 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.ratings import MISSING, check_columns
-from speedswap.apps.options import (
-    WIDEST,
-    TableSettings,
-    check_memory,
-    check_widths,
-    one_of,
-    option,
-    plain,
-    whole,
-    widths,
-)
+from speedswap.apps.options import TableSettings, check_memory, one_of, option, whole
 from speedswap.apps.ranks import share_of_machine
 
+MODELS = ("gmf", "mlp", "neumf")
 CONSTANT_LR = ("adagrad",)
 """Optimizers whose steps shrink without a schedule."""
 FLOAT_BYTES = 4
@@ -44,7 +33,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def check_layers(name: str, layers: tuple[int, ...]) -> None:
-    check_widths(name, layers)
+    options.check_widths(name, layers)
     if not layers or layers[0] % 2:
         raise SettingsError(
             f"layers is {','.join(map(str, layers))}: give widths such as 64,32,16,8, the first of them even"
@@ -81,12 +70,12 @@ class NcfSettings(TableSettings):
     items: int = option(1_000, "without RATINGS, how many items are made up", check=whole(2, 2**40))
     interactions: int = option(100_000, "without RATINGS, how many interactions are made up", check=whole(1, 2**48))
     model: str = option("neumf", f"one of {', '.join(MODELS)}", check=one_of(MODELS))
-    factors: int = option(32, "width of the GMF part of a row", check=whole(1, WIDEST))
+    factors: int = option(32, "width of the GMF part of a row", check=whole(1, options.WIDEST))
     layers: tuple[int, ...] = option(
         (64, 32, 16, 8),
         "widths of the MLP: of both rows' parts together, then of each layer",
         check=check_layers,
-        type=widths,
+        type=options.widths,
         metavar="WIDTHS",
     )
     negatives: int = option(4, "negatives for each interaction", check=whole(1, 2**31))
@@ -114,7 +103,7 @@ class NcfSettings(TableSettings):
             object.__setattr__(self, "columns", dict(self.columns))
         if self.columns and self.ratings is None:
             raise SettingsError("columns is given, but no ratings: give a file, or leave columns out")
-        check_memory("the layers with their gradients and moments", self.dense_bytes(), "give narrower layers")
+        options.check_layers_memory(self.tower())
         if self.ratings is None:
             check_memory(
                 f"{self.users:,} users, {self.items:,} items and {self.interactions:,} interactions",
@@ -128,24 +117,24 @@ class NcfSettings(TableSettings):
         rows = min(self.batch, interactions) * (1 + self.negatives)
         check_memory(
             f"batch {self.batch:,} and {self.negatives:,} negatives",
-            rows * (16 + FLOAT_BYTES * self.row_width()),
+            rows * (16 + FLOAT_BYTES * sum(self.row_widths())),
             "lower one of them",
         )
 
-    def row_width(self) -> int:
-        """Return the numbers in a row of a table."""
-        return (self.factors if self.model != "mlp" else 0) + (self.layers[0] // 2 if self.model != "gmf" else 0)
+    def tower(self) -> tuple[int, ...]:
+        """Return the widths of the MLP, none for GMF alone."""
+        return () if self.model == "gmf" else self.layers
 
-    def dense_bytes(self) -> int:
-        """Return the memory of the layers, as if the optimizer kept two moments."""
-        return 0 if self.model == "gmf" else 4 * FLOAT_BYTES * sum(a * b for a, b in pairwise(self.layers))
+    def row_widths(self) -> tuple[int, int]:
+        """Return the numbers in a row of a table: for GMF, and for MLP."""
+        return self.factors * (self.model != "mlp"), sum(self.tower()[:1]) // 2
 
     def generated_bytes(self) -> int:
         """Return the peak memory of generated interactions, and of the tables' weights unless in files."""
-        rows = 0 if self.storage in options.ON_DISK else FLOAT_BYTES * self.row_width()
+        rows = 0 if self.storage in options.ON_DISK else FLOAT_BYTES * sum(self.row_widths())
         tables = share_of_machine((self.users + self.items) * rows)
         return self.users * 24 + self.items * 40 + tables + 32 * self.interactions
 
     def lr_left(self, progress: float) -> float:
         """Return the share of the learning rate that is left at a point between 0 and 1 of the run."""
-        return 1.0 if plain(self.optimizer) in CONSTANT_LR else 1 - progress
+        return 1.0 if options.plain(self.optimizer) in CONSTANT_LR else 1 - progress

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import speedswap
-from speedswap.apps.checkpoints import Pace, RunPlace, require_same
-from speedswap.apps.files import remove_leftovers
-from speedswap.apps.ncf.checkpoint import NCFCheckpoint, make_model
-from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
+from speedswap.apps.errors import CheckpointError
+from speedswap.apps.ncf.evaluation import Candidates, evaluate, popularity_baseline
 from speedswap.apps.ncf.generated import generate_split
 from speedswap.apps.ncf.interactions import NcfBatch, NcfSplit, draw_batches
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import NcfSettings
-from speedswap.apps.options import check_loss
 from speedswap.apps.ranks import Job
-from speedswap.apps.running import Stop, listening, show_progress
+from speedswap.apps.run import Run
+from speedswap.apps.saved_run import RESTART, SavedRun
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from matplotlib.figure import Figure
 
 
 class NcfEpoch(NamedTuple):
@@ -52,206 +47,195 @@ class NcfEpoch(NamedTuple):
         )
 
 
-@dataclass
-class NcfResult:
-    """A trained model and the course of the training."""
+class NcfRun(Run[NcfSettings, NcfBatch]):
+    """A model that predicts purchases from ratings, tested after each epoch.
 
-    settings: NcfSettings
-    split: NcfSplit
+    A finished run that gets more epochs is exactly as if it had had them from the start if its learning rate is
+    constant (Adagrad's). Else the rate continues as in a run of the new number of epochs, though the first ones were
+    trained with less, and a line says so.
+
+    Attributes:
+        split: the interactions.
+        model: as after the last step; the best epoch's is in the output directory.
+        baseline: the ranking by popularity.
+        tested_users: their number.
+        steps_per_epoch: the batches of an epoch.
+        epochs: their outcomes.
+        steps: of this run, without those before a resumption.
+
+    Raises:
+        RatingsError: the ratings cannot be read, or have nothing to learn from or to test on.
+
+    Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
+    """
+
+    command = "ncf"
+    deciding = (
+        *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users"),
+        *("seed", "state_dtype"),
+    )  # the ratings are compared by their contents
+
     model: NCF
-    """As after the last step; the best epoch's is in the output directory."""
-    optimizer: Optimizer
-    lr: float
-    baseline: Ranking
-    """The ranking by popularity."""
-    tested_users: int
-    job: Job = field(default_factory=Job)
-    """The ranks that have trained it."""
-    epochs: list[NcfEpoch] = field(default_factory=list)
-    steps: int = 0
-    """Steps of this run, without those before a resumption."""
-    training_seconds: float = 0.0
-    """The time of those steps."""
-    interrupted: bool = False
+
+    def __init__(self, settings: NcfSettings, job: Job | None = None) -> None:
+        super().__init__(settings, job)
+        self.epochs: list[NcfEpoch] = []
+        self.steps = 0
+        # Summed over this rank's interactions of the epoch, on the device, so that no step waits for a GPU.
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._began = 0.0  # the epoch, by ``training_seconds``
+
+    def read(self) -> None:
+        settings = self.settings
+        self.split = (
+            read_split(settings.ratings, settings.columns, missing=settings.missing)
+            if settings.ratings is not None
+            else generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
+        )
+        if self.shows and self.split.source is not None:
+            print(f"{self.split.source}; {self.split}", flush=True)
+        settings.check_step(len(self.split.train))
+        self.steps_per_epoch = -(-len(self.split.train) // settings.batch)
+        self.total = settings.epochs * self.steps_per_epoch
+
+    def make_model(self) -> NCF:
+        settings = self.settings
+        tested = {"negatives": settings.test_negatives, "at_most": settings.test_users, "seed": settings.seed}
+        self._candidates = Candidates.draw(self.split, **tested)
+        self.tested_users = len(self._candidates.users)
+        self.baseline = popularity_baseline(self.split, self._candidates)
+        return make_model(settings, self.split, self.job)
+
+    def dense(self) -> Iterable[nn.Parameter]:
+        return self.model.dense().values()
 
     @property
-    def steps_per_epoch(self) -> int:
-        """The batches of an epoch."""
-        return -(-len(self.split.train) // self.settings.batch)
+    def done(self) -> int:
+        return self.epoch * self.steps_per_epoch + self.step
 
     @property
     def best(self) -> NcfEpoch | None:
         """The epoch with the best HR@10, of equal ones with the best NDCG@10; None before the first."""
         return max(self.epochs, key=lambda epoch: (epoch.hr, epoch.ndcg, -epoch.number), default=None)
 
+    @property
+    def best_count(self) -> int | None:
+        return None if self.best is None else self.best.number * self.steps_per_epoch
 
-@dataclass
-class NcfProgress:
-    """The progress of an epoch."""
+    def lr_left(self) -> float:
+        return self.settings.lr_left(self.done / self.total)
 
-    epoch: int = 0
-    step: int = 0
-    seconds: float = 0.0
-    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    """Summed over this rank's interactions of the epoch, on the device, so that no step waits for a GPU."""
-    pace: Pace = field(default_factory=Pace)
-    """Of checkpoints within the epoch."""
+    def batches(self) -> Iterable[NcfBatch]:
+        settings = self.settings
+        drawn = {"size": settings.batch, "negatives": settings.negatives, "seed": settings.seed}
+        batches = draw_batches(self.split.train, epoch=self.epoch, start=self.step, job=self.job, **drawn)
+        return self.model.prefetched(batches, self.device, settings.lookahead_depth())
 
+    def take(self, batch: NcfBatch) -> None:
+        self._loss += train_step(self.model, self.optimizer, batch) * batch.size
+        self.step += 1
+        self.steps += 1
 
-def train(
-    settings: NcfSettings,
-    *,
-    output: str | os.PathLike[str] | None = None,
-    resume: bool | None = None,
-    progress: bool = True,
-    stop: Stop | None = None,
-    process_group: ProcessGroup | None = None,
-) -> NcfResult:
-    """Train a model that predicts purchases, testing it after each epoch.
+    def is_due(self) -> bool:
+        return self.step == self.steps_per_epoch
 
-    Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
-    ``interrupted`` set.
+    def evaluate(self) -> str:
+        loss = self._summed_loss() / len(self.split.train)
+        ranking = evaluate(self.model, self._candidates, self.device, self.job)
+        self.epochs.append(NcfEpoch(self.epoch + 1, loss, *ranking, self.training_seconds - self._began))
+        self.epoch, self.step, self._began = self.epoch + 1, 0, self.training_seconds
+        self._loss.zero_()
+        return str(self.epochs[-1])
 
-    Where torch.distributed is initialized, the ranks train one model: each owns a part of the rows, trains on its share
-    of every batch and tests its share of the users. The result is that of one process but for the order of sums.
+    def _summed_loss(self) -> float:
+        """Return the epoch's loss so far, summed over the ranks."""
+        (loss,) = self.job.add_up(self._loss.item())
+        self.check_loss(loss, f"in epoch {self.epoch + 1}")
+        return loss
 
-    Args:
-        settings: of the run.
-        output: the directory for checkpoints, of the last and of the best epoch; without it none are written.
-        resume: None to go on with the run there if it is unfinished and has the same settings and ratings, from its
-            last checkpoint, to the same result as without the interruption; a line says so. True to insist on that,
-            and to give a finished run more epochs: with a constant learning rate (Adagrad's) exactly as if it had had
-            them from the start; else the rate continues as in a run of the new number of epochs, though the first ones
-            were trained with less, and a line says so. False to start over. A run that starts over replaces the
-            existing checkpoints with its first.
-        progress: show the source of the ratings, a line per epoch, and a progress bar on standard error (needs tqdm),
-            on the first rank.
-        stop: the caller's request to end, which listens from the first step on, also after the training; by default
-            one for the training alone.
-        process_group: the ranks that train the model; all of them by default.
+    # ------------------------------------------------------------------ checkpoints
 
-    Raises:
-        RatingsError: the ratings cannot be read, or have nothing to learn from or to test on.
-        SettingsError: the learning rate is so large that the loss is not finite any more.
-        CheckpointError: there is no checkpoint, or it belongs to other settings or ratings.
-        OptimizerError: the optimizer does not work row by row.
-        OutputError: a checkpoint cannot be written; the one before is whole.
+    def state(self) -> dict[str, Any]:
+        return {
+            "seconds": self.training_seconds - self._began,
+            "loss": torch.tensor(self._summed_loss(), dtype=torch.float64),
+            "epochs": [tuple(epoch) for epoch in self.epochs],
+            "split": self.split.arrays(),
+            **self.split.checksums(),
+        }
 
-    RatingsSource: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
-    """
-    device, job = settings.compute_device(), Job.of(process_group)
-    progress = progress and job.leads
-    folder = Path(output) if output is not None else None
-    checkpoint = NCFCheckpoint.last(folder, resume)
-    split = (
-        read_split(settings.ratings, settings.columns, missing=settings.missing)
-        if settings.ratings is not None
-        else generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
-    )
-    if progress and split.source is not None:
-        print(split.source, flush=True)
-    if checkpoint is not None:
-        checkpoint = checkpoint.chosen(resume, settings, functools.partial(checkpoint.check, settings, split))
-    require_same(job, checkpoint)
-    if checkpoint is not None and progress:
-        print(checkpoint, flush=True)
-        if (change := checkpoint.change_of_schedule(settings)) is not None:
-            print(change, flush=True)
-    settings.check_step(len(split.train))
-    candidates = Candidates.draw(
-        split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
-    )
-    model = make_model(settings, split, job).to(device)
-    optimizer = settings.make_optimizer(model)
-    speedswap.attach(optimizer, model)
-    job.sum_gradients(optimizer, model.dense().values())
-    lr = float(optimizer.param_groups[0]["lr"])
-    baseline = popularity_baseline(split, candidates)
-    result = NcfResult(settings, split, model, optimizer, lr, baseline, len(candidates.users), job)
-    at = NcfProgress(loss=torch.zeros((), dtype=torch.float64, device=device))
-    if checkpoint is not None:
-        restore(checkpoint, result, at)
-    if folder is not None and job.leads:
-        remove_leftovers(folder)
-    with listening(stop, job) as stopped:
-        run_epochs(result, at, candidates, folder, stopped, progress)
-    return result
+    def restore(self, content: dict[str, Any]) -> None:
+        super().restore(content)
+        self._began = -content["seconds"]
+        if self.job.leads:
+            self._loss += content["loss"].to(self.device)
+        self.epochs = [NcfEpoch(*epoch) for epoch in content["epochs"]]
 
-
-def run_epochs(
-    result: NcfResult,
-    at: NcfProgress,
-    candidates: Candidates,
-    output: Path | None,
-    stopped: Stop,
-    progress: bool,
-) -> None:
-    """Train until the end or until stopped, and record the course in the result."""
-    settings, device, job = result.settings, at.loss.device, result.job
-    steps = result.steps_per_epoch
-    with show_progress(settings.epochs * steps, at.epoch * steps + at.step, shown=progress) as shown:
-        while at.epoch < settings.epochs:
-            batches = draw_batches(
-                result.split.train,
-                epoch=at.epoch,
-                size=settings.batch,
-                negatives=settings.negatives,
-                seed=settings.seed,
-                start=at.step,
-                job=job,
+    def check(self, saved: SavedRun) -> None:
+        super().check(saved)
+        if any(saved.content[name] != value for name, value in self.split.checksums().items()):
+            raise CheckpointError(
+                f"the ratings are not those of the checkpoint {saved.folder}: give the same, or {RESTART}"
             )
-            started = time.perf_counter()
-            for batch in prefetched(result.model, batches, device, settings.lookahead_depth()):
-                for group in result.optimizer.param_groups:
-                    group["lr"] = result.lr * settings.lr_left((at.epoch * steps + at.step) / (settings.epochs * steps))
-                at.loss += train_step(result.model, result.optimizer, batch) * batch.size
-                at.step += 1
-                result.steps += 1
-                shown.update(1)
-                due = stopped.poll(due=at.pace.is_due)
-                if stopped.is_set():
-                    break
-                if output is not None and due and at.step < steps:
-                    count_seconds(result, at, started)
-                    save(result, at, output)
-                    started = time.perf_counter()
-            count_seconds(result, at, started)
-            loss = loss_of_all(result, at) / len(result.split.train)
-            check_loss(loss, lr=result.lr, optimizer=settings.optimizer, when=f"in epoch {at.epoch + 1}")
-            ended = at.step == steps
-            if ended:
-                scores = evaluate(result.model, candidates, device, job)
-                result.epochs.append(NcfEpoch(at.epoch + 1, loss, *scores, at.seconds))
-                at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
-                at.loss.zero_()
-            if output is not None:
-                save(result, at, output)
-            if ended:
-                shown.write(str(result.epochs[-1]))
-            if stopped.is_set():
-                result.interrupted = at.epoch < settings.epochs
-                return
+
+    def said_of(self, saved: SavedRun) -> str:
+        said, epochs, before = super().said_of(saved), self.settings.epochs, saved.content["settings"]["epochs"]
+        if epochs == before or self.settings.lr_left(0.5) == 1:
+            return said
+        return (
+            f"{said}\nthe learning rate was to fall to nothing over {before} epochs and now does over {epochs}: what "
+            f"came before had {'less' if epochs > before else 'more'} of it, so that the result is not exactly that of "
+            f"{epochs} epochs at once"
+        )
+
+    # ------------------------------------------------------------------ results
+
+    def say(self) -> None:
+        train, popular = self.split.train, self.baseline
+        print(
+            f"{len(train):,} interactions of {train.num_users:,} users with {train.num_items:,} items; "
+            f"{self.tested_users:,} users tested; the most popular items give HR@10 {popular.hr:.4f}, NDCG@10 "
+            f"{popular.ndcg:.4f}"
+        )
+        if self.best is not None:
+            print(f"best of {len(self.epochs)}: {self.best}")
+
+    def close(self) -> None:
+        self.model.close()
+
+    def figures(self) -> dict[str, Any]:
+        train, source = self.split.train, self.split.source
+        return {
+            "source": {**asdict(source), "path": str(source.path)} if source is not None else None,
+            "users": train.num_users,
+            "items": train.num_items,
+            "interactions": len(train),
+            "tested_users": self.tested_users,
+            "popularity": self.baseline._asdict(),
+            "epochs": [epoch._asdict() for epoch in self.epochs],
+            "best": self.best._asdict() if self.best is not None else None,
+            "steps": self.steps,
+            "tables": [repr(self.model.user.table), repr(self.model.item.table)],
+        }
+
+    def draw(self, figure: Figure) -> None:
+        """Plot loss, HR@10 and NDCG@10 over the epochs."""
+        left, right = figure.subplots(1, 2)
+        numbers = [epoch.number for epoch in self.epochs]
+        left.plot(numbers, [epoch.loss for epoch in self.epochs], marker=".")
+        left.set_ylabel("loss")
+        right.plot(numbers, [epoch.hr for epoch in self.epochs], marker=".", label="HR@10")
+        right.plot(numbers, [epoch.ndcg for epoch in self.epochs], marker=".", label="NDCG@10")
+        right.axhline(self.baseline.hr, color="gray", linestyle=":", label="HR@10 of the most popular")
+        right.set_ylim(bottom=0)
+        right.legend()
+        for axes in (left, right):
+            axes.set_xlabel("epoch")
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"{self.settings.model}, {self.split.train.num_users:,} users, {self.settings.optimizer}")
 
 
-def loss_of_all(result: NcfResult, at: NcfProgress) -> float:
-    """Return the epoch's loss so far, summed over the ranks."""
-    (loss,) = result.job.add_up(at.loss.item())
-    return loss
-
-
-def count_seconds(result: NcfResult, at: NcfProgress, started: float) -> None:
-    """Count the time since the epoch, or its last checkpoint, as that of training."""
-    seconds = time.perf_counter() - started
-    at.seconds += seconds
-    result.training_seconds += seconds
-
-
-def prefetched(model: NCF, batches: Iterable[NcfBatch], device: torch.device, depth: int) -> Iterable[NcfBatch]:
-    """Yield the batches on the device, while the rows of the next ones are prefetched."""
-    on_device = (batch.to(device) for batch in batches)
-    return speedswap.lookahead(
-        on_device, {model.user: lambda batch: batch.users, model.item: lambda batch: batch.items}, depth=depth
-    )
+train = NcfRun.train
 
 
 def train_step(model: NCF, optimizer: Optimizer, batch: NcfBatch) -> Tensor:
@@ -264,38 +248,33 @@ def train_step(model: NCF, optimizer: Optimizer, batch: NcfBatch) -> Tensor:
     return loss.detach()
 
 
-def save(result: NcfResult, at: NcfProgress, output: Path) -> None:
-    """Write a checkpoint; the last one and that of the best epoch stay."""
-    steps, settings, split = result.steps_per_epoch, result.settings, result.split
-    best = None if result.best is None else result.best.number * steps
-    progress = {
-        "seconds": at.seconds,
-        "loss": torch.tensor(loss_of_all(result, at), dtype=torch.float64),
-        "epochs": [tuple(epoch) for epoch in result.epochs],
-    }
-    with at.pace.saving():
-        NCFCheckpoint.write(
-            output,
-            at.epoch * steps + at.step,
-            place=RunPlace(at.epoch, at.step),
-            keep=best,
-            best=best,
-            settings=settings,
-            model=result.model,
-            optimizer=result.optimizer,
-            layers=list(settings.layers),
-            split=split.arrays(),
-            **split.checksums(),
-            progress=progress,
-        )
+def make_model(settings: NcfSettings, split: NcfSplit, job: Job | None = None) -> NCF:
+    """Make a model with its initial values for the users and items of a split."""
+    model = NCF(split.train.num_users, split.train.num_items, settings, job)
+    model.split = split
+    return model
 
 
-def restore(checkpoint: NCFCheckpoint, result: NcfResult, at: NcfProgress) -> None:
-    checkpoint.restore(result.model, result.optimizer)
-    with checkpoint.says_damaged():
-        progress = checkpoint.content["progress"]
-        at.epoch, at.step = checkpoint.place
-        at.seconds = progress["seconds"]
-        if result.job.leads:
-            at.loss += progress["loss"].to(at.loss.device)
-        result.epochs = [NcfEpoch(*epoch) for epoch in progress["epochs"]]
+def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path | None = None) -> NCF:
+    """Load the best epoch's model of a run, with the ids of the ratings.
+
+    Args:
+        output: the run's output directory.
+        storage: of the tables' copies, as in ``Settings``.
+        scratch: the directory for tables on disk.
+
+    Raises:
+        CheckpointError: no epoch was completed, or the checkpoint is damaged.
+
+    Example::
+
+        model = load("ncf-output")
+        items, scores = model.recommend(["anna", "bob"], k=5)
+    """
+    saved = SavedRun.best(NcfRun.command, Path(output))
+    with saved.says_damaged():
+        shape = {name: saved.content["settings"][name] for name in ("model", "factors", "layers", "state_dtype")}
+        settings = NcfSettings(**shape, storage=storage, scratch=scratch)
+        model = make_model(settings, NcfSplit.from_arrays(saved.content["split"]))
+    saved.restore(model)
+    return model

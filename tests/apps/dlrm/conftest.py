@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 
 import pytest
-from apps.dlrm.runs import run
+from apps.dlrm.runs import run, text_of
 
 from speedswap.apps.dlrm import GeneratedSamples
 from speedswap.apps.dlrm import training as module
-from speedswap.apps.dlrm.criteo import text_of
 
 
 @pytest.fixture

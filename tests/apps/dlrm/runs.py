@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from speedswap.apps.dlrm import DlrmSettings, GeneratedSamples, train
+from speedswap.apps.dlrm.samples import MISSING
 
 SIZES = {"generate": 3_000, "ids": 300, "dim": 4, "bottom": (8,), "top": (8,), "capacity": 200, "batch": 128}
 
@@ -16,6 +17,16 @@ def small(**changes):
 
 def run(settings, **more):
     return train(settings, progress=False, **more)
+
+
+def text_of(samples):
+    """Return samples as the lines of a file."""
+    labels = [[int(label)] for label in samples.labels.tolist()] or [[]] * samples.size
+    lines = []
+    for label, integers, ids in zip(labels, samples.integers.T.tolist(), samples.ids.T.tolist(), strict=True):
+        categories = ("" if each == MISSING else f"{each:08x}" for each in ids)
+        lines.append("\t".join([*map(str, [*label, *integers]), *categories]))
+    return "\n".join([*lines, ""])
 
 
 def state_of(result):

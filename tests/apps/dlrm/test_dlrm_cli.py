@@ -6,9 +6,9 @@ import json
 import signal
 
 import pytest
+from apps.dlrm.runs import text_of
 
 from speedswap.apps.dlrm import GeneratedSamples, SampleFiles, Samples, load
-from speedswap.apps.dlrm.criteo import text_of
 from speedswap.cli import main
 
 SMALL = "--generate 2000 --ids 100 --dim 4 --bottom 8 --top 8 --capacity 200 --batch 128 --device cpu".split()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from speedswap.apps.dlrm import DLRM, Embeddings, Samples
+from speedswap.apps.dlrm import DLRM, DlrmSettings, Samples
 from speedswap.apps.dlrm.model import interact, interact_in_torch
 
 
@@ -33,7 +33,7 @@ def samples_of(count, seed=0):
 def test_the_formula_written_out():
     """log(1 + x) of the integers through the bottom, all dot products, and the top."""
     samples, vectors = samples_of(5), torch.randn(5, 26, 4, generator=torch.Generator().manual_seed(1))
-    model = DLRM(Given(vectors), 4, bottom=(6,), top=(7, 3))
+    model = DLRM(DlrmSettings(dim=4, bottom=(6,), top=(7, 3)), embeddings=Given(vectors))
     dense = {name: parameter.detach() for name, parameter in model.dense().items()}
     assert [tuple(value.shape) for name, value in dense.items() if "weight" in name] == [
         *[(6, 13), (4, 6)],
@@ -72,7 +72,8 @@ def test_interactions_of_other_dtypes_are_left_to_torch():
 
 def test_seed_decides_the_layers():
     def dense(seed):
-        return DLRM(Given(torch.zeros(1, 26, 4)), 4, bottom=(6,), top=(7,), seed=seed).dense()
+        settings = DlrmSettings(dim=4, bottom=(6,), top=(7,), seed=seed)
+        return DLRM(settings, embeddings=Given(torch.zeros(1, 26, 4))).dense()
 
     assert all(map(torch.equal, dense(1).values(), dense(1).values()))
     assert not dense(1)["top.0.weight"].equal(dense(2)["top.0.weight"])
@@ -80,7 +81,7 @@ def test_seed_decides_the_layers():
 
 def test_predictions_change_nothing():
     """No gradient, no row for a new id, and the model trains on as before."""
-    model = DLRM(Embeddings(50, 4), 4, bottom=(6,), top=(7,))
+    model = DLRM(DlrmSettings(capacity=50, dim=4, bottom=(6,), top=(7,)))
     model(samples_of(10))
     before = model.embeddings.known()
     first, second = model.predict(samples_of(10, seed=3)), model.predict(samples_of(10, seed=3))

@@ -9,8 +9,7 @@ from torch import nn
 
 import speedswap
 from speedswap.apps.dlrm import DLRM, Data, DlrmSettings, evaluate
-from speedswap.apps.dlrm.checkpoint import make_model
-from speedswap.apps.dlrm.training import prefetched, train_step
+from speedswap.apps.dlrm.training import train_step
 
 SIZES = {"ids": 300, "capacity": 1_000, "dim": 8, "bottom": (16,), "top": (16,), "batch": 256, "device": "cpu"}
 
@@ -59,9 +58,9 @@ class Both:
 
 def pair(settings, table_of):
     """Return the model and the same one on torch's tables."""
-    ours = make_model(settings)
+    ours = DLRM(settings)
     tables = TorchTables(ours.embeddings, table_of)
-    return ours, DLRM(tables, settings.dim, bottom=settings.bottom, top=settings.top, seed=settings.seed)
+    return ours, DLRM(settings, embeddings=tables)
 
 
 def losses_of(model, optimizer, batches):
@@ -79,9 +78,9 @@ def test_with_adagrad_every_loss_is_that_of_torch_to_the_bit(lookahead):
     ours, theirs = pair(settings, torch_embedding)
     optimizer = torch.optim.Adagrad(ours.parameters(), lr=0.05)
     speedswap.attach(optimizer, ours)
-    batches = prefetched(ours, data.batches(data.open()), torch.device("cpu"), lookahead)
+    batches = ours.prefetched(data.batches(), torch.device("cpu"), lookahead)
     found = losses_of(ours, optimizer, batches)
-    expected = losses_of(theirs, torch.optim.Adagrad(theirs.parameters(), lr=0.05), data.batches(data.open()))
+    expected = losses_of(theirs, torch.optim.Adagrad(theirs.parameters(), lr=0.05), data.batches())
     assert len(found) == 18
     assert torch.equal(torch.stack(found), torch.stack(expected))
     (tested,) = data.tested()
@@ -97,10 +96,10 @@ def test_auc_is_that_of_torch_with_sparse_adam(seed):
     ours, theirs = pair(settings, torch_bag)
     optimizer = settings.make_optimizer(ours)
     speedswap.attach(optimizer, ours)
-    losses_of(ours, optimizer, data.batches(data.open()))
+    losses_of(ours, optimizer, data.batches())
     tables = torch.optim.SparseAdam(theirs.embeddings.parameters(), lr=4e-3)
     layers = torch.optim.Adam(theirs.dense().values(), lr=4e-3)
-    losses_of(theirs, Both(tables, layers), data.batches(data.open()))
+    losses_of(theirs, Both(tables, layers), data.batches())
     found, expected = (evaluate(model, data.tested(), torch.device("cpu")) for model in (ours, theirs))
     assert found.auc == pytest.approx(expected.auc, abs=0.002)
     assert found.auc > 0.6

@@ -9,10 +9,10 @@ import torch
 from apps.dlrm.runs import assert_same, run, small
 
 import speedswap
-from speedswap.apps import checkpoints
+from speedswap.apps import run as run_module
 from speedswap.apps.dlrm import CheckpointError, Data, SamplesError, evaluate, load, train
 from speedswap.apps.dlrm import training as module
-from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint
+from speedswap.apps.saved_run import SavedRun
 
 
 @pytest.mark.sweep(2)
@@ -172,8 +172,8 @@ def test_there_must_be_an_evaluation_to_predict_with(tmp_path, cut_short):
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
     result = run(small(), output=tmp_path)
-    content = DLRMCheckpoint.read(tmp_path).content
-    del content["progress"]["window"]
+    content = SavedRun.read("dlrm", tmp_path).content
+    del content["window"]
     speedswap.save_checkpoint(tmp_path / "checkpoints", result.model, result.optimizer, extra=content)
     with pytest.raises(CheckpointError, match="is damaged"):
         run(small(), output=tmp_path, resume=True)
@@ -202,8 +202,8 @@ def test_an_unfinished_run_goes_on_without_being_told(tmp_path, cut_short, capsy
 
 def test_checkpoints_are_written_within_an_epoch(tmp_path, monkeypatch):
     """Some time apart, at any step; a run that ends without notice goes on from the last."""
-    monkeypatch.setattr(checkpoints, "SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(checkpoints, "STEPS_PER_SAVE", 0.0)
+    monkeypatch.setattr(run_module, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(run_module, "STEPS_PER_SAVE", 0.0)
     steps, real = [], module.train_step
 
     def killed(*args):

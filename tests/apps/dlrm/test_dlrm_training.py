@@ -19,7 +19,6 @@ from speedswap.apps.dlrm import (
     Scores,
     SettingsError,
     load,
-    save,
 )
 
 
@@ -47,7 +46,7 @@ def test_evaluation_is_that_of_the_samples_set_apart(tmp_path):
     scores.add(result.model.predict(tested), tested.labels)
     assert result.best[-3:-1] == (scores.auc, scores.log_loss)
     assert (result.base_rate, result.base_loss) == (scores.rate, scores.base_loss)
-    batches = list(Data(small()).batches(GeneratedSamples(3_000, ids=300, seed=0)))
+    batches = list(Data(small()).batches())
     assert [batch.samples.size for batch in batches] == [128] * 21 + [12]
     trained = whole.take(torch.arange(3_000) % 10 != 9)
     assert torch.cat([batch.samples.ids for batch in batches], dim=1).equal(trained.ids)
@@ -58,7 +57,7 @@ def test_evaluation_is_that_of_the_samples_set_apart(tmp_path):
 def test_every_sample_is_either_trained_on_or_tested_with(holdout, batch):
     settings = small(generate=500, holdout=holdout, batch=batch)
     data = Data(settings)
-    trained = [each.samples for each in data.batches(data.open())]
+    trained = [each.samples for each in data.batches()]
     tested = list(data.tested())
     expected = GeneratedSamples(500, ids=300, seed=0).read(500)
     apart = torch.arange(500) % holdout == holdout - 1
@@ -91,7 +90,7 @@ def test_seed_decides_the_model():
 def test_a_run_leaves_figures_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
     result = run(small())
-    files = save(result, tmp_path / "made" / "here")
+    files = result.write(tmp_path / "made" / "here")
     assert [path.name for path in files] == ["run.json", "training.png"]
     report = json.loads(files[0].read_text())
     assert report["settings"]["bottom"] == [8]
@@ -109,7 +108,7 @@ def test_without_clicks_figures_are_still_json(tmp_path, criteo):
     path.write_text("\n".join("0" + line[1:] for line in path.read_text().splitlines()))
     result = run(small(samples=(pattern,)))
     assert math.isnan(result.best.auc)
-    (report, *_) = save(result, tmp_path / "out")
+    (report, *_) = result.write(tmp_path / "out")
     assert json.loads(report.read_text())["best"]["auc"] is None
 
 

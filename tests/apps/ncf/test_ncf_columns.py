@@ -117,7 +117,8 @@ def test_a_third_column_of_timestamps_is_time(tmp_path):
 
 
 def test_what_was_accepted_is_said(tmp_path):
-    said = str(read(tmp_path, ORDERS + "6,,A-1,5,2024-01-01\n7,eve,A-1,NA,2024-01-01\n").source)
+    split = read(tmp_path, ORDERS + "6,,A-1,5,2024-01-01\n7,eve,A-1,NA,2024-01-01\n")
+    said = f"{split.source}; {split}"
     for expected in (
         "divided by ',', with heading",
         "user is column 2 'customer', item is column 3 'sku', rating is column 4 'stars', time is column 5 'ts'",

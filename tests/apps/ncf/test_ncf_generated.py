@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from speedswap.apps.ncf import generate_split
 from speedswap.apps.ncf import generated as module
@@ -58,8 +57,3 @@ def test_users_choose_by_taste():
         return values[: module.RANK].sum() / values.sum()
 
     assert explained(taken) > 2 * explained(shuffled)
-
-
-@pytest.mark.parametrize("count, size, expected", [(5, 2, [(0, 2), (2, 4), (4, 5)]), (2, 9, [(0, 2)])])
-def test_chunks(count, size, expected):
-    assert list(module.chunked(count, size)) == expected

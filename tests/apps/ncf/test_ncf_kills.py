@@ -11,8 +11,8 @@ import pytest
 import torch
 from children import run_script
 
-from speedswap.apps.checkpoints import FOLDER
 from speedswap.apps.ncf import NcfSettings, load, train
+from speedswap.apps.saved_run import FOLDER
 
 SMALL = {
     "users": 30,

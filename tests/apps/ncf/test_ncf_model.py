@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import speedswap
-from speedswap.apps.ncf import NCF, Interactions, draw_batches, train_step
+from speedswap.apps.ncf import NCF, Interactions, NcfSettings, draw_batches, train_step
 
 
 def arrays_of(model):
@@ -35,7 +35,7 @@ def by_equations(model, kind, factors, user, item):
 
 @pytest.mark.parametrize("kind, width", [("gmf", 3), ("mlp", 4), ("neumf", 7)])
 def test_scores_are_those_of_the_equations(kind, width, device):
-    model = NCF(5, 6, model=kind, factors=3, layers=[8, 6, 2], seed=3).to(device)
+    model = NCF(5, 6, NcfSettings(model=kind, factors=3, layers=(8, 6, 2), seed=3)).to(device)
     assert model.user.embedding_dim == model.item.embedding_dim == width
     with torch.no_grad():
         for parameter in model.dense().values():
@@ -49,13 +49,13 @@ def test_scores_are_those_of_the_equations(kind, width, device):
 
 
 def test_initial_rows_are_normal_and_different_on_both_sides():
-    model = NCF(4_000, 4_000, seed=1)
+    model = NCF(4_000, 4_000, NcfSettings(seed=1))
     users, items = model.user.table.read(), model.item.table.read()
     for rows in (users, items):
         assert abs(rows.mean()) < 1e-4
         assert rows.std() == pytest.approx(0.01, rel=0.01)
     assert not torch.isin(users[:10], items[:10]).any()
-    again, other = NCF(4_000, 4_000, seed=1), NCF(4_000, 4_000, seed=2)
+    again, other = (NCF(4_000, 4_000, NcfSettings(seed=seed)) for seed in (1, 2))
     assert torch.equal(users, again.user.table.read())
     assert not torch.equal(users, other.user.table.read())
     assert all(torch.equal(a, b) for a, b in zip(model.dense().values(), again.dense().values(), strict=True))
@@ -63,7 +63,7 @@ def test_initial_rows_are_normal_and_different_on_both_sides():
 
 
 def test_dense_parameters_are_all_but_the_tables():
-    model = NCF(5, 6)
+    model = NCF(5, 6, NcfSettings())
     assert {*map(id, model.dense().values())} == {*map(id, model.parameters())} - {
         id(model.user.weight),
         id(model.item.weight),
@@ -97,7 +97,7 @@ def test_with_adagrad_every_loss_is_that_of_the_model_in_torchs_memory(depth, de
     """Bit for bit, over three epochs: rows outside a batch do not move, and sums are taken in the same order."""
     pairs = np.flatnonzero(np.random.default_rng(0).random(60 * 40) < 0.3)
     train = Interactions(pairs, 60, 40)
-    model = NCF(60, 40, factors=8, layers=[16, 8, 4]).to(device)
+    model = NCF(60, 40, NcfSettings(factors=8, layers=(16, 8, 4))).to(device)
     theirs = InMemory(model, 8).to(device)
     optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.05) for m in (model, theirs)]
     losses = []

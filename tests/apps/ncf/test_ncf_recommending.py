@@ -40,13 +40,13 @@ def some_split(num_users=30, num_items=50, share=0.3, seed=0, *, ids=True):
 
 def some_model(split, device="cpu", **more):
     sizes = (split.train.num_users, split.train.num_items)
-    model = NCF(*sizes, **{"factors": 4, "layers": [8, 6, 3]} | more).to(device)
+    model = NCF(*sizes, NcfSettings(**{"factors": 4, "layers": [8, 6, 3]} | more)).to(device)
     with torch.no_grad():
         for parameter in model.dense().values():
             parameter.normal_()
     for side, rows in zip((model.user, model.item), sizes, strict=True):
         side.table.write(0, torch.randn(rows, side.embedding_dim))
-    model.know(split)
+    model.split = split
     return model
 
 
@@ -127,7 +127,7 @@ def test_scores_that_are_no_numbers_are_not_recommended():
 
 
 def test_what_was_not_saved_cannot_be_left_out():
-    model = NCF(3, 4)
+    model = NCF(3, 4, NcfSettings())
     with pytest.raises(CheckpointError, match=r"what users have seen was not saved .* give exclude_seen=False"):
         model.recommend([0])
     assert sorted(model.recommend([0], exclude_seen=False).items[0]) == [0, 1, 2, 3]
@@ -164,7 +164,7 @@ def test_text_is_found_by_its_row_and_back(texts, other):
         assert ids.row(text) == row
     assert set(ids.tolist()) == texts
     assert (ids.row(other) is None) == (other not in texts)
-    assert OwnIds.from_arrays(ids.arrays()).tolist() == ids.tolist()
+    assert OwnIds.from_array(ids.array()).tolist() == ids.tolist()
 
 
 @given(st.sets(st.integers(-(2**63), 2**63 - 1)), st.integers(-(2**65), 2**65))
@@ -226,7 +226,7 @@ def test_damaged_interactions_are_an_error(trained, tmp_path):
         lambda arrays: arrays.pop("train_ends"),
         lambda arrays: arrays.update(train_items=arrays["train_items"][::-1]),
         lambda arrays: arrays.update(test_items=arrays["test_items"] + 10**6),
-        lambda arrays: arrays.update(user_ends=arrays["user_ends"][1:]),
+        lambda arrays: arrays.update(user_ids=arrays["user_ids"][1:]),
     ],
 )
 def test_interactions_that_do_not_fit_together_are_an_error(damage, trained):

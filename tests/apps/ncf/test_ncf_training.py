@@ -14,10 +14,10 @@ import torch
 
 import speedswap
 from speedswap.apps.errors import OutputError
-from speedswap.apps.ncf import CheckpointError, NcfSettings, RatingsError, SettingsError, evaluate, load, save, train
+from speedswap.apps.ncf import CheckpointError, NcfSettings, RatingsError, SettingsError, evaluate, load, train
 from speedswap.apps.ncf import training as module
-from speedswap.apps.ncf.checkpoint import NCFCheckpoint as Checkpoint
 from speedswap.apps.ncf.evaluation import Candidates
+from speedswap.apps.saved_run import SavedRun
 
 
 def small(**changes):
@@ -203,8 +203,7 @@ def test_the_best_epoch_and_the_last_are_kept(tmp_path):
     model = load(tmp_path)
     candidates = Candidates.draw(result.split, negatives=99, at_most=10**6, seed=0)
     assert evaluate(model, candidates, torch.device("cpu")) == (best.hr, best.ndcg)
-    content = Checkpoint.read(tmp_path, kept[0]).content
-    assert content["progress"]["epochs"][-1] == best
+    assert SavedRun.read("ncf", tmp_path, kept[0]).content["epochs"][-1] == best
 
 
 @pytest.mark.parametrize("name", ["fsync", "rename"])
@@ -218,7 +217,7 @@ def test_a_save_cut_short_leaves_the_checkpoint_before(name, tmp_path, monkeypat
         patched.setattr(os, name, full)
         with pytest.raises(OutputError, match="no room on the disk"):
             run(small(), output=tmp_path)
-    assert Checkpoint.read(tmp_path).place == (1, 0)
+    assert SavedRun.read("ncf", tmp_path).content["place"] == (1, 0)
     assert_same(run(small(), output=tmp_path), run(small()))
     assert {path.name[:2] for path in (tmp_path / "checkpoints").iterdir()} == {"00"}
 
@@ -285,7 +284,7 @@ def test_there_must_be_a_checkpoint_that_can_be_read(tmp_path):
 def test_a_run_leaves_figures_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
     result = run(small())
-    files = save(result, tmp_path / "made" / "here")
+    files = result.write(tmp_path / "made" / "here")
     assert [path.name for path in files] == ["run.json", "training.png"]
     report = json.loads(files[0].read_text())
     assert report["settings"]["layers"] == [16, 8, 4]
