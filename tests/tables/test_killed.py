@@ -321,7 +321,7 @@ def test_the_lock_of_a_running_process_is_not_waited_for(tmp_path: Path, monkeyp
     table_of(1.0, tmp_path / "t").close()
     with child(opens) as (_, connection):
         assert answer(connection) == "open"
-        monkeypatch.setattr("speedswap.tables.files.open_directory.time.sleep", pytest.fail)
+        monkeypatch.setattr("speedswap.tables.files.locks.time.sleep", pytest.fail)
         with pytest.raises(TableBusyError):
             Table.open(tmp_path / "t")
         monkeypatch.undo()

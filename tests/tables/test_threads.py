@@ -16,7 +16,8 @@ from children import run_script
 import speedswap
 from speedswap.errors import TableBusyError, TableClosedError
 from speedswap.tables.disk.cache import cache_bytes_for, promise
-from speedswap.tables.files.open_directory import OpenDirectory, WriterLock
+from speedswap.tables.files.locks import WriterLock
+from speedswap.tables.files.open_directory import OpenDirectory
 
 STORAGES = ["pageable", "disk"]
 

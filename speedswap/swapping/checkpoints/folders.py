@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from speedswap.errors import CheckpointError
 from speedswap.swapping.checkpoints.format import MANIFEST, Manifest
+from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full, sync_names
 
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
@@ -131,7 +132,7 @@ class Folders:
         busy = f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint"
         directory = OpenDirectory(self.path)  # closed, and unlocked, wherever Ctrl-C strikes
         try:
-            with directory.locked(CheckpointError(f"{busy}; give each a path of its own")):
+            with locked(directory, CheckpointError(f"{busy}; give each a path of its own")):
                 for leftover in (self.path / _UNFINISHED, self.path / _REMOVED):
                     if os.path.lexists(leftover):
                         _remove(leftover)

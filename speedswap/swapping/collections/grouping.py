@@ -22,6 +22,7 @@ from speedswap.errors import TableBusyError
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
 from speedswap.tables.files.place import Place
 from speedswap.tables.notes import PARTS
@@ -160,7 +161,7 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
     directory = OpenDirectory(path)
     busy = f"path is {str(path)!r}, where another process is making a collection; wait for it"
     try:
-        with directory.locked(TableBusyError(errno.EBUSY, busy)):
+        with locked(directory, TableBusyError(errno.EBUSY, busy)):
             _discard_leftovers(directory)
             for name in names:
                 TableDirectory.discard_scratch(path / name)

@@ -26,8 +26,9 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.damage import bytes_left, mended_block, mended_text, ranges_of, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory, log_names
 from speedswap.tables.files.keys_file import assembled, pieces_left
+from speedswap.tables.files.locks import WriterLock
 from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ShardsManifest, parse, shard_name
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, WriterLock
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
 from speedswap.tables.files.place import Place
 from speedswap.tables.files.whole import open_regular
 from speedswap.tables.id_map import IdMap

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from speedswap._locks import Locked
 from speedswap.errors import TableBusyError, TableClosedError, TableFormatError, TableFullError
+from speedswap.tables.files.locks import WriterLock
 from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ManifestFile, ShardsManifest
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, WriterLock, identity, says_if_full
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full
 from speedswap.tables.files.place import Place, is_ours
 
 if TYPE_CHECKING:

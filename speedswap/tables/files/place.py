@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from speedswap.errors import TableBusyError, TableFormatError
-from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, WriterLock, says_if_full, sync_names
+from speedswap.tables.files.locks import WriterLock
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, says_if_full, sync_names
 
 _log = logging.getLogger("speedswap")
 _OURS = re.compile(

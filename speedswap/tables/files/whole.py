@@ -7,7 +7,6 @@ that writes there recognizes and removes the leftovers of a killed one.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from speedswap.tables.files.locks import lock
 from speedswap.tables.files.open_directory import sync_names
 
 UNFINISHED = ".speedswap-"
@@ -48,9 +48,9 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         >>> (folder / "some.txt").read_text()
         'text'
     """
-    unfinished, lock = _owned(path.parent, UNFINISHED, _new_file)
+    unfinished, descriptor = _owned(path.parent, UNFINISHED, _new_file)
     try:
-        with open(lock, "wb") as file:
+        with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -64,12 +64,12 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def fresh_folder(parent: Path) -> Iterator[Path]:
     """Create a temporary folder for the block to fill and rename; if it is not renamed, it is removed."""
-    folder, lock = _owned(parent, UNFINISHED, os.mkdir)
+    folder, descriptor = _owned(parent, UNFINISHED, os.mkdir)
     try:
         yield folder
     finally:
         _remove(folder)
-        os.close(lock)
+        os.close(descriptor)
 
 
 def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
@@ -99,7 +99,7 @@ def remove_leftovers(parent: Path, prefix: str = UNFINISHED) -> list[Path]:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 continue
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the owner is alive
+            lock(descriptor)  # fails if the owner is alive
             _remove(path)
             removed.append(path)
             _log.warning("removed %s, left behind by a killed run", path)
@@ -145,7 +145,7 @@ def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tup
             except FileNotFoundError:
                 continue  # another run took it for a leftover
         with suppress(OSError):  # without locks no run can take it for a leftover
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock(descriptor, wait=True)
         if os.fstat(descriptor).st_nlink and os.path.lexists(path):
             return path, descriptor
         os.close(descriptor)  # another run took it for a leftover before it was locked
