@@ -32,8 +32,8 @@ def memory(nbytes: int, *, pinned: bool = False, huge_pages: bool = False) -> to
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     table = torch.frombuffer(mapping, dtype=torch.float32)
-    records = kernels.Records(table.data_ptr(), 512, nbytes // 512, table.device, False, table)
-    kernels.fill_uniform(records, 0, torch.float32, 128, 0, nbytes // 512, -1.0, 1.0, seed=1, column_key=1)
+    rows = table[: nbytes // 512 * 128].view(-1, 128)
+    kernels.fill_uniform(rows, range(len(rows)), -1.0, 1.0, seed=1, column_key=1)
     if pinned:
         failure = pinning.pin(table.data_ptr(), nbytes)
         if failure is not None:

@@ -74,10 +74,8 @@ class Link:
             self.bytes = torch.frombuffer(pinning.anonymous(self.nbytes), dtype=torch.uint8)
         self.seconds["take"] = time.perf_counter() - began
         began = time.perf_counter()
-        records = self.records(self.nbytes, _RECORD_BYTES)
-        kernels.fill_uniform(
-            records, 0, torch.float32, _RECORD_BYTES // 4, 0, records.num_rows, -1.0, 1.0, seed=1, column_key=1
-        )
+        rows = self.bytes.view(torch.float32).view(-1, _RECORD_BYTES // 4)
+        kernels.fill_uniform(rows, range(len(rows)), -1.0, 1.0, seed=1, column_key=1)
         self.seconds["fill"] = time.perf_counter() - began
         if device == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count

@@ -132,13 +132,7 @@ class _Random(Initializer):
         if into.dtype not in (torch.float32, torch.float64):  # half precision rounds the float32 value to nearest
             into.copy_(self.values(rows, spec._replace(dtype=torch.float32), into.device))
             return
-        first, some = (rows.start, None) if isinstance(rows, range) else (0, rows)
-        # Addressed as rows `first` and up of a table that starts `first` records earlier.
-        stride = into.stride(0) * into.itemsize
-        pointer = into.data_ptr() - first * stride
-        records = kernels.Records(pointer, stride, first + len(rows), into.device, False, into)
-        place = records, 0, into.dtype, math.prod(spec.row_shape), first, len(rows)
-        type(self).draw(*place, *astuple(self), seed=spec.seed, column_key=spec.key, rows=some)
+        type(self).draw(into, rows, *astuple(self), seed=spec.seed, column_key=spec.key)
 
 
 @dataclass(frozen=True)

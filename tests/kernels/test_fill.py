@@ -21,25 +21,16 @@ NAME = {torch.float32: "f32", torch.float64: "f64"}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
-def records_of(matrix: torch.Tensor) -> kernels.Records:
-    stride = matrix.stride(0) * matrix.element_size()
-    return kernels.Records(matrix.data_ptr(), stride, matrix.shape[0], matrix.device, False, matrix)
-
-
 def uniform(rows, width, low=0.0, high=1.0, *, seed=1, column_key=2, dtype=torch.float32, device="cpu", first=0):
-    matrix = torch.full((first + rows, width), torch.nan, dtype=dtype, device=device)
-    kernels.fill_uniform(
-        records_of(matrix), 0, dtype, width, first, rows, low, high, seed=seed, column_key=column_key
-    )  # fmt: skip
-    return matrix[first:]
+    matrix = torch.full((rows, width), torch.nan, dtype=dtype, device=device)
+    kernels.fill_uniform(matrix, range(first, first + rows), low, high, seed=seed, column_key=column_key)
+    return matrix
 
 
 def normal(rows, width, mean=0.0, std=1.0, *, seed=1, column_key=2, dtype=torch.float32, device="cpu", first=0):
-    matrix = torch.full((first + rows, width), torch.nan, dtype=dtype, device=device)
-    kernels.fill_normal(
-        records_of(matrix), 0, dtype, width, first, rows, mean, std, seed=seed, column_key=column_key
-    )  # fmt: skip
-    return matrix[first:]
+    matrix = torch.full((rows, width), torch.nan, dtype=dtype, device=device)
+    kernels.fill_normal(matrix, range(first, first + rows), mean, std, seed=seed, column_key=column_key)
+    return matrix
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +82,7 @@ def test_uniform_is_the_reference_scaled(device: str):
 def test_rows_beyond_32_bits_have_values_of_their_own():
     row, width = 2**33 + 7, 6
     chunk = torch.empty(1, width)
-    # One record in memory that stands for the last of a table.
-    records = kernels.Records(chunk.data_ptr() - row * 4 * width, 4 * width, row + 1, chunk.device, False, chunk)
-    kernels.fill_uniform(records, 0, torch.float32, width, row, 1, 0.0, 1.0, seed=1, column_key=2)
+    kernels.fill_uniform(chunk, range(row, row + 1), 0.0, 1.0, seed=1, column_key=2)
     expected = np.array(reference.units32(1, 2, row, width), np.float32)
     np.testing.assert_array_equal(chunk[0].numpy(), expected)
 
@@ -236,9 +225,7 @@ def test_threads_and_pieces_do_not_change_a_bit(dtype: torch.dtype):
             assert torch.equal(normal(5000, 61, dtype=dtype), whole)
             pieces = torch.full_like(whole, torch.nan)
             for first, stop in ((0, 1), (1, 1700), (1700, 5000)):
-                kernels.fill_normal(
-                    records_of(pieces), 0, dtype, 61, first, stop - first, 0.0, 1.0, seed=1, column_key=2
-                )  # fmt: skip
+                kernels.fill_normal(pieces[first:stop], range(first, stop), 0.0, 1.0, seed=1, column_key=2)
             assert torch.equal(pieces, whole)
         finally:
             kernels.set_num_threads(None)
@@ -250,11 +237,10 @@ import torch
 from speedswap import kernels
 from speedswap.kernels import _C
 drawn = []
-for dtype, item in ((torch.float32, 4), (torch.float64, 8)):
+for dtype in (torch.float32, torch.float64):
     for fill in (kernels.fill_uniform, kernels.fill_normal):
         matrix = torch.empty(500, 37, dtype=dtype)
-        records = kernels.Records(matrix.data_ptr(), 37 * item, 500, matrix.device, False, matrix)
-        fill(records, 0, dtype, 37, 0, 500, 0.1, 0.7, seed=3, column_key=4)
+        fill(matrix, range(500), 0.1, 0.7, seed=3, column_key=4)
         drawn.append(matrix)
 torch.save([_C.isa(), *drawn], r"{path}")
 """
@@ -277,7 +263,7 @@ torch.save([_C.isa(), *drawn], r"{path}")
 def test_only_the_column_is_written(device: str):
     """Column of 3 doubles at byte 8 of records of 40 bytes; rows 2 to 4 of 6."""
     records = torch.full((6, 5), -1.0, dtype=torch.float64, device=device)
-    kernels.fill_uniform(records_of(records), 8, torch.float64, 3, 2, 3, 0.0, 1.0, seed=1, column_key=2)
+    kernels.fill_uniform(records[2:5, 1:4], range(2, 5), 0.0, 1.0, seed=1, column_key=2)
     expected = torch.full((6, 5), -1.0, dtype=torch.float64)
     expected[2:5, 1:4] = uniform(5, 3, dtype=torch.float64)[2:]
     assert torch.equal(records.cpu(), expected)
@@ -298,18 +284,18 @@ def test_streams_differ():
         ({"low": -math.inf}, ValueError, "must be finite"),
         ({"high": math.nan}, ValueError, "must be finite"),
         ({"low": -3e38, "high": 3e38}, ValueError, "must be finite"),
-        ({"first_row": 3, "num_rows": 2}, ValueError, "rows 3 to 4 are not in the 4 records"),
-        ({"first_row": -1}, ValueError, "rows -1 to"),
+        ({"rows": range(3, 5)}, ValueError, r"rows is range\(3, 5\) for 4 rows; give each its number"),
+        ({"rows": range(-1, 3)}, ValueError, r"rows is range\(-1, 3\) for 4 rows"),
         ({"seed": -1}, ValueError, r"seed is -1; it must be 0 to 2\*\*64 - 1"),
         ({"column_key": 2**64}, ValueError, "column_key is 18446744073709551616"),
     ],
 )
 def test_what_cannot_be_filled_is_refused(changes: dict, error: type[Exception], message: str):
-    matrix = torch.full((4, 3), -1.0)
-    arguments = {"dtype": torch.float32, "first_row": 0, "num_rows": 4, "low": 0.0, "high": 1.0, **changes}
-    keys = {"seed": arguments.pop("seed", 1), "column_key": arguments.pop("column_key", 2)}
+    matrix = torch.full((4, 3), -1.0, dtype=changes.get("dtype"))
+    arguments = {"rows": range(4), "low": 0.0, "high": 1.0, "seed": 1, "column_key": 2, **changes}
+    arguments.pop("dtype", None)
     with pytest.raises(error, match=message):
-        kernels.fill_uniform(records_of(matrix), 0, width_items=3, **arguments, **keys)
+        kernels.fill_uniform(matrix, **arguments)
     assert (matrix == -1.0).all()
 
 

@@ -120,8 +120,8 @@ def run(
 def _random_values(nbytes: int, device: str) -> Tensor:
     """Return random float32 in host memory, pinned where there is a GPU: the contents of every store."""
     flat = torch.empty(nbytes // 4, pin_memory=device == "cuda")
-    records = kernels.Records(flat.data_ptr(), 512, flat.nbytes // 512, flat.device, False, flat)
-    kernels.fill_uniform(records, 0, torch.float32, 128, 0, flat.nbytes // 512, -1.0, 1.0, seed=1, column_key=1)
+    rows = flat[: len(flat) // 128 * 128].view(-1, 128)
+    kernels.fill_uniform(rows, range(len(rows)), -1.0, 1.0, seed=1, column_key=1)
     return flat
 
 

@@ -185,38 +185,21 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
     )
 
 
-def fill(
-    kind: str,
-    device: torch.device,
-    out: int,
-    row_stride: int,
-    first_row: int,
-    num_rows: int,
-    width: int,
-    item_bytes: int,
-    a: float,
-    b: float,
-    seed: int,
-    column_key: int,
-) -> None:
-    """Queue a fill on torch's current stream; ``out`` is the address of the first row to fill, on the device."""
-    if out % item_bytes or row_stride % item_bytes:
-        raise ValueError(f"rows at {out:#x}, {row_stride} bytes apart, are not aligned to items of {item_bytes} bytes")
+def fill(kind: str, into: Tensor, first_row: int, a: float, b: float, seed: int, column_key: int) -> None:
+    """Queue a fill of consecutive rows on torch's current stream."""
+    size, width = into.itemsize, into[0].numel()
+    if into.data_ptr() % size:
+        raise ValueError(f"rows at {into.data_ptr():#x} are not aligned to items of {size} bytes")
     launch_kernel(
-        device,
-        torch.cuda.current_stream(device),
-        f"fill_{kind}_f{8 * item_bytes}",
-        fill_grid(num_rows, width, 16 // item_bytes, multiprocessors=multiprocessors(index_of(device))),
+        into.device,
+        torch.cuda.current_stream(into.device),
+        f"fill_{kind}_f{8 * size}",
+        fill_grid(len(into), width, 16 // size, multiprocessors=multiprocessors(index_of(into.device))),
         THREADS_PER_BLOCK,
-        np.uint64(out),
-        np.int64(row_stride),
-        np.int64(first_row),
-        np.int64(num_rows),
-        np.int64(width),
-        np.float64(a),
-        np.float64(b),
-        np.uint64(seed),
-        np.uint64(column_key),
+        np.uint64(into.data_ptr()),
+        *(np.int64(number) for number in (into.stride(0) * size, first_row, len(into), width)),
+        *(np.float64(parameter) for parameter in (a, b)),
+        *(np.uint64(key) for key in (seed, column_key)),
     )
 
 
