@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 from collections.abc import Collection, Mapping
@@ -14,6 +13,7 @@ import torch
 
 from speedswap import __version__, kernels
 from speedswap._install import pip_install
+from speedswap._memory import available_bytes, lockable_bytes, pages, physical_bytes
 
 # The CuPy distribution for each CUDA, and the extra of speedswap that installs it.
 EXTRA_OF_CUPY = {"cupy-cuda12x": "cuda12", "cupy-cuda13x": "cuda13"}
@@ -115,32 +115,13 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
 
 
 def memory_limits() -> dict[str, str]:
-    """Return the bounds of a table in host memory: free memory, lockable memory, and the size of pages.
-
-    Returns:
-        One line of text each; on systems other than Linux, a line that says so.
-    """
-    if platform.system() != "Linux":
-        return {"limits": f"not known on {platform.system()}"}
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    words = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    memory = {word[0].rstrip(":"): int(word[1]) * 1024 for word in words if word[-1] == "kB"}
+    """Return the bounds of a table in host memory, a line of text each: free memory, lockable memory, and pages."""
+    locked = lockable_bytes()
     return {
-        "available": f"{_gib(memory['MemAvailable'])} of {_gib(memory['MemTotal'])}",
-        "locked at most": "no limit" if soft == resource.RLIM_INFINITY else f"{_gib(soft)} (ulimit -l)",
-        "pages": f"{os.sysconf('SC_PAGE_SIZE') // 1024} KiB; huge pages: {_huge_pages()}",
+        "available": f"{_gib(available_bytes())} of {_gib(physical_bytes())}",
+        "locked at most": "no limit" if locked is None else f"{_gib(locked)} (ulimit -l)",
+        "pages": pages(),
     }
-
-
-def _huge_pages() -> str:
-    """Return the kernel's policy for transparent huge pages: always, on request (madvise), or never."""
-    try:
-        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return "this kernel has none"
-    return modes.partition("[")[2].partition("]")[0].replace("madvise", "on request")
 
 
 def _gib(nbytes: int) -> str:

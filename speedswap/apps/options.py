@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from speedswap._memory import available_bytes
 from speedswap.apps.errors import SettingsError
 from speedswap.apps.output import check_scratch
 from speedswap.apps.ranks import ON_DISK as ON_DISK
 from speedswap.apps.ranks import is_launched, local_gpu
-from speedswap.tables.memory import available_bytes
 
 Check = Callable[[str, Any], object]
 """Raises SettingsError, given the name and the value."""

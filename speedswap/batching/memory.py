@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from speedswap._memory import allocatable_bytes
 from speedswap.errors import BatchError, SpeedswapError
 
 # Messages of the allocators and libraries under torch. Only torch's caching allocators raise their own class;
@@ -143,41 +144,13 @@ def free_bytes(device: torch.device | str) -> int | None:
         held = torch.cuda.memory_stats_as_nested_dict(device)  # not flattened: that takes longer than the query
         return int(free + held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"])
     if device.type == "cpu":
-        return _free_host_bytes()
+        return allocatable_bytes()
     return None
 
 
 def memory_class(device: torch.device | str) -> int:
     """Return the class of a device's free memory: the number of bits of its bytes; 0 where that is unknown."""
     return (free_bytes(device) or 0).bit_length()
-
-
-def _free_host_bytes() -> int | None:
-    bounds = []
-    available = status_bytes("/proc/meminfo", "MemAvailable")
-    if available is not None:
-        bounds.append(available)
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return min(bounds, default=None)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    taken = status_bytes("/proc/self/status", "VmSize") if limit != resource.RLIM_INFINITY else None
-    if taken is not None:
-        bounds.append(max(0, limit - taken))
-    return min(bounds, default=None)
-
-
-def status_bytes(path: str, field: str) -> int | None:
-    """Return a field of one of Linux's status files, in bytes; None if the file or field does not exist."""
-    try:
-        with open(path) as file:
-            for line in file:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
 
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedswap.batching.memory import LimitedMemory, free_bytes, status_bytes
+from speedswap._memory import physical_bytes, resident_bytes
+from speedswap.batching.memory import LimitedMemory, free_bytes
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import has_memory
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
@@ -73,14 +73,8 @@ def memory_snapshot(device: torch.device | str | int | None = None, *, synchroni
     where = default_device() if device is None else torch.device(device)
     if where.type == "cuda":
         return _of_cuda(where, synchronize)
-    return MemorySnapshot(
-        device=str(where),
-        source="process",
-        allocated=status_bytes("/proc/self/status", "VmRSS") or _most_resident(),
-        peak=status_bytes("/proc/self/status", "VmHWM") or _most_resident(),
-        free=free_bytes("cpu"),
-        total=_host_bytes(),
-    )
+    allocated, peak = resident_bytes()
+    return MemorySnapshot(str(where), "process", allocated, peak=peak, free=free_bytes("cpu"), total=physical_bytes())
 
 
 def default_device() -> torch.device:
@@ -107,22 +101,6 @@ def _of_cuda(device: torch.device, synchronize: bool) -> MemorySnapshot:
         retries=stats.get("num_alloc_retries", 0),
         ooms=stats.get("num_ooms", 0),
     )
-
-
-def _most_resident() -> int:
-    """Return the process's peak resident memory without /proc; 0 where that is unknown too."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
-
-
-def _host_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 @dataclass(frozen=True)

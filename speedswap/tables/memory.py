@@ -6,11 +6,8 @@ Pinned memory is an anonymous mapping, faulted in and then registered with CUDA;
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,8 +21,6 @@ from speedswap.tables.init import CHUNK_ROWS, ColumnSpec, CopyOf
 from speedswap.tables.record import Column, RecordLayout
 
 MemoryKind = Literal["device", "pinned", "pageable"]
-
-_log = logging.getLogger("speedswap")
 
 
 def default_kind() -> MemoryKind:
@@ -126,22 +121,6 @@ def allocate(storage: str, nbytes: int) -> Memory:
             f"could not allocate {nbytes / 2**30:.2f} GiB of {storage} memory ({error}); "
             "use storage='disk' with a path, or fewer or narrower rows"
         ) from error
-
-
-def available_bytes() -> int:
-    """Return the bytes of host memory that can be allocated without swapping."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError as error:
-        _log.debug("MemAvailable could not be read: %s", error)
-    return physical_bytes()
-
-
-def physical_bytes() -> int:
-    """Return the size of the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # Whole-table work (initial values, copies) is done in chunks of about this many bytes.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from speedswap._memory import available_bytes
 from speedswap.errors import TableTooLargeError
-from speedswap.tables.memory import available_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import speedswap
+from speedswap._memory import physical_bytes
 from speedswap.apps.files import write_given
 from speedswap.kernels import capabilities
 
@@ -104,7 +105,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "undisturbed": os.sched_getscheduler(0) != os.SCHED_OTHER,  # by real-time priority: chrt -f 1
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(physical_bytes() / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _driver(),
         "system": platform.system(),

@@ -15,7 +15,7 @@ import torch
 
 import speedswap
 from speedswap import kernels
-from speedswap.tables.memory import available_bytes
+from speedswap._memory import available_bytes
 
 DIM = 128
 _ROW_BYTES = 4 * DIM

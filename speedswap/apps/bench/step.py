@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._memory import available_bytes
 from speedswap.apps.bench import swap
 from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
 from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
-from speedswap.tables.memory import available_bytes
 
 _LOOPS = 8  # loops with different ids
 _DENSE_STEPS = 4

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._memory import available_bytes
 from speedswap.apps.bench import memory, point
 from speedswap.apps.bench.measure import Peer, cache_bytes, show_peers
 from speedswap.apps.bench.stores import RowBuffers, Store, ours, peer_makers, transfer_peers
 from speedswap.apps.bench.workload import random_batches
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import scratch_folder
-from speedswap.tables.memory import available_bytes
 
 OUR_STORAGES = {"cpu": ("device", "pageable", "disk"), "cuda": ("device", "pinned", "pageable", "disk")}
 _SHARE_OF_MEMORY = 0.8

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._locks import Locked
+from speedswap._memory import available_bytes
 from speedswap.errors import TableClosedError, TableError, TableFormatError
 from speedswap.tables.disk.layout import FreshRows, moves
 from speedswap.tables.files.directory import LogFiles
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import FULL, says_if_full
-from speedswap.tables.memory import available_bytes
 from speedswap.tables.record import whole_number
 
 _LEAST_CACHE_BYTES = 16 * 2**20

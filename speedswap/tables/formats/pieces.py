@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._memory import available_bytes
 from speedswap._words import a_kind
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts
@@ -24,7 +25,6 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.whole import open_regular
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.keys import Keys
-from speedswap.tables.memory import available_bytes
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 

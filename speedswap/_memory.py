@@ -1,0 +1,82 @@
+"""Memory of this machine and of this process, as the operating system reports it: another system differs here alone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+__all__ = [
+    "allocatable_bytes",
+    "available_bytes",
+    "lockable_bytes",
+    "pages",
+    "physical_bytes",
+    "process_bytes",
+    "resident_bytes",
+]
+
+
+def physical_bytes() -> int:
+    """Return the size of the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes() -> int:
+    """Return the bytes of host memory that can be allocated without swapping; all of it where that is unknown."""
+    available = _field("/proc/meminfo", "MemAvailable")
+    return physical_bytes() if available is None else available
+
+
+def allocatable_bytes() -> int | None:
+    """Return what Linux calls available, or the rest of this process's address space limit where that is less.
+
+    Returns:
+        Bytes; None where neither is known.
+    """
+    bounds = [_field("/proc/meminfo", "MemAvailable")]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and (taken := process_bytes("VmSize")) is not None:
+        bounds.append(max(0, limit - taken))
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def lockable_bytes() -> int | None:
+    """Return the bytes that this process may lock in memory; None for no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def process_bytes(field: str) -> int | None:
+    """Return a field of this process's status on Linux, such as ``VmSize``, in bytes; None where it does not exist."""
+    return _field("/proc/self/status", field)
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return this process's resident memory, now and at most so far, in bytes; the most for both where that is all."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return process_bytes("VmRSS") or most, process_bytes("VmHWM") or most
+
+
+def pages() -> str:
+    """Describe the size of pages, and the kernel's policy for transparent huge ones."""
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        huge = "this kernel has none"
+    else:
+        huge = modes.partition("[")[2].partition("]")[0].replace("madvise", "on request")
+    return f"{os.sysconf('SC_PAGE_SIZE') // 1024} KiB; huge pages: {huge}"
+
+
+def _field(path: str, field: str) -> int | None:
+    """Return a field of one of Linux's status files in bytes; None if the file or the field does not exist."""
+    try:
+        with open(path) as file:
+            for line in file:
+                if line.startswith(field + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
