@@ -63,12 +63,9 @@ from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, are_int
 from speedswap.kernels.segment_sum import (
     dot_segments,
     expand,
-    expand_known,
     group,
-    group_known,
     max_segments,
     sum_rows,
-    sum_rows_known,
     sum_segments,
     sum_segments_back,
     sum_taken,

@@ -15,7 +15,6 @@ from torch import Tensor
 from speedswap.kernels import _C
 from speedswap.kernels.host import address, as_read, empty, get_num_threads, has_memory, require_memory, threads_for
 from speedswap.kernels.ids import check_ids
-from speedswap.kernels.tensor_rows import gather_rows
 
 _SUMMED = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
@@ -25,14 +24,11 @@ def expand(block: Tensor, local: Tensor) -> Tensor:
     """Return the row of each position, ``block[local]``, invisible to autograd.
 
     Args:
-        block: shape (n, dim), any dtype, on any device.
-        local: int64, any shape, 0 to n - 1, on block's device.
+        block: shape (n, dim), with memory, on any device.
+        local: int64, any shape, contiguous, 0 to n - 1, on block's device. The caller has checked.
 
     Returns:
         A new tensor, shape (*local.shape, dim).
-
-    Raises:
-        IdError: a position is not one of block's rows.
 
     >>> expand(torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([1, 1, 0]))
     tensor([[3., 4.],
@@ -41,14 +37,8 @@ def expand(block: Tensor, local: Tensor) -> Tensor:
     """
     if block.device.type != "cpu":
         return F.embedding(local, block.detach())
-    out = empty((local.numel(), block.shape[1]), block.dtype)
-    return gather_rows(block, local.reshape(-1), out=out).view(*local.shape, block.shape[1])
-
-
-def expand_known(block: Tensor, local: Tensor) -> Tensor:
-    """Return :func:`expand` of a block with memory, at contiguous positions that are known to be its rows."""
-    if block.device.type != "cpu" or not block.is_contiguous() or block.is_neg():
-        return expand(block, local)
+    if not block.is_contiguous() or block.is_neg():
+        block = as_read(block.detach())
     num_rows, dim = block.shape
     count, row_bytes = local.numel(), dim * block.dtype.itemsize
     out = empty((*local.shape, dim), block.dtype)
@@ -63,26 +53,16 @@ def group(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the positions of each row.
 
     Args:
-        local: int64, any shape, 0 to num_rows - 1, on the CPU.
+        local: int64, any shape, contiguous, 0 to num_rows - 1, on the CPU. The caller has checked.
         num_rows: the number of rows.
 
     Returns:
         order, offsets: int64, shapes (count,) and (num_rows + 1,): row r occurs at
         ``order[offsets[r]:offsets[r + 1]]``, ascending.
 
-    Raises:
-        IdError: a position is not one of the rows.
-
     >>> group(torch.tensor([1, 0, 1]), num_rows=3)
     (tensor([1, 0, 2]), tensor([0, 1, 3, 3]))
     """
-    local = _int64(local, "local")
-    check_ids(local, num_rows, "the block")
-    return group_known(local, num_rows)
-
-
-def group_known(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return :func:`group` of contiguous positions that are known to be rows."""
     count = local.numel()
     order, offsets = torch.empty(count, dtype=torch.int64), torch.empty(num_rows + 1, dtype=torch.int64)
     _C.group(local.data_ptr(), count, num_rows, order.data_ptr(), address(offsets))
@@ -94,7 +74,7 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
 
     Args:
         values: floating-point, shape (*local.shape, dim), any strides, on any device.
-        local: int64, any shape, 0 to num_rows - 1, on values' device.
+        local: int64, any shape, contiguous, 0 to num_rows - 1, on values' device. The caller has checked.
         num_rows: the number of rows.
 
     Returns:
@@ -102,38 +82,22 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
         are those of nn.Embedding's backward pass for float32 and float64; float16 and bfloat16 are added as float32 and
         rounded once.
 
-    Raises:
-        IdError: a position is not one of the rows.
-
     >>> sum_rows(torch.tensor([[1.], [2.], [4.]]), torch.tensor([1, 0, 1]), num_rows=2)
     tensor([[2.],
             [5.]])
     """
     if values.device.type != "cpu":
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
-    require_memory(values, "values")
-    if values.dtype in _HALF:
-        return sum_rows(values.float(), local, num_rows).to(values.dtype)
-    return _sum_grouped(values, *group(local, num_rows))
-
-
-def sum_rows_known(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
-    """Return :func:`sum_rows` at contiguous positions that are known to be rows."""
-    if values.device.type != "cpu" or values.dtype in _HALF:
-        return sum_rows(values, local, num_rows)
     if not has_memory(values):
         require_memory(values, "values")
-    return _sum_grouped(values, *group_known(local, num_rows))
-
-
-def _sum_grouped(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sum of each group's values, which have memory; shape (rows, dim)."""
-    (count,), num_rows, dim = order.shape, offsets.shape[0] - 1, values.shape[-1]
+    if values.dtype in _HALF:
+        return sum_rows(values.float(), local, num_rows).to(values.dtype)
+    order, offsets = group(local, num_rows)
+    (count,), dim = order.shape, values.shape[-1]
     rows = _as_rows(values if values.ndim == 2 else values.reshape(count, dim))
     out = empty((num_rows, dim), values.dtype)
-    segments = (order.data_ptr(), offsets.data_ptr(), num_rows)
     size = values.dtype.itemsize
-    pitch = (out.data_ptr(), dim * size, dim)
+    segments, pitch = (order.data_ptr(), offsets.data_ptr(), num_rows), (out.data_ptr(), dim * size, dim)
     _C.sum_segments(segments, _pitch(rows), (0, 0), (num_rows or 1, 1), pitch, size, threads_for(values.nbytes))
     return out
 

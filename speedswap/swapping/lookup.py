@@ -122,13 +122,13 @@ class _Expand(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, local: Tensor) -> Tensor:
         ctx.save_for_backward(local)
         ctx.num_rows = weight.shape[0]
-        return _own(kernels.expand_known(weight, local))
+        return _own(kernels.expand(weight, local))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (local,) = ctx.saved_tensors
         if not torch.is_grad_enabled():  # no gradient of this gradient is wanted
-            return kernels.sum_rows_known(grad, local, ctx.num_rows), None
+            return kernels.sum_rows(grad, local, ctx.num_rows), None
         return _SumOfRows.apply(grad, local, ctx.num_rows), None  # type: ignore[no-untyped-call]
 
 

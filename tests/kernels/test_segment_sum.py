@@ -124,14 +124,8 @@ def test_groups_are_a_stable_sort(local: list[int]):
 @pytest.mark.parametrize("place", [-1, 5, 2**40])
 def test_places_outside_the_block_are_refused(place: int):
     local = torch.tensor([0, place])
-    for ask in (
-        lambda: kernels.expand(torch.zeros(5, 2), local),
-        lambda: kernels.group(local, 5),
-        lambda: kernels.sum_rows(torch.zeros(2, 2), local, 5),
-        lambda: kernels.sum_segments_back(torch.zeros(1, 2), local, 5, torch.tensor([0, 2])),
-    ):
-        with pytest.raises(IdError, match=rf"ids\[1\] is {place}"):
-            ask()
+    with pytest.raises(IdError, match=rf"ids\[1\] is {place}"):
+        kernels.sum_segments_back(torch.zeros(1, 2), local, 5, torch.tensor([0, 2]))
 
 
 def test_entries_before_the_first_segment_have_no_gradient_to_sum():

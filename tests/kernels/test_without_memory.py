@@ -43,8 +43,6 @@ CASES = {
     "last_occurrences": ("kernels.last_occurrences(gone(IDS))", "ids"),
     "first_duplicate": ("kernels.first_duplicate(gone(IDS), 4)", "ids"),
     "check_ids": ("kernels.check_ids(gone(IDS), 4, 'it')", "ids"),
-    "expand": ("kernels.expand(gone(SOURCE), IDS)", "source"),
-    "group": ("kernels.group(gone(IDS), 4)", "local"),
     "sum_rows": ("kernels.sum_rows(gone(ROWS), IDS, 4)", "values"),
     "sum_rows, halves": ("kernels.sum_rows(gone(ROWS.half()), IDS, 4)", "values"),
     "sum_segments, values": ("kernels.sum_segments(gone(SOURCE), IDS, ENDS)", "values"),
