@@ -15,23 +15,8 @@ from speedswap.kernels import _C
 # From this size on, torch gets CPU memory from the system each time, and GPU memory in separate blocks.
 LARGE_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10  # as in csrc/rows_cpu.cpp
-_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError unless rows can have this dtype.
-
-    Raises:
-        TypeError: not a torch dtype, or a quantized one: its scales are not in the rows.
-
-    >>> check_dtype(torch.bfloat16)
-    """
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; pass a torch.dtype")
-    if dtype in _QUANTIZED:
-        raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; store the integers (int_repr()) instead")
 
 
 def has_memory(tensor: Tensor) -> bool:

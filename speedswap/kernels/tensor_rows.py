@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedswap._words import a_kind
 from speedswap.errors import DuplicateIdError
 from speedswap.kernels import _C
-from speedswap.kernels.host import as_ids, check_dtype, empty, get_num_threads, require_apart, require_memory
+from speedswap.kernels.host import as_ids, empty, get_num_threads, require_apart, require_dense
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
 from speedswap.kernels.records import Part, Records, gather_records, scatter_records
 
@@ -149,47 +148,38 @@ def _written(tensor: Tensor) -> None:
 
 
 def _require_matrix(matrix: Tensor, name: str) -> None:
-    if not isinstance(matrix, Tensor):
-        raise TypeError(f"{name} is {a_kind(matrix)}; pass a tensor of shape (rows, dim)")
-    if matrix.is_nested:
-        raise TypeError(f"{name} is a nested tensor; pass one of shape (rows, dim)")
+    _require_near(matrix, name)
+    require_dense(matrix, name)
+    if matrix.is_quantized:
+        raise TypeError(
+            f"{name}'s dtype is {matrix.dtype}, whose scales are not in the rows; pass its integers (int_repr())"
+        )
+    if matrix.is_conj() or matrix.is_neg():
+        raise ValueError(f"{name} is a lazily conjugated view; make it plain with {name}.resolve_conj().resolve_neg()")
     if matrix.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(matrix.shape)}; pass one of shape (rows, dim)")
-    _require_plain(matrix, name)
 
 
 def _require_vector(ids: Tensor) -> None:
+    _require_near(ids, "ids")
     require_id_dtype(ids)
     if ids.ndim != 1:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; pass ids.reshape(-1)")
-    if ids.device.type not in ("cpu", "cuda"):
-        raise TypeError(f"ids is on {ids.device}; move it to the CPU or a CUDA device")
 
 
-def _require_plain(tensor: Tensor, name: str) -> None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}; make it dense with {name}.to_dense()")
-    if tensor.is_quantized:
-        check_dtype(tensor.dtype)
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(f"{name} is a lazily conjugated view; make it plain with {name}.resolve_conj().resolve_neg()")
-    if tensor.device.type not in ("cpu", "cuda"):
+def _require_near(tensor: object, name: str) -> None:
+    if isinstance(tensor, Tensor) and tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} is on {tensor.device}; move it to the CPU or a CUDA device")
-    require_memory(tensor, name)
 
 
 def _require_rows(rows: Tensor, name: str, shape: tuple[int, int], matrix: Tensor, matrix_name: str) -> None:
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"{name} is {a_kind(rows)}; pass a tensor of shape {shape}")
+    _require_matrix(rows, name)
     if rows.dtype != matrix.dtype:
         raise TypeError(f"{name} has dtype {rows.dtype}, but {matrix_name} has {matrix.dtype}; convert one of them")
-    if rows.is_nested:
-        raise TypeError(f"{name} is a nested tensor; pass one of shape {shape}")
     if tuple(rows.shape) != shape:
         raise ValueError(
             f"{name} has shape {tuple(rows.shape)}; it must be {shape}: a row of {matrix_name} for each id"
         )
-    _require_plain(rows, name)
 
 
 def _require_own_rows(matrix: Tensor, name: str) -> None:

@@ -67,14 +67,14 @@ def test_a_child_forked_while_kernels_are_loaded_finds_the_lock_free():
     entered, leave = threading.Event(), threading.Event()
 
     def load() -> None:
-        with modules._lock:
+        with modules._loading.lock:
             entered.set()
             leave.wait(60)
 
     loader = threading.Thread(target=load)
     loader.start()
     entered.wait(60)
-    status = exit_status(lambda: modules._lock.acquire(timeout=5))
+    status = exit_status(lambda: modules._loading.lock.acquire(timeout=5))
     leave.set()
     loader.join()
     assert status == 0

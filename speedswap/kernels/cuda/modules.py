@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from speedswap._install import pip_install
+from speedswap._locks import Locked
 from speedswap.kernels import _C
 
 _log = logging.getLogger("speedswap")
@@ -60,7 +60,7 @@ def cupy() -> Any:
         raise ImportError(f"moving rows to a GPU needs CuPy, which cannot be imported ({error}); {remedy}") from error
 
 
-_lock = threading.Lock()
+_loading = Locked()
 _used_devices: set[int] = set()
 
 
@@ -114,7 +114,7 @@ def unavailable() -> str | None:
 
 
 def _found() -> Kernels | Unavailable:
-    with _lock:
+    with _loading.lock:
         found = _load()
     if isinstance(found, Kernels) and found.process != os.getpid():
         return Unavailable(
@@ -122,14 +122,6 @@ def _found() -> Kernels | Unavailable:
             "start processes that use a GPU with multiprocessing's method 'spawn'"
         )
     return found
-
-
-def _give_child_a_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread of the parent may have held the old one
-
-
-os.register_at_fork(after_in_child=_give_child_a_lock)
 
 
 @functools.cache
