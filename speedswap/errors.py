@@ -30,33 +30,6 @@ Every message names the argument, its value and the remedy, and every error is r
 
 from __future__ import annotations
 
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "ConversionError",
-    "CoupledLossError",
-    "DuplicateIdError",
-    "DuplicateRowsWarning",
-    "IdError",
-    "IdMapError",
-    "IdMapFullError",
-    "LostUpdateError",
-    "MemoryBudgetError",
-    "OptimizerError",
-    "PeerError",
-    "RanksError",
-    "SpeedswapError",
-    "SpeedswapWarning",
-    "TableBusyError",
-    "TableClosedError",
-    "TableError",
-    "TableFormatError",
-    "TableFullError",
-    "TableTooLargeError",
-    "ThreadError",
-    "WeightError",
-]
-
 
 class SpeedswapError(Exception):
     """Base class of speedswap's errors."""

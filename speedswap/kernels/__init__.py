@@ -30,7 +30,6 @@ from speedswap.kernels.id_map import (
     texts_of_fixed,
 )
 from speedswap.kernels.ids import (
-    Asked,
     by_owner,
     check_ids,
     find_all,

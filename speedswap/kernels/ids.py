@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,14 +72,6 @@ def _outside(ids: Tensor, position: int, num_rows: int, what: str) -> IdError:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-class Asked(NamedTuple):
-    """The ids of a lookup, the number of existing rows, and the rows' owner for messages."""
-
-    ids: Tensor
-    num_rows: int
-    what: str
-
-
 def find_rows(ids: Tensor, num_rows: int, what: str) -> tuple[Tensor, Tensor]:
     """Return a batch's rows and each id's position among them, after checking their range; on a GPU in one round trip.
 
@@ -104,20 +95,20 @@ def find_rows(ids: Tensor, num_rows: int, what: str) -> tuple[Tensor, Tensor]:
     return found
 
 
-def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
+def find_all(lookups: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, Tensor] | None]:
     """Return :func:`find_rows` of each of several lookups; on a GPU with one sort and one round trip.
 
     Args:
-        asked: lookups whose ids are all on one device.
+        lookups: of each its ids, all on one device, and the number of existing rows.
 
     Returns:
         In their order; None for a lookup with an id out of range.
     """
-    for each in asked:
-        require_id_dtype(each.ids)
-    if asked and asked[0].ids.device.type != "cpu":
-        return distinct([each.ids for each in asked], [each.num_rows for each in asked])
-    return [_unique(ids, num_rows) for ids, num_rows, _ in asked]
+    for ids, _ in lookups:
+        require_id_dtype(ids)
+    if lookups and lookups[0][0].device.type != "cpu":
+        return distinct([ids for ids, _ in lookups], [num_rows for _, num_rows in lookups])
+    return [_unique(ids, num_rows) for ids, num_rows in lookups]
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:

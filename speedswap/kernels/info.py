@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from speedswap.kernels import _C
+from speedswap.kernels.cuda import modules
 from speedswap.kernels.host import get_num_threads
 
 
@@ -17,16 +18,12 @@ def compiled_in() -> Path:
 
 def cuda_ready() -> tuple[bool, str]:
     """Return True if rows can move to and from a GPU here; otherwise False, the reason and the remedy."""
-    from speedswap.kernels.cuda import modules
-
     reason = modules.unavailable()
     return reason is None, reason or ""
 
 
 def capabilities() -> dict[str, str]:
     """Describe what was built and found, for ``speedswap info``: one short text per item."""
-    from speedswap.kernels.cuda import modules
-
     try:
         built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
     except FileNotFoundError as error:
@@ -47,8 +44,6 @@ def capabilities() -> dict[str, str]:
 
 
 def _cupy_version() -> str:
-    from speedswap.kernels.cuda import modules
-
     try:
         return str(modules.cupy().__version__)
     except ImportError as error:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch.profiler import record_function
 
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
-from speedswap.kernels.ids import Asked, find_all
+from speedswap.kernels.ids import find_all
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Starts")
@@ -94,13 +95,13 @@ class Transfer(Generic[T]):
         self._device, self._event = stream.device, stream.record_event()
 
 
+@dataclass(eq=False)
 class Lookup:
     """A batch's ids, checked and deduplicated when its transfer begins.
 
     Args:
         ids: int32 or int64, any shape, at least one, not modified afterwards.
         num_rows: ids must be 0 to num_rows - 1.
-        what: the rows' owner, for messages.
         device: the block's device.
 
     Attributes:
@@ -108,13 +109,10 @@ class Lookup:
             or if an id is out of range.
     """
 
-    found: tuple[Tensor, Tensor] | None = None
-
-    def __init__(self, ids: Tensor, num_rows: int, what: str, device: torch.device) -> None:
-        self.ids = ids
-        self.num_rows = num_rows
-        self.what = what
-        self.device = device
+    ids: Tensor
+    num_rows: int
+    device: torch.device
+    found: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
 
 class _Entry(NamedTuple, Generic[T]):
@@ -236,9 +234,8 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 
 def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
     """Find the rows of all lookups in one round trip."""
-    near = [lookup.ids.to(device, non_blocking=True) for lookup in lookups]
-    asked = [Asked(ids, lookup.num_rows, lookup.what) for ids, lookup in zip(near, lookups, strict=True)]
-    for lookup, found in zip(lookups, find_all(asked), strict=True):
+    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in lookups]
+    for lookup, found in zip(lookups, find_all(near), strict=True):
         lookup.found = found
 
 

@@ -34,8 +34,7 @@ def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Pref
             held.enter_context(table.lock)
             table.check_open()
         prefetched = [
-            table.store.prefetch(Lookup(ids, table.num_embeddings, f"table {table.name!r}", device), transfers)
-            for table, ids, device in wanted
+            table.store.prefetch(Lookup(ids, table.num_embeddings, device), transfers) for table, ids, device in wanted
         ]
         transfers.start()
         return prefetched

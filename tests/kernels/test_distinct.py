@@ -130,7 +130,7 @@ def test_a_lookup_out_of_range_names_the_id(device: str) -> None:
 
 def test_lookups_on_any_device(device: str) -> None:
     several = [torch.tensor(ids, device=device) for ids in ([3, 3, 1], [0], [7, 2])]
-    found = kernels.find_all([kernels.Asked(ids, 5, "x") for ids in several])
+    found = kernels.find_all([(ids, 5) for ids in several])
     assert found[2] is None
     for each, ids in zip(found[:2], several[:2], strict=True):
         assert each is not None

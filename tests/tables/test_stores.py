@@ -413,7 +413,7 @@ class Sharded(RowStore):
         flat, parts, device = lookup.ids.flatten().long(), [], lookup.device
         for shard, number, mask in self.split(flat):
             ids = flat[mask] // len(self.shards)
-            part = shard.prefetch(Lookup(ids, shard.num_embeddings, lookup.what, device), transfers)
+            part = shard.prefetch(Lookup(ids, shard.num_embeddings, device), transfers)
             parts.append((part, number, mask.to(device)))
         return Gathered(parts, lookup, len(self.shards))
 
