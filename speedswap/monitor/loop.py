@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,8 @@ class EventMonitor(Callback):
         self._in_pass: set[int] = set()  # the same, in this backward pass
         self._stepped = False  # whether a step has used the present gradients
         self._stepping = False
-        self._last: Tensor | None = None  # the parameter whose gradient came last, with its version then
-        self._last_grad = 0  # the id of that gradient
-        self._last_version = 0
+        self._last: Tensor | None = None  # the parameter whose gradient came last
+        self._last_grad = (0, 0)  # the id of that gradient, and its version then
         self._looks = 0
         self._one_pass = False  # a splitter's micro-batches are one pass
         self._pass_begun = False
@@ -117,7 +116,7 @@ class EventMonitor(Callback):
         self._one_pass, self._pass_begun = True, False
         # A splitter may take half-precision gradients away while it sums them in float32.
         self._kept_by_splitter = None if event.micro_batch_sizes is None else self._kept(None)
-        self._before_batch = (self.backward_passes, frozenset(self._reached | self._in_pass), self._stepped)
+        self._before_batch = (self.backward_passes, frozenset(self._reached), self._stepped)
 
     def after_batch(self, event: Event) -> None:
         """Remember the gradients, which may not be the tensors that backward added to."""
@@ -125,9 +124,8 @@ class EventMonitor(Callback):
         given = [parameter for parameter in _parameters(self.optimizer) if parameter.grad is not None]
         if given and not self._pass_begun:  # they bypassed the parameters' hooks
             self._begin_pass(given[0])
-        self._in_pass.update(id(parameter) for parameter in given)
-        if given:
-            self._remember(given[-1])
+        for parameter in given:
+            self._reach(parameter)
 
     def on_out_of_memory(self, event: Event) -> None:
         """Forget the attempt, which was rolled back."""
@@ -150,35 +148,34 @@ class EventMonitor(Callback):
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
                 self._parameter_handles.append(hook)
-        self._hooked = sum(1 for _ in _parameters(self.optimizer))
+        self._hooked = len(_parameters(self.optimizer))
 
     def _accumulated(self, parameter: Tensor) -> None:
-        key = id(parameter)
-        if key in self._in_pass or not self._in_pass:
+        if not self._in_pass or id(parameter) in self._in_pass:
             self._begin_pass(parameter)
-        self._in_pass.add(key)
-        self._remember(parameter)
+        self._reach(parameter)
 
-    def _remember(self, parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is not None:
-            self._last, self._last_version, self._last_grad = parameter, grad._version, id(grad)
+    def _reach(self, parameter: Tensor) -> None:
+        """Remember that a parameter has a gradient of this pass, and that gradient."""
+        self._in_pass.add(id(parameter))
+        self._reached.add(id(parameter))
+        if (grad := parameter.grad) is not None:
+            self._last, self._last_grad = parameter, (id(grad), grad._version)
 
     def _begin_pass(self, parameter: Tensor) -> None:
         known = self._kept_by_splitter if self._one_pass else None
         kept = self._kept(parameter) if known is None else known
-        self._reached |= self._in_pass
         self._in_pass.clear()
         if self._one_pass and self._pass_begun:
             return
         self._pass_begun = True
-        if self._stepped and kept:
-            self.policy.warn(
-                "SW103",
-                "this backward pass adds to gradients that a step has already used; call optimizer.zero_grad() after "
-                "each step",
-            )
         if self._stepped:
+            if kept:
+                self.policy.warn(
+                    "SW103",
+                    "this backward pass adds to gradients that a step has already used; call optimizer.zero_grad() "
+                    "after each step",
+                )
             self._forget_window()
         elif self.backward_passes and not kept:
             if not self._stepping:
@@ -204,21 +201,22 @@ class EventMonitor(Callback):
         reduction over ranks may have written into it too, so its values are read. After steps that is done a few times
         only, since loops that zero in place do so after each.
         """
-        if self._last is None or self._last.grad is None:
+        if self._last is None or (grad := self._last.grad) is None:
             return False
+        number, version = self._last_grad
         if self._last is parameter:  # this pass has added to it
-            return id(self._last.grad) == self._last_grad and self._last.grad._version == self._last_version + 1
-        if self._last.grad._version == self._last_version:
+            return (id(grad), grad._version) == (number, version + 1)
+        if grad._version == version:
             return True
         if self._stepped:
             self._looks += 1
             if self._looks > MOST_LOOKS:
                 return False
-        return _has_values(self._last.grad)
+        return _has_values(grad)
 
     def _before_step(self, *_: Any) -> None:
         self._stepping, self._one_pass = True, False
-        if sum(1 for _ in _parameters(self.optimizer)) != self._hooked:
+        if len(_parameters(self.optimizer)) != self._hooked:
             self._listen_to_parameters()
         if self.policy.wants("SW108") and not self.model.training:
             self.policy.warn(
@@ -240,46 +238,36 @@ class EventMonitor(Callback):
                 f"a step after {self.backward_passes} of {wanted} backward passes; scale the loss of a last, partial "
                 "window by its own number of passes",
             )
-        if not self._stepped and self.backward_passes:
-            self._missing_gradients()
+        if not self._stepped and self.backward_passes and self.policy.wants("SW105"):
+            self._warn_of(
+                [p for p in _parameters(self.optimizer) if p.requires_grad and id(p) not in self._reached],
+                "SW105",
+                "no gradient in this step for {}; freeze unused parameters with requires_grad_(False), or check that "
+                "the loss depends on it",
+            )
         self._stepped = True
         self._reached.clear()
         self._in_pass.clear()
         if self._last is not None and self._last.grad is not None:
-            self._last_version = self._last.grad._version  # clipping and unscaling have written into it
-
-    def _missing_gradients(self) -> None:
-        if not self.policy.wants("SW105"):
-            return
-        reached = self._reached | self._in_pass
-        missing = [p for p in _parameters(self.optimizer) if p.requires_grad and id(p) not in reached]
-        if missing:
-            self.policy.warn(
-                "SW105",
-                f"no gradient in this step for {self._list(missing)}; freeze unused parameters with "
-                "requires_grad_(False), or check that the loss depends on it",
-            )
+            self._last_grad = (self._last_grad[0], self._last.grad._version)  # clipping and unscaling wrote into it
 
     def _compare_parameters(self) -> None:
         """Warn about parameters that only the model or only the optimizer has."""
         held = {id(parameter) for parameter in _parameters(self.optimizer)}
-        absent = [p for p in self.model.parameters() if p.requires_grad and id(p) not in held]
-        if absent:
-            self.policy.warn(
-                "SW106",
-                f"trainable but not in the optimizer: {self._list(absent)}; add the ones to be trained, and freeze "
-                "the rest with requires_grad_(False)",
-            )
-        strangers = [p for p in _parameters(self.optimizer) if id(p) not in self._names]
-        if strangers:
-            self.policy.warn(
-                "SW107",
-                f"{len(strangers)} of the optimizer's parameters are not the model's; make the optimizer from "
-                "this model's parameters",
-            )
+        self._warn_of(
+            [p for p in self.model.parameters() if p.requires_grad and id(p) not in held],
+            "SW106",
+            "trainable but not in the optimizer: {}; add the ones to be trained, and freeze the rest with "
+            "requires_grad_(False)",
+        )
+        self._warn_of(
+            [p for p in _parameters(self.optimizer) if id(p) not in self._names],
+            "SW107",
+            "the optimizer has parameters that are not the model's, {}; make it from this model's parameters",
+        )
 
     def _left_over(self, when: str) -> None:
-        if self.backward_passes and not self._stepped and self._kept_now():
+        if self.backward_passes and not self._stepped and self._kept(None):
             self.policy.warn(
                 "SW104",
                 f"{when}, the gradients of {self.backward_passes} backward pass(es) were not used by a step; step "
@@ -288,20 +276,18 @@ class EventMonitor(Callback):
         if not self._stepped:
             self._forget_window()
 
-    def _kept_now(self) -> bool:
-        grad = None if self._last is None else self._last.grad
-        return grad is not None and (grad._version == self._last_version or _has_values(grad))
-
     def _forget_window(self) -> None:
         self.backward_passes = 0
         self._reached.clear()
         self._in_pass.clear()
         self._stepped = False
 
-    def _list(self, parameters: Sequence[Tensor]) -> str:
+    def _warn_of(self, parameters: Sequence[Tensor], code: str, detail: str) -> None:
+        """Warn of parameters, if there are any; they stand for the braces of the warning."""
         names = [self._names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
+        if names:
+            self.policy.warn(code, detail.format(", ".join(names[:3]) + more))
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -322,9 +308,8 @@ def _has_values(grad: Tensor) -> bool:
         return bool(grad.any())
 
 
-def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _remove(*lists: list[Any]) -> None:
