@@ -14,6 +14,7 @@ import torch
 from speedswap import __version__, kernels
 from speedswap._install import pip_install
 from speedswap._memory import available_bytes, lockable_bytes, pages, physical_bytes
+from speedswap._words import size_in_words
 
 # The CuPy distribution for each CUDA, and the extra of speedswap that installs it.
 EXTRA_OF_CUPY = {"cupy-cuda12x": "cuda12", "cupy-cuda13x": "cuda13"}
@@ -52,7 +53,9 @@ def _gpus() -> dict[str, str]:
     found = {"driver": driver or "none: nvidia-smi is missing, or finds no GPU"}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = f"{gpu.name}, {_gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        found[f"cuda:{index}"] = (
+            f"{gpu.name}, {size_in_words(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        )
     if torch.cuda.is_available():
         return found
     if driver is None:
@@ -118,11 +121,7 @@ def memory_limits() -> dict[str, str]:
     """Return the bounds of a table in host memory, a line of text each: free memory, lockable memory, and pages."""
     locked = lockable_bytes()
     return {
-        "available": f"{_gib(available_bytes())} of {_gib(physical_bytes())}",
-        "locked at most": "no limit" if locked is None else f"{_gib(locked)} (ulimit -l)",
+        "available": f"{size_in_words(available_bytes())} of {size_in_words(physical_bytes())}",
+        "locked at most": "no limit" if locked is None else f"{size_in_words(locked)} (ulimit -l)",
         "pages": pages(),
     }
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["AVERAGE_OTHERS", "a_kind"]
+__all__ = ["AVERAGE_OTHERS", "a_kind", "size_in_words"]
 
 AVERAGE_OTHERS = (  # of AveragedModel, EMA and SWA
     "an average of a model over its steps leaves tables out: average a module without the embedding, or all parameters "
@@ -25,3 +25,16 @@ def a_kind(value: object) -> str:
     """
     name = type(value).__name__
     return f"{'an' if _STARTS_WITH_A_VOWEL.match(name) else 'a'} {name}"
+
+
+def size_in_words(nbytes: int) -> str:
+    """Return a number of bytes in the largest unit that it reaches.
+
+    Example:
+        >>> size_in_words(3 << 29), size_in_words(100)
+        ('1.5 GiB', '100 bytes')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.1f} {unit}"
+    return f"{nbytes} bytes"

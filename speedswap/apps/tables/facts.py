@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from speedswap._words import size_in_words
 from speedswap.apps.running import show_progress
 from speedswap.errors import TableFormatError
-from speedswap.tables import Column, IdMap, Table
+from speedswap.tables import Column, Table
 from speedswap.tables.files.directory import facts_of
 from speedswap.tables.files.manifest import part_of_ranks
 from speedswap.tables.store import Checked
 
 _MOST_SHOWN = 20
+_OF_A_MAP = ("keys", "capacity", "admit_after", "evict")
 _OF_A_TABLE = re.compile(r"MANIFEST|LOCK|HEAD.*|(rows|data|keys).*\.(log|bin)")
 
 
@@ -39,15 +41,13 @@ def table_facts(path: Path) -> dict[str, Any]:
             "writes": table.writes,
             "seed": table.seed,
             "attributes": dict(table.attributes),
-            "id_maps": {name: _map(id_map) for name, id_map in table.store.notes.id_maps.items()},
+            "id_maps": {
+                name: {"used": len(id_map), **{each: getattr(id_map, each) for each in _OF_A_MAP}}
+                for name, id_map in table.store.notes.id_maps.items()
+            },
             **facts,
             **(table.store.files.facts() if table.store.files is not None else {}),
         }
-
-
-def _map(id_map: IdMap) -> dict[str, Any]:
-    settings = {name: getattr(id_map, name) for name in ("keys", "capacity", "admit_after", "evict")}
-    return {"used": len(id_map), **settings}
 
 
 def _column(column: Column) -> dict[str, Any]:
@@ -69,48 +69,40 @@ def describe_table(facts: dict[str, Any]) -> str:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "path", facts["path"]
-    if "part" in facts:
-        yield "part", facts["part"]
-    yield "rows", f"{facts['rows']:,}"
-    for name, column in facts["columns"].items():
-        shape = " × ".join(map(str, column["row_shape"])) or "1"
-        stored = (
-            f" stored as {column['stored_dtype']}, rounded {column['rounding']}" if "stored_dtype" in column else ""
-        )
-        yield name, f"{shape} {column['dtype']}{stored}, {column['row_bytes']} bytes"
-    yield "size", f"{_size(facts['bytes'])} of rows, {_size(facts['bytes_on_disk'])} on disk"
-    holder, left = facts["open_for_writing_in"], facts["left_open"]
-    if holder is not None:
-        yield "open for writing", f"in process {holder}"
-    else:
-        yield "open for writing", "no; its last writer did not close it" if left else "no"
-    for name, id_map in facts["id_maps"].items():
-        yield "id map" + (f" {name!r}" if name else ""), _text(id_map)
-    shown = {"path", "name", "part", "rows", "columns", "bytes", "bytes_on_disk", "id_maps"}
-    shown |= {"open_for_writing_in", "left_open"}
     for name, value in facts.items():
-        if name not in shown:
-            yield name.replace("_", " "), _text(value)
+        match name:
+            case "name" | "bytes_on_disk" | "left_open":
+                continue  # said with others
+            case "columns":
+                yield from ((column, _of_column(found)) for column, found in value.items())
+            case "bytes":
+                yield "size", f"{size_in_words(value)} of rows, {size_in_words(facts['bytes_on_disk'])} on disk"
+            case "id_maps":
+                yield from (("id map" + (f" {key!r}" if key else ""), _text(found)) for key, found in value.items())
+            case "open_for_writing_in":
+                left = "no; its last writer did not close it" if facts["left_open"] else "no"
+                yield "open for writing", left if value is None else f"in process {value}"
+            case _:
+                yield name.replace("_", " "), _text(value)
+
+
+def _of_column(found: dict[str, Any]) -> str:
+    shape = " × ".join(map(str, found["row_shape"])) or "1"
+    stored = f" stored as {found['stored_dtype']}, rounded {found['rounding']}" if "stored_dtype" in found else ""
+    return f"{shape} {found['dtype']}{stored}, {found['row_bytes']} bytes"
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(_text, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
+    match value:
+        case dict():
+            return ", ".join(f"{key} {_text(item)}" for key, item in value.items()) or "none"
+        case list():
+            return ", ".join(map(_text, value)) or "none"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
     return "none" if value is None else str(value)
-
-
-def _size(nbytes: int) -> str:
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):.1f} {unit}"
-    return f"{nbytes} bytes"
 
 
 class Verified(NamedTuple):
