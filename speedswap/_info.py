@@ -49,7 +49,7 @@ def describe() -> str:
 
 
 def _gpus() -> dict[str, str]:
-    driver = _driver_version()
+    driver = driver_version()
     found = {"driver": driver or "none: nvidia-smi is missing, or finds no GPU"}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
@@ -67,7 +67,7 @@ def _gpus() -> dict[str, str]:
     return found
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """Return the NVIDIA driver's version as nvidia-smi gives it, None without a driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import speedswap
+from speedswap._info import driver_version
 from speedswap._memory import physical_bytes
 from speedswap.apps.files import write_given
 from speedswap.kernels import capabilities
@@ -107,7 +108,7 @@ def machine() -> dict[str, Any]:
         "undisturbed": os.sched_getscheduler(0) != os.SCHED_OTHER,  # by real-time priority: chrt -f 1
         "memory_gib": round(physical_bytes() / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "driver": _driver(),
+        "driver": driver_version(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -137,39 +138,24 @@ def cache_bytes() -> int:
 
 
 def _processor() -> str:
-    found = re.search(r"^model name\s*:\s*(.*)", _text("/proc/cpuinfo"), re.MULTILINE)
-    return platform.processor() or platform.machine() if found is None else found[1].strip()
-
-
-def _driver() -> str | None:
-    """Return the NVIDIA driver's version, None without one."""
-    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _text("/proc/driver/nvidia/version"))
-    return None if found is None else found[0]
-
-
-def _text(path: str) -> str:
     try:
-        return Path(path).read_text()
+        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        return ""
+        found = None
+    return platform.processor() or platform.machine() if found is None else found[1].strip()
 
 
 def _commit() -> str | None:
     """Return the commit, with + where files differ from it; outside a repository what SPEEDSWAP_COMMIT says, if set."""
     here = Path(__file__).resolve()
-    asked = (
-        ["git", "ls-files", "--error-unmatch", here.name],  # a repository around an installed package is another's
-        ["git", "rev-parse", "--short=12", "HEAD"],
-        ["git", "status", "--porcelain"],
-    )
-    said = []
-    for command in asked:
+    described = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    # A repository around an installed package is another's, and does not know this file.
+    for words in (["ls-files", "--error-unmatch", here.name], described):
         try:
-            done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True)
+            done = subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return os.environ.get("SPEEDSWAP_COMMIT") or None
-        said.append(done.stdout.strip())
-    return said[1] + ("+" if said[2] else "")
+    return done.stdout.strip()
 
 
 # ---- other libraries on this machine, found at run time --------------------------------------------------------------

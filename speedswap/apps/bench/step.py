@@ -130,7 +130,7 @@ def compare(
                     raise
                 trainers[one.name]["skipped"] = f"failed: {type(error).__name__}: {error}"
                 continue
-            if lacking := _lacking(int(one.bytes_factor * plan.num_rows * plan.dim)):
+            if lacking := _lacking((COLUMNS[optimizer] + one.dense) * plan.num_rows * plan.dim):
                 trainers[one.name]["skipped"] = lacking
                 continue
             trainer = one.make(plan.num_rows, plan.dim, optimizer, device)

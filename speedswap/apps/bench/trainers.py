@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import product
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -195,14 +196,12 @@ class Contestant:
         name: as it is reported.
         package: the library.
         make: makes the trainer: rows, width, optimizer, device.
-        dense: every row takes part in every step, so that rows outside the batch drift.
-        bytes_factor: its memory, over that of the weights alone.
+        dense: every row takes part in every step, so that rows outside the batch drift, and has a gradient.
     """
 
     name: str
     package: str
     make: Callable[[int, int, str, str], Trainer]
-    bytes_factor: float
     dense: bool = False
 
 
@@ -211,25 +210,17 @@ COLUMNS = {"sgd": 1, "adagrad": 2, "adam": 3}
 
 def contestants(optimizer: str, device: str) -> Iterator[Contestant]:
     """Yield the trainers of this optimizer: ours first. Some torch releases lack a fused implementation of it."""
-    columns = COLUMNS[optimizer]
-    ours: dict[str, dict[str, Any]] = {
-        "speedswap": {},
-        "speedswap, fused": {"fused": True},
-        "speedswap, lookahead": {"ahead": True},
-        "speedswap, fused, lookahead": {"fused": True, "ahead": True},
-    }
-    for name, how in ours.items():
-        yield Contestant(name, "speedswap", partial(Ours, **how), columns)
+    for ahead, fused in product((False, True), repeat=2):
+        name = ", ".join(["speedswap", *(["fused"] if fused else []), *(["lookahead"] if ahead else [])])
+        yield Contestant(name, "speedswap", partial(Ours, fused=fused, ahead=ahead))
     sparse = f"torch {SPARSE[optimizer].__name__}" + (", sparse" if optimizer != "adam" else "")
     on_gpu = "" if device == "cpu" else ", on the GPU"
-    yield Contestant(sparse, "torch", partial(Torch, sparse=True, home="cpu"), columns)
-    if on_gpu:
-        yield Contestant(sparse + on_gpu, "torch", partial(Torch, sparse=True, home=device), columns)
+    for home, where in {"cpu": "", device: on_gpu}.items():
+        yield Contestant(sparse + where, "torch", partial(Torch, sparse=True, home=home))
     if optimizer == "adam":
-        dense = partial(Torch, sparse=False, home=device)
-        yield Contestant(f"torch Adam, dense{on_gpu}", "torch", dense, columns + 1, dense=True)
+        yield Contestant(f"torch Adam, dense{on_gpu}", "torch", partial(Torch, sparse=False, home=device), dense=True)
     if optimizer != "adam" or on_gpu:  # which FBGEMM's CPU build lacks
-        yield Contestant("FBGEMM", "FBGEMM", Fbgemm, columns)
+        yield Contestant("FBGEMM", "FBGEMM", Fbgemm)
 
 
 # ---- verification ---------------------------------------------------------------------------------------------------

@@ -250,11 +250,11 @@ def test_a_library_that_fails_is_left_out_with_its_reason(small, monkeypatch):
         raise TypeError("no such argument")
 
     def one_more(optimizer, device):
-        return [*contestants(optimizer, device), Contestant("FBGEMM on Tuesday", "other", failing, 1.0)]
+        return [*contestants(optimizer, device), Contestant("FBGEMM on Tuesday", "other", failing)]
 
     monkeypatch.setattr(step, "contestants", one_more)
     found = step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))
     assert found["trainers"]["FBGEMM on Tuesday"]["skipped"] == "failed: TypeError: no such argument"
-    monkeypatch.setattr(step, "contestants", lambda *_: [Contestant("speedswap", "speedswap", failing, 1.0)])
+    monkeypatch.setattr(step, "contestants", lambda *_: [Contestant("speedswap", "speedswap", failing)])
     with pytest.raises(TypeError):
         step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))

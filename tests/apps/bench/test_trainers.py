@@ -80,7 +80,7 @@ class Slow(Ours):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_trainer_that_is_wrong_is_found(trainer, optimizer, device):
     with pytest.raises(WrongResultError, match=f"broken trains .* wrongly with {optimizer}: row "):
-        verify(optimizer, Contestant("broken", "broken", trainer, 1.0), device)
+        verify(optimizer, Contestant("broken", "broken", trainer), device)
 
 
 def test_a_dense_optimizer_drifts_and_says_so(device):
