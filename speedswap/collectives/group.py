@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from speedswap._forks import in_child
 from speedswap.collectives.ahead import Ahead
 from speedswap.collectives.lane import Lane
 from speedswap.collectives.messages import Kind, digest_of
@@ -162,7 +162,7 @@ class RankGroup:
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # also those of destroyed process groups
-os.register_at_fork(after_in_child=_all.clear)  # a child lacks the threads of their lanes
+in_child(_all.clear)  # a child lacks the threads of their lanes
 
 
 def is_distributed() -> bool:

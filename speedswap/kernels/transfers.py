@@ -7,7 +7,6 @@ for work queued earlier on the caller's stream, and the stream that takes a resu
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from speedswap._forks import in_child
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.ids import find_all
@@ -258,7 +258,7 @@ def used_here(tensors: Iterable[Tensor]) -> None:
 
 _threads: dict[Direction, ThreadPoolExecutor] = {}
 _NAME = "speedswap-"
-os.register_at_fork(after_in_child=_threads.clear)  # a child lacks the threads
+in_child(_threads.clear)  # a child lacks the threads
 
 
 def finish_threads() -> None:

@@ -7,13 +7,13 @@ takes no Python lock and none of torch's threads.
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from speedswap._forks import in_child
 from speedswap.kernels import _C
 from speedswap.kernels.host import as_ids, get_num_threads
 from speedswap.kernels.records import (
@@ -33,7 +33,7 @@ T = TypeVar("T")
 # Jobs that may still run, with what must stay alive until they are done. A dict, each of whose operations is atomic: a
 # lock might be requested again by a finalizer that runs while it is held.
 _running: dict[_C.Job, object] = {}
-os.register_at_fork(after_in_child=_running.clear)  # a child has none of them
+in_child(_running.clear)  # a child has none of them
 
 
 class FoundBlocks(NamedTuple):

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap._locks import Locked
+from speedswap._forks import Locked
 from speedswap._warnings import warn_once
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup

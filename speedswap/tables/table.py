@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._locks import Locked
+from speedswap._forks import Locked
 from speedswap._words import AVERAGE_OTHERS, a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError

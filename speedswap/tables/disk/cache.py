@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._locks import Locked
+from speedswap._forks import Locked
 from speedswap._memory import available_bytes
 from speedswap.errors import TableClosedError, TableError, TableFormatError
 from speedswap.tables.disk.layout import FreshRows, moves

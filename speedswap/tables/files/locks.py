@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from speedswap._forks import in_child
 from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.files.open_directory import FULL, OpenDirectory, OpenFile, says_if_full
 
@@ -241,4 +242,4 @@ def _forget_in_child() -> None:
         writer._file.close()  # this copy of the descriptor; the parent's keeps the lock
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(_forget_in_child)

@@ -1,12 +1,18 @@
-"""Locks that a forked child finds free."""
+"""Forked children: what they do first, and locks that they find free."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
-__all__ = ["Locked"]
+__all__ = ["Locked", "in_child"]
+
+
+def in_child(action: Callable[[], object]) -> None:
+    """Have every process that is forked from this one begin with an action, on systems where processes fork."""
+    os.register_at_fork(after_in_child=action)
 
 
 class Locked:
@@ -30,4 +36,4 @@ def _free() -> None:
         locked.lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_free)
+in_child(_free)
