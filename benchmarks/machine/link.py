@@ -17,7 +17,6 @@ from speedswap import kernels
 from speedswap.apps.bench.measure import synchronize
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.kernels.cuda import pinning
-from speedswap.kernels.cuda.launch import host_limit
 
 __all__ = ["Batch", "Link", "Move"]
 
@@ -54,7 +53,6 @@ class Link:
     Attributes:
         seconds: of faulting in, registering and filling it, by name.
         multiprocessors: of the GPU.
-        enough_multiprocessors: those that the engines take for a copy.
 
     Raises:
         BenchmarkError: the memory cannot be pinned.
@@ -79,7 +77,6 @@ class Link:
         self.seconds["fill"] = time.perf_counter() - began
         if device == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self.enough_multiprocessors = host_limit(self.multiprocessors)
             self._streams = [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Link:

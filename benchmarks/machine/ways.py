@@ -122,12 +122,10 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _movers(link: Link, footprint: int, row_bytes: int, direction: str) -> dict[str, Mover]:
-    from speedswap.kernels.cuda.engines import WAYS, Way
-
     return {
         "kernel": _kernel(link, direction, link.multiprocessors),
-        "zero_copy": _engine(link, footprint, row_bytes, direction, Way(1.0, link.enough_multiprocessors)),
-        "staged": _engine(link, footprint, row_bytes, direction, WAYS["staged"]),
+        "zero_copy": _engine(link, footprint, row_bytes, direction, 1.0),
+        "staged": _engine(link, footprint, row_bytes, direction, 0.0),
         "auto": _auto(link, footprint, row_bytes, direction),
         "torch": _torch(link.matrix(footprint, row_bytes), direction),
     }
@@ -146,12 +144,14 @@ def _unsorted(link: Link, table: Tensor, direction: str, first: Batch) -> Mover:
     return lambda batch: move(link.bytes.data_ptr(), batch.unsorted, batch.block, link.multiprocessors)
 
 
-def _engine(link: Link, footprint: int, row_bytes: int, direction: str, way: Any) -> Mover:
+def _engine(link: Link, footprint: int, row_bytes: int, direction: str, share: float) -> Mover:
     from speedswap.kernels.cuda import engines
 
     records = link.records(footprint, row_bytes)
-    move = engines.gather if direction == "to_device" else engines.scatter
-    return lambda batch: move(way, records, batch.near, [kernels.Part(0, batch.block)], link.device)
+    what: Any = "gather" if direction == "to_device" else "scatter"
+    return lambda batch: engines.move_between(
+        what, share, records, batch.near, [kernels.Part(0, batch.block)], link.device
+    )
 
 
 def _auto(link: Link, footprint: int, row_bytes: int, direction: str) -> Mover:
@@ -208,12 +208,10 @@ def _split(
     rates: dict[str, float],
     repeats: int,
 ) -> tuple[float, float]:
-    from speedswap.kernels.cuda.engines import Way
-
     even = rates["zero_copy"] / (rates["zero_copy"] + rates["staged"])
     found = {}
     for share in sorted({min(0.95, max(0.05, even + beside)) for beside in _SHARES}):
-        mover = _engine(link, footprint, row_bytes, direction, Way(share, link.enough_multiprocessors))
+        mover = _engine(link, footprint, row_bytes, direction, share)
         _verify("split", direction, mover, link.matrix(footprint, row_bytes), batches[0])
         found[share] = _rate(link, mover, batches, repeats)
     best = max(found, key=lambda share: found[share])
@@ -226,8 +224,6 @@ def _both(
     """Measure each engine in both directions at once, as in a lookahead: a thread and a stream each."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from speedswap.kernels.cuda.engines import Way
-
     nbytes = batches[0].block.nbytes
     found = {}
     with ThreadPoolExecutor(len(DIRECTIONS)) as threads:
@@ -235,7 +231,7 @@ def _both(
             moves = []
             for direction in DIRECTIONS:
                 direct = {"zero_copy": 1.0, "staged": 0.0, "split": share[direction]}[name]
-                mover = _engine(link, footprint, row_bytes, direction, Way(direct, link.enough_multiprocessors))
+                mover = _engine(link, footprint, row_bytes, direction, direct)
                 batch = batches[0] if direction == "to_device" else Batch(batches[1].host, batches[1].block.clone())
                 moves.append(lambda call, mover=mover, batch=batch: mover(batch))
             found[name] = link.rate_in_threads(nbytes, moves, repeats, threads)

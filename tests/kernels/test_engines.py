@@ -13,13 +13,12 @@ from engine_tables import WAYS, Table, ascending, blocks
 
 from speedswap.kernels import Part, Stored, rounding_key, scatter_records
 from speedswap.kernels.cuda import engines
-from speedswap.kernels.cuda.engines import Way
 
 ADAM = [(0, 64), (64, 64), (128, 64)]
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
-def way(request: pytest.FixtureRequest) -> Way:
+def way(request: pytest.FixtureRequest) -> float:
     return request.param
 
 
@@ -37,14 +36,14 @@ COLUMNS = {
 @pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS.keys())
 @pytest.mark.usefixtures("small_buffers")
-def test_every_way_moves_every_byte_and_no_other(gpu, way: Way, columns: list[tuple[int, int]], ids_on: str):
+def test_every_way_moves_every_byte_and_no_other(gpu, way: float, columns: list[tuple[int, int]], ids_on: str):
     stride = max(offset + width for offset, width in columns) + 12
     for num_rows, count in ((3, 1), (700, 500)):
         table = Table(num_rows, stride)
         for dtype in (torch.int32, torch.int64):
             ids = ascending(num_rows, count)
             parts = blocks(columns, count, gpu)
-            engines.gather(way, table.records, ids.to(ids_on, dtype), parts, gpu)
+            engines.move_between("gather", way, table.records, ids.to(ids_on, dtype), parts, gpu)
             for part, (offset, width) in zip(parts, columns, strict=True):
                 np.testing.assert_array_equal(
                     part.block.cpu().numpy(), table.expected[ids.numpy(), offset : offset + width]
@@ -52,7 +51,7 @@ def test_every_way_moves_every_byte_and_no_other(gpu, way: Way, columns: list[tu
                 fresh = torch.randint(0, 256, (count, width), dtype=torch.uint8)
                 part.block.copy_(fresh)
                 table.expected[ids.numpy(), offset : offset + width] = fresh.numpy()
-            engines.scatter(way, table.records, ids.to(ids_on, dtype), parts, gpu)
+            engines.move_between("scatter", way, table.records, ids.to(ids_on, dtype), parts, gpu)
             np.testing.assert_array_equal(table.now(), table.expected)
 
 
@@ -60,7 +59,7 @@ def test_every_way_moves_every_byte_and_no_other(gpu, way: Way, columns: list[tu
 @pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_a_gather_passes_negative_ids_over(gpu, way: Way, ids_on: str, dtype: torch.dtype):
+def test_a_gather_passes_negative_ids_over(gpu, way: float, ids_on: str, dtype: torch.dtype):
     """Their rows stay unchanged."""
     table, ids = Table(700, 192), ascending(700, 500)
     kept = torch.rand(500) < 0.6
@@ -68,7 +67,7 @@ def test_a_gather_passes_negative_ids_over(gpu, way: Way, ids_on: str, dtype: to
     parts = blocks(ADAM, 500, gpu)
     for part in parts:
         part.block.fill_(5)
-    engines.gather(way, table.records, wanted, parts, gpu)
+    engines.move_between("gather", way, table.records, wanted, parts, gpu)
     expected = np.full((500, 192), 5, np.uint8)
     expected[kept.numpy()] = table.expected[ids[kept].numpy()]
     np.testing.assert_array_equal(torch.cat([part.block.cpu() for part in parts], 1).numpy(), expected)
@@ -76,16 +75,16 @@ def test_a_gather_passes_negative_ids_over(gpu, way: Way, ids_on: str, dtype: to
 
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers")
-def test_nothing_is_gathered_where_every_id_is_negative(gpu, way: Way):
+def test_nothing_is_gathered_where_every_id_is_negative(gpu, way: float):
     table, parts = Table(5, 64), blocks([(0, 64)], 3, gpu)
-    engines.gather(way, table.records, torch.full((3,), -1, device=gpu), parts, gpu)
+    engines.move_between("gather", way, table.records, torch.full((3,), -1, device=gpu), parts, gpu)
     assert not parts[0].block.any()
 
 
 @pytest.mark.cuda_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.usefixtures("small_buffers")
-def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: Way, dtype: torch.dtype):
+def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: float, dtype: torch.dtype):
     """The bits are those of the CPU loops, in both directions and with stochastic rounding."""
     count, key = 300, None if dtype is torch.int8 else rounding_key(1, 2, 3)
     row_bytes = 24 * dtype.itemsize + (4 if dtype is torch.int8 else 0)
@@ -95,10 +94,10 @@ def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: Way, dtype: tor
     values, plain = torch.randn(count, 24), torch.randn(count, 4)
     scatter_records(other.records, ids, [Part(0, values, Stored(dtype, key)), Part(64, plain)])
     parts = [Part(0, values.to(gpu), Stored(dtype, key)), Part(64, plain.to(gpu))]
-    engines.scatter(way, table.records, ids.to(gpu), parts, gpu)
+    engines.move_between("scatter", way, table.records, ids.to(gpu), parts, gpu)
     np.testing.assert_array_equal(table.now(), other.now())
     read = [Part(0, torch.zeros(count, 24, device=gpu), Stored(dtype)), Part(64, torch.zeros(count, 4, device=gpu))]
-    engines.gather(way, table.records, ids.to(gpu), read, gpu)
+    engines.move_between("gather", way, table.records, ids.to(gpu), read, gpu)
     assert torch.equal(read[1].block.cpu(), plain)
     rounded = values if dtype is torch.int8 else values.to(dtype).float()
     assert torch.allclose(read[0].block.cpu(), rounded, rtol=0.02, atol=0.05)
@@ -106,15 +105,15 @@ def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: Way, dtype: tor
 
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers")
-def test_moves_come_after_what_was_queued_before_them(gpu, way: Way):
+def test_moves_come_after_what_was_queued_before_them(gpu, way: float):
     """With no wait between the steps each gather sees the scatter before it, each scatter what was computed."""
     table, ids = Table(600, 64), ascending(600, 450).to(gpu)
     ones = torch.ones(450, 64, dtype=torch.uint8, device=gpu)
     for _ in range(6):
         parts = blocks([(0, 64)], 450, gpu)
-        engines.gather(way, table.records, ids, parts, gpu)
+        engines.move_between("gather", way, table.records, ids, parts, gpu)
         parts[0].block.add_(ones)
-        engines.scatter(way, table.records, ids, parts, gpu)
+        engines.move_between("scatter", way, table.records, ids, parts, gpu)
         del parts
     table.expected[ids.cpu().numpy()] += 6
     np.testing.assert_array_equal(table.now(), table.expected)
@@ -129,10 +128,10 @@ def test_the_cpu_waits_for_what_kernels_have_still_to_write(gpu):
     old[0].block.fill_(1)
     new[0].block.fill_(2)
     torch.cuda.synchronize()
-    engines.scatter(WAYS["zero_copy"], table.records, near, old, gpu)
-    engines.gather(WAYS["staged"], table.records, ids, read, gpu)
-    engines.scatter(WAYS["zero_copy"], table.records, near, old, gpu)
-    engines.scatter(WAYS["staged"], table.records, ids, new, gpu)
+    engines.move_between("scatter", WAYS["zero_copy"], table.records, near, old, gpu)
+    engines.move_between("gather", WAYS["staged"], table.records, ids, read, gpu)
+    engines.move_between("scatter", WAYS["zero_copy"], table.records, near, old, gpu)
+    engines.move_between("scatter", WAYS["staged"], table.records, ids, new, gpu)
     assert (read[0].block == 1).all()
     table.expected[ids.numpy()] = 2
     np.testing.assert_array_equal(table.now(), table.expected)
@@ -147,16 +146,16 @@ def test_ways_may_change_from_move_to_move(gpu):
     ways = [WAYS[name] for name in ("zero_copy", "staged", "split", "staged", "zero_copy", "split", "zero_copy")]
     for out, into in itertools.pairwise(ways):
         parts = blocks([(0, 64)], 450, gpu)
-        engines.gather(into, table.records, ids, parts, gpu)
+        engines.move_between("gather", into, table.records, ids, parts, gpu)
         parts[0].block.add_(ones)
-        engines.scatter(out, table.records, ids, parts, gpu)
+        engines.move_between("scatter", out, table.records, ids, parts, gpu)
     table.expected[ids.cpu().numpy()] += 6
     np.testing.assert_array_equal(table.now(), table.expected)
 
 
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers")
-def test_both_directions_at_once(gpu, way: Way):
+def test_both_directions_at_once(gpu, way: float):
     """One thread and stream gathers from one table while another scatters to a second table."""
     source, target = Table(900, 64), Table(900, 64)
     ids = ascending(900, 800)
@@ -167,13 +166,13 @@ def test_both_directions_at_once(gpu, way: Way):
     def into() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for parts in gathered:
-                engines.gather(way, source.records, ids, parts, gpu)
+                engines.move_between("gather", way, source.records, ids, parts, gpu)
             torch.cuda.current_stream().synchronize()
 
     def out() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for values in written:
-                engines.scatter(way, target.records, ids, [Part(0, values)], gpu)
+                engines.move_between("scatter", way, target.records, ids, [Part(0, values)], gpu)
 
     threads = [threading.Thread(target=into), threading.Thread(target=out)]
     for thread in threads:
@@ -187,13 +186,13 @@ def test_both_directions_at_once(gpu, way: Way):
 
 
 @pytest.mark.cuda_kernels
-def test_nothing_is_allocated_after_the_first_moves(gpu, way: Way):
+def test_nothing_is_allocated_after_the_first_moves(gpu, way: float):
     table, ids = Table(40_000, 64), ascending(40_000, 30_000).to(gpu)
     parts = blocks([(0, 64)], 30_000, gpu)
 
     def step() -> None:
-        engines.gather(way, table.records, ids, parts, gpu)
-        engines.scatter(way, table.records, ids, parts, gpu)
+        engines.move_between("gather", way, table.records, ids, parts, gpu)
+        engines.move_between("scatter", way, table.records, ids, parts, gpu)
 
     step()
     before = torch.cuda.memory_stats(gpu)["allocation.all.allocated"]
@@ -211,5 +210,5 @@ def test_a_gather_that_passes_ids_over_waits_for_no_stream(gpu):
     parts = blocks(ADAM, 500, gpu)
     for _ in range(2):  # memory for the places is allocated by the first
         with simulated_gpu.counted() as counts:
-            engines.gather(WAYS["staged"], table.records, wanted, parts, gpu)
+            engines.move_between("gather", WAYS["staged"], table.records, wanted, parts, gpu)
     assert {trip.what for trip in counts.round_trips} <= {"synchronize an event"}

@@ -19,9 +19,11 @@ from speedswap.kernels.cuda import engines, launch
 def moves_after_a_failure(table: Table, ids: torch.Tensor, gpu: torch.device) -> None:
     for turn in (1, 2):
         values = np.full((len(ids), 64), turn, np.uint8)
-        engines.scatter(WAYS["staged"], table.records, ids, [Part(0, torch.from_numpy(values).to(gpu))], gpu)
+        engines.move_between(
+            "scatter", WAYS["staged"], table.records, ids, [Part(0, torch.from_numpy(values).to(gpu))], gpu
+        )
         parts = blocks([(0, 64)], len(ids), gpu)
-        engines.gather(WAYS["staged"], table.records, ids, parts, gpu)
+        engines.move_between("gather", WAYS["staged"], table.records, ids, parts, gpu)
         np.testing.assert_array_equal(parts[0].block.cpu().numpy(), values)
 
 
@@ -38,7 +40,7 @@ def test_an_interrupted_move_leaves_the_buffers_usable(gpu, what: str, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(engines, "get_num_threads", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            getattr(engines, what)(WAYS["staged"], table.records, ids, blocks([(0, 64)], 450, gpu), gpu)
+            engines.move_between(what, WAYS["staged"], table.records, ids, blocks([(0, 64)], 450, gpu), gpu)
     moves_after_a_failure(table, ids, gpu)
 
 
@@ -53,7 +55,7 @@ def test_python_threads_run_during_a_staged_move(gpu, what: str, name: str):
     table, ids, ran = Table(600, 64), ascending(600, 450), []
     parts = blocks([(0, 64)], 450, gpu)
     with simulated_gpu.held_up(lambda: ran.append(threading.get_ident())):
-        getattr(engines, what)(WAYS[name], table.records, ids, parts, gpu)
+        engines.move_between(what, WAYS[name], table.records, ids, parts, gpu)
     assert ran
     assert ran != [threading.get_ident()]
 
@@ -66,7 +68,7 @@ def test_ctrl_c_during_a_staged_move_comes_after_it(gpu, what: str, name: str):
     table, ids = Table(600, 64), ascending(600, 450)
     parts = blocks([(0, 64)], 450, gpu)
     with pytest.raises(KeyboardInterrupt), simulated_gpu.held_up(lambda: signal.raise_signal(signal.SIGINT)):
-        getattr(engines, what)(WAYS[name], table.records, ids, parts, gpu)
+        engines.move_between(what, WAYS[name], table.records, ids, parts, gpu)
     if what == "scatter":
         table.expected[ids.numpy()] = 0
         np.testing.assert_array_equal(table.now(), table.expected)
@@ -83,7 +85,7 @@ def test_an_error_of_the_driver_during_a_staged_move_is_raised(gpu, what: str, m
     with monkeypatch.context() as patch:
         patch.setattr(launch, "kernel_handle", lambda device, kernel: 0)
         with pytest.raises(RuntimeError, match="CUDA error: cuLaunchKernel: CUDA_ERROR_INVALID_HANDLE"):
-            getattr(engines, what)(WAYS["staged"], table.records, ids, parts, gpu)
+            engines.move_between(what, WAYS["staged"], table.records, ids, parts, gpu)
     moves_after_a_failure(table, ids, gpu)
 
 

@@ -55,13 +55,13 @@ def test_auto_reads_and_writes_pinned_memory_directly_and_stages_any_other(
     if device != "cuda":
         pytest.skip("is about a GPU")
     shares: list[float] = []
-    real = engines._move
+    real = engines.move_between
 
-    def watched(what: str, way: engines.Way, *more: object) -> None:
-        shares.append(way.share)
-        real(what, way, *more)
+    def watched(what: str, share: float, *more: object) -> None:
+        shares.append(share)
+        real(what, share, *more)
 
-    monkeypatch.setattr(engines, "_move", watched)
+    monkeypatch.setattr(engines, "move_between", watched)
     rows = torch.tensor([3, 49], device=device)
     for storage, share in (("pinned", 1.0), ("pageable", 0.0)):
         with Table.create(50, 4, storage=storage) as table:

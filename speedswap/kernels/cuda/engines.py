@@ -23,7 +23,6 @@ from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels.cuda import launch, modules
-from speedswap.kernels.cuda.launch import HOST_MULTIPROCESSORS
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.kernels.cuda.shapes import block_addresses
@@ -234,18 +233,8 @@ def ring(device: int, direction: Direction) -> Ring:
     return Ring(device, direction)
 
 
-class Way(NamedTuple):
-    """The split of rows between a kernel and staging.
-
-    A kernel moves a ``share`` of the rows directly: 1 is zero_copy, 0 is staged, anything between is split. The kernel
-    takes at most ``multiprocessors`` of the GPU's.
-    """
-
-    share: float
-    multiprocessors: int = HOST_MULTIPROCESSORS
-
-
-WAYS = {"auto": Way(1.0), "zero_copy": Way(1.0), "staged": Way(0.0), "split": Way(0.5)}
+SHARES = {"auto": 1.0, "zero_copy": 1.0, "staged": 0.0, "split": 0.5}
+"""By engine, the share of the rows that a kernel moves directly; the others are staged."""
 
 
 def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
@@ -255,8 +244,8 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
         return
     blocks_on = parts[0].block.device
     if records.device.type == "cpu":
-        way = WAYS[records.engine if records.pinned else "staged"]
-        _move(what, way, records, ids, parts, blocks_on)
+        share = SHARES[records.engine if records.pinned else "staged"]
+        move_between(what, share, records, ids, parts, blocks_on)
         return
     near = parts  # with blocks next to the records
     if blocks_on != torch.device("cuda", index_of(records.device)):
@@ -269,40 +258,31 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
             part.block.copy_(source.block)
 
 
-def gather(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
-    """Fill blocks on a GPU with host records, on torch's current stream.
+def move_between(
+    what: launch.What, share: float, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device
+) -> None:
+    """Fill blocks on a GPU with host records, on torch's current stream; or write such blocks to them.
+
+    What a scatter writes by a kernel is queued on that stream; staged rows are written when this returns.
 
     Args:
-        way: the split; for pageable records, that of ``staged``.
+        what: the direction.
+        share: the share of the rows that a kernel moves directly; for pageable records 0.
         records: in host memory.
-        ids: integers, shape (n,), n > 0, on the CPU or the GPU; -1 skips a row.
+        ids: integers, shape (n,), n > 0, on the CPU or the GPU; for a gather -1 skips a row; for a scatter they are
+            unique and not negative.
         parts: columns that are at least a byte wide, with blocks on the GPU.
         device: the GPU.
     """
-    _move("gather", way, records, ids, parts, device)
-
-
-def scatter(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
-    """Write blocks on a GPU to host records, after the work queued on torch's current stream.
-
-    Kernels are queued on that stream; staged rows are written when this returns. Arguments as for :func:`gather`; ids
-    are unique and not negative.
-    """
-    _move("scatter", way, records, ids, parts, device)
-
-
-def _move(
-    what: launch.What, way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device
-) -> None:
     ids = ids.to(torch.int64).contiguous()
-    direct = round(way.share * len(ids))
+    direct = round(share * len(ids))
     if direct < len(ids) and records.fence is not None:
         records.fence.wait(reads=what == "scatter", forwarded=_forwarded(records, device))
     stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(stream)  # staged rows wait for the work queued so far, not for the rows that go directly
     if direct:
         near, some = ids[:direct].to(device), rows_of(parts, slice(0, direct))
-        _launch(what, records, near, some, device, stream, way.multiprocessors)
+        _launch(what, records, near, some, device, stream)
     if direct < len(ids):
         staged = ring(index_of(device), "in" if what == "gather" else "out")
         turn = staged.gather if what == "gather" else staged.scatter
@@ -316,13 +296,12 @@ def _launch(
     parts: Sequence[Part],
     device: torch.device,
     stream: torch.cuda.Stream,
-    host_multiprocessors: int = HOST_MULTIPROCESSORS,
 ) -> None:
     """Queue kernels that read or write the records, in order with those of other streams."""
     fence, writes = records.fence, what == "scatter"
     if fence is not None:
         fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
-    launch.move(what, records, ids, parts, device, stream, host_multiprocessors=host_multiprocessors)
+    launch.move(what, records, ids, parts, device, stream)
     if fence is not None and not records.ahead:
         fence.queued(stream, writes=writes)
 

@@ -15,16 +15,16 @@ from speedswap.kernels.cuda import modules
 from speedswap.kernels.cuda.modules import index_of
 from speedswap.kernels.cuda.shapes import (
     COLUMNS_PER_LAUNCH,
+    PIECE,
     THREADS_PER_BLOCK,
     BlockPart,
     CompactPart,
     columns_argument,
     compact_columns_argument,
     convert_shape,
-    fill_grid,
+    group_grid,
     int8_shape,
     launch_shape,
-    round_grid,
 )
 from speedswap.kernels.records import Part, Records, Stored
 
@@ -128,8 +128,6 @@ def move(
     parts: Sequence[Part],
     device: torch.device,
     stream: torch.cuda.Stream,
-    *,
-    host_multiprocessors: int = HOST_MULTIPROCESSORS,
 ) -> None:
     """Queue a copy of columns between records and blocks.
 
@@ -140,11 +138,10 @@ def move(
         parts: columns that are at least a byte wide, with contiguous blocks on the GPU.
         device: the GPU.
         stream: a stream of that GPU.
-        host_multiprocessors: the most multiprocessors that a move of host memory may take.
     """
     limit = multiprocessors(index_of(device))
     if records.device.type == "cpu":
-        limit = host_limit(limit, host_multiprocessors)
+        limit = host_limit(limit)
     for each in plan(what, records, len(ids), parts, limit):
         launch_kernel(
             device, stream, each.kernel, each.grid, each.threads_per_block, np.uint64(records.pointer),
@@ -153,13 +150,13 @@ def move(
         )  # fmt: skip
 
 
-def host_limit(multiprocessors: int, asked: int = HOST_MULTIPROCESSORS) -> int:
+def host_limit(multiprocessors: int) -> int:
     """Return the most multiprocessors that a move of host memory takes of a GPU's, which is at least one.
 
-    >>> [host_limit(132), host_limit(132, 8), host_limit(40), host_limit(2)]
-    [32, 8, 10, 1]
+    >>> [host_limit(132), host_limit(40), host_limit(2)]
+    [32, 10, 1]
     """
-    return max(1, min(asked, multiprocessors // 4))
+    return max(1, min(HOST_MULTIPROCESSORS, multiprocessors // 4))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -174,7 +171,7 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
         block.device,
         torch.cuda.current_stream(block.device),
         f"round_{_name(stored.dtype)}",
-        round_grid(len(ids), width, multiprocessors=multiprocessors(index_of(block.device))),
+        group_grid(len(ids), width, PIECE, multiprocessors=multiprocessors(index_of(block.device))),
         THREADS_PER_BLOCK,
         np.uint64(block.data_ptr()),
         np.int64(width),
@@ -194,7 +191,7 @@ def fill(kind: str, into: Tensor, first_row: int, a: float, b: float, seed: int,
         into.device,
         torch.cuda.current_stream(into.device),
         f"fill_{kind}_f{8 * size}",
-        fill_grid(len(into), width, 16 // size, multiprocessors=multiprocessors(index_of(into.device))),
+        group_grid(len(into), width, 16 // size, multiprocessors=multiprocessors(index_of(into.device))),
         THREADS_PER_BLOCK,
         np.uint64(into.data_ptr()),
         *(np.int64(number) for number in (into.stride(0) * size, first_row, len(into), width)),

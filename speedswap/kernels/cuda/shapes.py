@@ -104,13 +104,8 @@ def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: 
     return Shape(1, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
 
 
-def round_grid(num_rows: int, width: int, *, multiprocessors: int) -> int:
-    """Return the grid that rounds ``num_rows`` rows of ``width`` values: one thread per piece of 8, up to the limit."""
-    return fill_grid(num_rows, width, PIECE, multiprocessors=multiprocessors)
-
-
-def fill_grid(num_rows: int, width: int, items_per_group: int, *, multiprocessors: int) -> int:
-    """Return the grid that fills ``num_rows`` rows of ``width`` items: one thread per group, up to the limit."""
+def group_grid(num_rows: int, width: int, items_per_group: int, *, multiprocessors: int) -> int:
+    """Return the grid for ``num_rows`` rows of ``width`` items: one thread per group of items, up to the limit."""
     groups = num_rows * -(-width // items_per_group)
     return _grid(groups, THREADS_PER_MULTIPROCESSOR * multiprocessors)
 
