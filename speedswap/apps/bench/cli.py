@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,17 @@ from speedswap import kernels
 from speedswap.apps.bench import plots, step, transfer
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.errors import BenchmarkError
-from speedswap.apps.options import shortened
+from speedswap.apps.options import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_READ_BY = {"compute": ("step", "all"), "folder": ("transfer", "all")}
-"""The benchmarks that read an option which others do not."""
-_MOST_THREADS = 10_000
+_BENCHMARKS: dict[str, tuple[Callable[..., dict[str, Any]], str, Callable[[Mapping[str, Any]], Figure]]] = {
+    "transfer": (transfer.run, "folder", plots.transfer_figure),
+    "step": (step.run, "compute", plots.step_figure),
+}
+"""By name: what runs it, the option that the other one has not, and what draws its figures."""
 _MOST_COMPUTE = 1000
-_FIGURES = {"transfer": plots.transfer_figure, "step": plots.step_figure}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,24 +65,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files asked for; return the exit status."""
-    if args.which not in ("transfer", "step", "all"):
+    if args.which not in (*_BENCHMARKS, "all"):
         raise BenchmarkError(
             f"which is {args.which[:60]!r}: give transfer, step or all; other benchmarks are scripts under benchmarks "
             "in the repository, such as bench_ceilings.py and bench_tables.py"
         )
-    for name, readers in _READ_BY.items():
-        if getattr(args, name) is not None and args.which not in readers:
-            raise BenchmarkError(f"{name} is for {' and '.join(readers)}, not for {args.which}: leave it out")
+    for name, (_, option, _) in _BENCHMARKS.items():
+        if getattr(args, option) is not None and args.which not in (name, "all"):
+            raise BenchmarkError(f"{option} is for {name} and all, not for {args.which}: leave it out")
     device = prepare(args, args.plot)
     if args.folder is not None and not args.folder.is_dir():
         raise BenchmarkError(f"folder is {str(args.folder)!r}, which is not a directory: give one")
-    found: dict[str, Any] = {}
-    if args.which in ("transfer", "all"):
-        found["transfer"] = transfer.run(device, quick=args.quick, folder=args.folder)
-    if args.which in ("step", "all"):
-        found["step"] = step.run(device, quick=args.quick, compute=args.compute)
+    found = {
+        name: measure(device, quick=args.quick, **{option: getattr(args, option)})
+        for name, (measure, option, _) in _BENCHMARKS.items()
+        if args.which in (name, "all")
+    }
     write(args.json, f"{args.which}-{device}", found.get(args.which, found))
-    draw(args.plot, {name: _FIGURES[name](one) for name, one in found.items()} if args.plot is not None else {})
+    draw(args.plot, {name: _BENCHMARKS[name][2](one) for name, one in found.items()} if args.plot is not None else {})
     return 0
 
 
@@ -106,8 +107,7 @@ def prepare(args: argparse.Namespace, plot: Path | None = None) -> str:
     if plot is not None:
         plots.require_matplotlib(plot)
     if args.threads is not None:
-        if not 1 <= args.threads <= _MOST_THREADS:
-            raise BenchmarkError(f"threads is {shortened(args.threads)}: give 1 or more, and at most {_MOST_THREADS:,}")
+        whole(1, 10_000)("threads", args.threads)
         torch.set_num_threads(args.threads)
     return str(device)
 
