@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 
 from speedswap import __version__
-from speedswap._info import describe
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.dlrm import cli as dlrm
@@ -115,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     dlrm.add_parsers(commands)
     digits.add_parser(commands)
     bench.add_parser(commands)
-    tables.add_parsers(commands, describe)
+    tables.add_parsers(commands)
     return parser
 
 

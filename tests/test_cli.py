@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import speedswap
-from speedswap._info import cupy_problems, describe, installed_cupys, memory_limits
+from speedswap.apps.info import cupy_problems, describe, installed_cupys, memory_limits
 from speedswap.cli import main
 from speedswap.kernels import _C
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 import speedswap
-from speedswap._info import driver_version
 from speedswap._memory import physical_bytes
 from speedswap.apps.files import write_given
+from speedswap.apps.info import driver_version
 from speedswap.kernels import capabilities
 
 ENOUGH_SECONDS = 10.0  # of timed calls of a candidate; mapped files may take that long for one

@@ -8,65 +8,46 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from speedswap.apps.errors import SettingsError
+from speedswap.apps.info import describe
 from speedswap.apps.tables.facts import describe_table, table_facts, verify
 from speedswap.errors import SpeedswapError
 from speedswap.tables import Disk, Table
 from speedswap.tables.files.whole import write_whole
 from speedswap.tables.formats import FORMATS
 
-_FORMATS = "; ".join(f"{name}: {', '.join(form.suffixes)}" for name, form in FORMATS.items())
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 _CACHE_BYTES = 64 << 20
 _MOST_SHOWN = 20
 _STORED = ("float16", "bfloat16", "int8")
 
 
-def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], describe: Callable[[], str]) -> None:
-    """Add the commands to a parser's commands.
-
-    Args:
-        describe: returns the report of ``speedswap info`` without a table.
-    """
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to a parser's commands."""
     table: dict[str, Any] = {"type": Path, "metavar": "TABLE", "help": "a table's directory"}
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     form: dict[str, Any] = {"choices": [*FORMATS], "help": "by default by the suffix"}
+    formats = "; ".join(f"{name}: {', '.join(form.suffixes)}" for name, form in FORMATS.items())
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], help: str, description: str) -> Callable[..., Any]:
-        parser = commands.add_parser(name, help=help, description=description)
+    def command(run: Callable[[argparse.Namespace], int], help: str, more: str = "") -> Callable[..., Any]:
+        """Add a command, which its function's name and documentation describe."""
+        description = " ".join([*(run.__doc__ or "").split(), more]).strip()
+        parser = commands.add_parser(run.__name__.lstrip("_"), help=help, description=description)
         parser.set_defaults(run=run)
         return parser.add_argument
 
-    add = command(
-        *("info", partial(_info, describe)),
-        "what was built and found here, and why anything is missing; or the facts of a table in files",
-        "Without TABLE: the build, the machine, and reasons for anything missing. With it: its rows, columns, bytes on "
-        "disk, last commit, attributes, writer, and the way its rows are read and written.",
-    )
+    add = command(_info, "what was built and found here, and why anything is missing; or the facts of a table in files")
     add("table", nargs="?", **table)
     add("--json", action="store_true", help="print a table's facts as JSON")
-    add = command(
-        *("verify", _verify),
-        "read everything in tables' files and check it",
-        "Read everything in tables' files and check every checksum; name damaged rows. Exit status 0: all is whole; 1: "
-        "something is damaged; 2: a table could not be looked at. Nothing is changed.",
-    )
+    add = command(_verify, "read everything in tables' files and check it")
     add("tables", nargs="+", **table)
     add("--json", action="store_true", help="print a line of JSON per table")
-    add = command(
-        *("salvage", _salvage),
-        "save every intact row of a damaged table to a new one",
-        "Save every intact row of a damaged table, with its state, attributes and id maps, to a new table, and name "
-        "the rest. A flipped bit in anything but a row is put back. Rows whose newest version is damaged have an older "
-        "one, or initial values. Exit status 0: nothing is lost; 1: OUT.salvaged.json lists what is lost; 2: nothing "
-        "could be saved. TABLE is only read.",
-    )
+    add = command(_salvage, "save every intact row of a damaged table to a new one")
     add("table", type=Path, metavar="TABLE", help="the damaged table's directory")
     add("out", type=Path, metavar="OUT", help="the new table's directory")
     add(
@@ -75,12 +56,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
         help="the MANIFEST of a copy, or of a table that was made with the same arguments, in place of a lost one",
     )
     add("--json", action="store_true", help="print a line of JSON")
-    add = command(
-        *("export", _export),
-        "write a table's rows to a file that other programs read",
-        "Write a table's rows to a file, a bounded piece at a time, bit for bit. The file appears complete or not at "
-        f"all. Formats by suffix: {_FORMATS}.",
-    )
+    add = command(_export, "write a table's rows to a file that other programs read", f"Formats by suffix: {formats}.")
     add("table", **table)
     add("file", **file)
     add("--format", **form)
@@ -96,12 +72,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
         "and without one the numbers in word2vec's formats",
     )
     add("--overwrite", action="store_true", help="replace an existing file")
-    add = command(
-        *("import", _import),
-        "make a table of the rows in a file of another program",
-        "Make a table of the rows in a file, a bounded piece at a time. The table appears complete or not at all. "
-        f"Formats by suffix: {_FORMATS}.",
-    )
+    add = command(_import, "make a table of the rows in a file of another program", f"Formats by suffix: {formats}.")
     add("file", **file)
     add("table", type=Path, metavar="TABLE", help="the new table's directory")
     add("--format", **form)
@@ -123,7 +94,11 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     add("--allow-nan", action="store_true", help="take values that are not finite as they are")
 
 
-def _info(describe: Callable[[], str], args: argparse.Namespace) -> int:
+def _info(args: argparse.Namespace) -> int:
+    """Describe the build and the machine, with the reasons for anything missing; or with TABLE that table.
+
+    Its rows, columns, bytes on disk, last commit, attributes, writer, and the way its rows are read and written.
+    """
     if args.table is not None:
         facts = table_facts(args.table)
         print(json.dumps(facts, indent=2) if args.json else describe_table(facts))
@@ -135,6 +110,10 @@ def _info(describe: Callable[[], str], args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    """Read everything in tables' files and check every checksum; name damaged rows.
+
+    Exit status 0: all is whole; 1: something is damaged; 2: a table could not be looked at. Nothing is changed.
+    """
     status = 0
     for path in args.tables:
         try:
@@ -149,6 +128,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _salvage(args: argparse.Namespace) -> int:
+    """Save every intact row of a damaged table, with its state, attributes and id maps, to a new table.
+
+    The rest is named. A flipped bit in anything but a row is put back. Rows whose newest version is damaged have an
+    older one, or initial values. Exit status 0: nothing is lost; 1: OUT.salvaged.json lists what is lost; 2: nothing
+    could be saved. TABLE is only read.
+    """
     report = args.out.with_name(f"{args.out.name}.salvaged.json")
     if os.path.lexists(report):
         raise SettingsError(f"{report} exists, where what is lost would be listed; move it away")
@@ -167,6 +152,10 @@ def _salvage(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    """Write a table's rows to a file, a bounded piece at a time, bit for bit.
+
+    The file appears complete or not at all.
+    """
     with Table.open(Disk(args.table, cache_bytes=_CACHE_BYTES), mode="r") as table, _refusals():
         columns = [*table.columns] if args.columns == "all" else args.columns.split(",")
         table.export(args.file, args.format, columns=columns, keys=args.keys, overwrite=args.overwrite)
@@ -175,6 +164,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    """Make a table of the rows in a file, a bounded piece at a time.
+
+    The table appears complete or not at all.
+    """
     dtypes = {"dtype": args.dtype, "stored_dtype": args.stored_dtype}
     with _refusals():
         table = Table.from_file(

@@ -26,7 +26,7 @@ def describe() -> str:
     Returns:
         Lines of text; each problem is in its section, with its remedy.
     """
-    package, compiled = Path(__file__).resolve().parent, kernels.compiled_in()
+    package, compiled = Path(__file__).resolve().parents[1], kernels.compiled_in()
     cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     sections: dict[str, Mapping[str, str]] = {
         f"speedswap {__version__}": {
