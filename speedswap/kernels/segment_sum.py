@@ -136,12 +136,13 @@ def sum_segments(
     count, dim = len(offsets) - 1, values.shape[1]
     if features < 1 or count % features:
         raise ValueError(f"features is {features}, but there are {count} segments; give each feature as many")
-    factors, _held = _factors(values.dtype, (weights, index.shape, "weights"), (divisors, (count,), "divisors"))
+    weight, weights = _factors(weights, values.dtype, index.shape, "weights")
+    divisor, divisors = _factors(divisors, values.dtype, (count,), "divisors")
     out = empty((count // features, features * dim), values.dtype)
     segments, index, offsets = _segments(index, offsets)
     pitch = (out.data_ptr(), dim * out.element_size(), dim)
     layout = (max(count // features, 1), features)
-    _C.sum_segments(segments, _pitch(rows), factors, layout, pitch, rows.element_size(), get_num_threads())
+    _C.sum_segments(segments, _pitch(rows), (weight, divisor), layout, pitch, rows.element_size(), get_num_threads())
     return out
 
 
@@ -178,11 +179,11 @@ def sum_segments_back(
     rows = _rows(side_by_side, "values")
     out = empty((num_rows, values.shape[1] // features), values.dtype)
     segments, index, offsets = _segments(index, offsets)
-    wanted = (weights, index.shape, "weights"), (divisors, (segments[2],), "divisors")
-    factors, _held = _factors(values.dtype, *wanted)
+    weight, weights = _factors(weights, values.dtype, index.shape, "weights")
+    divisor, divisors = _factors(divisors, values.dtype, (segments[2],), "divisors")
     layout = (max(values.shape[0], 1), step)
     outside = _C.sum_segments_back(
-        segments, _pitch(rows), factors, layout, _pitch(out), num_rows, rows.element_size(), get_num_threads()
+        segments, _pitch(rows), (weight, divisor), layout, _pitch(out), num_rows, rows.element_size(), get_num_threads()
     )
     if outside >= 0:
         check_ids(index, num_rows, "the block")
@@ -205,27 +206,17 @@ def _side_by_side(values: Tensor, features: int) -> tuple[Tensor, int]:
     return values.detach().as_strided((step * (count - 1) + features, dim), (dim, 1)), step
 
 
-def _factors(
-    dtype: torch.dtype, *wanted: tuple[Tensor | None, Sequence[int], str]
-) -> tuple[tuple[int, int], list[Tensor]]:
-    """Return the addresses of weights and divisors, 0 for None, and the tensors that hold them.
-
-    Args:
-        wanted: the tensor, its shape and its name, for each of the two.
-    """
-    held, addresses = [], []
-    for tensor, shape, name in wanted:
-        if tensor is None:
-            addresses.append(0)
-            continue
-        if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape {tuple(shape)}"
-            )
-        require_memory(tensor, name)
-        held.append(as_read(tensor.detach()))
-        addresses.append(held[-1].data_ptr())
-    return (addresses[0], addresses[1]), held
+def _factors(tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int], name: str) -> tuple[int, Tensor | None]:
+    """Return the address of weights or divisors, 0 for None, and the tensor that holds them."""
+    if tensor is None:
+        return 0, None
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape {tuple(shape)}"
+        )
+    require_memory(tensor, name)
+    held = as_read(tensor.detach())
+    return held.data_ptr(), held
 
 
 def dot_segments(values: Tensor, index: Tensor, offsets: Tensor, others: Tensor) -> Tensor:

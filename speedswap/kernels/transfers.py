@@ -214,7 +214,8 @@ def _run(
         with record_function(f"swap {direction}"):
             with _on(ids_stream), record_function("ids"):
                 _find([entry.lookup for entry in entries if entry.lookup is not None], device)
-                moves = [None if _is_out_of_range(entry.lookup) else entry.begin() for entry in entries]
+                # A lookup with an id out of range has no rows to move.
+                moves = [entry.begin() if entry.lookup is None or entry.lookup.found else None for entry in entries]
             if ids_stream is not None and rows_stream is not None:
                 rows_stream.wait_stream(ids_stream)
             with _on(rows_stream):
@@ -224,7 +225,9 @@ def _run(
                         entry.transfer.queued_on(rows_stream)
                     entry.work.set_result(result)
     except BaseException as error:
-        _fail(entries, error)
+        for entry in entries:
+            if not entry.work.done():
+                entry.work.set_exception(error)
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -237,16 +240,6 @@ def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
     near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in lookups]
     for lookup, found in zip(lookups, find_all(near), strict=True):
         lookup.found = found
-
-
-def _is_out_of_range(lookup: Lookup | None) -> bool:
-    return lookup is not None and lookup.found is None
-
-
-def _fail(entries: Iterable[_Entry[Any]], error: BaseException) -> None:
-    for entry in entries:
-        if not entry.work.done():
-            entry.work.set_exception(error)
 
 
 def used_here(tensors: Iterable[Tensor]) -> None:
