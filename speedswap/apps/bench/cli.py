@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,6 @@ from speedswap.apps.options import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_BENCHMARKS: dict[str, tuple[Callable[..., dict[str, Any]], str, Callable[[Mapping[str, Any]], Figure]]] = {
-    "transfer": (transfer.run, "folder", plots.transfer_figure),
-    "step": (step.run, "compute", plots.step_figure),
-}
-"""By name: what runs it, the option that the other one has not, and what draws its figures."""
-_MOST_COMPUTE = 1000
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,17 +32,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "which",
         nargs="?",
+        choices=("transfer", "step", "all"),
         default="all",
-        metavar="{transfer,step,all}",
         help="rows to the compute device and back; training steps; or both (default)",
     )
     add_options(parser)
-    parser.add_argument(
-        "--compute",
-        type=_numbers,
-        metavar="RATIOS",
-        help="step: compute during the swap, over the swap's time, separated by commas (default: 1,2,4)",
-    )
     parser.add_argument("--folder", type=Path, help="transfer: of the temporary tables on disk (default: the system's)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, PNG or SVG by the name")
     parser.set_defaults(run=run)
@@ -65,24 +52,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files asked for; return the exit status."""
-    if args.which not in (*_BENCHMARKS, "all"):
-        raise BenchmarkError(
-            f"which is {args.which[:60]!r}: give transfer, step or all; other benchmarks are scripts under benchmarks "
-            "in the repository, such as bench_ceilings.py and bench_tables.py"
-        )
-    for name, (_, option, _) in _BENCHMARKS.items():
-        if getattr(args, option) is not None and args.which not in (name, "all"):
-            raise BenchmarkError(f"{option} is for {name} and all, not for {args.which}: leave it out")
+    if args.folder is not None and (args.which == "step" or not args.folder.is_dir()):
+        raise BenchmarkError(f"folder is {str(args.folder)!r}: give a directory, for transfer or all")
     device = prepare(args, args.plot)
-    if args.folder is not None and not args.folder.is_dir():
-        raise BenchmarkError(f"folder is {str(args.folder)!r}, which is not a directory: give one")
-    found = {
-        name: measure(device, quick=args.quick, **{option: getattr(args, option)})
-        for name, (measure, option, _) in _BENCHMARKS.items()
-        if args.which in (name, "all")
-    }
+    found: dict[str, Any] = {}
+    if args.which != "step":
+        found["transfer"] = transfer.run(device, quick=args.quick, folder=args.folder)
+    if args.which != "transfer":
+        found["step"] = step.run(device, quick=args.quick)
     write(args.json, f"{args.which}-{device}", found.get(args.which, found))
-    draw(args.plot, {name: _BENCHMARKS[name][2](one) for name, one in found.items()} if args.plot is not None else {})
+    figures = {"transfer": plots.transfer_figure, "step": plots.step_figure}
+    draw(args.plot, {name: figures[name](one) for name, one in found.items()} if args.plot is not None else {})
     return 0
 
 
@@ -136,15 +116,3 @@ def _check_writable(path: Path | None) -> None:
         raise BenchmarkError(f"{str(path)!r} is a link that leads nowhere: give a file")
     if not folder.is_dir():
         raise BenchmarkError(f"{str(path)!r} cannot be written: the directory {str(folder)!r} does not exist")
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        numbers = tuple(float(word) for word in text.replace(",", " ").split())
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0 < number <= _MOST_COMPUTE for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is not one or more numbers above 0, separated by commas (and of at most {_MOST_COMPUTE})"
-        )
-    return numbers

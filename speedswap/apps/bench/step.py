@@ -57,15 +57,12 @@ class StepPlan:
         return cls(10**6, 128, 65_536, steps, repeats, sizes, OPTIMIZERS, (1.0, 2.0, 4.0))
 
 
-def run(
-    device: str, *, quick: bool = False, compute: Sequence[float] | None = None, plan: StepPlan | None = None
-) -> dict[str, Any]:
+def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
 
     Args:
         device: ``cpu`` or ``cuda``: the compute device.
         quick: small sizes, in seconds.
-        compute: for the overlap: work during the swap, over the swap's own time.
         plan: other sizes.
 
     Returns:
@@ -87,7 +84,7 @@ def run(
         with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # torch warns unless told
             optimizers[optimizer] = compare(optimizer, device, plan, peers, batches)
         show_steps(optimizer, optimizers[optimizer])
-    overlap = swap.overlap(device, plan.num_rows, plan.dim, plan.lookups // 2, compute or plan.compute)
+    overlap = swap.overlap(device, plan.num_rows, plan.dim, plan.lookups // 2, plan.compute)
     swap.show(overlap)
     sizes = []
     for dim, rows in plan.sizes.items():

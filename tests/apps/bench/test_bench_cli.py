@@ -101,11 +101,10 @@ def test_both_benchmarks_write_what_they_print(small, tmp_path, capsys):
 
 def test_one_benchmark_alone(small, tmp_path):
     report, plot = tmp_path / "step.json", tmp_path / "step.svg"
-    words = ["--compute", "0.5,2", "--json", str(report), *_plot(plot)]
-    assert main(["bench", "step", "--device", "cpu", *words]) == 0
+    assert main(["bench", "step", "--device", "cpu", "--json", str(report), *_plot(plot)]) == 0
     document = json.loads(report.read_text())
     assert document["benchmark"] == "step-cpu"
-    assert [entry["compute_asked_for"] for entry in document["results"]["overlap"]] == [0.5, 2.0]
+    assert [entry["compute_asked_for"] for entry in document["results"]["overlap"]] == [1.0]
     assert not _plot(plot) or "<svg" in plot.read_text()
 
 
@@ -162,14 +161,12 @@ def test_a_library_built_for_another_torch_is_missing(tmp_path, monkeypatch):
 MISTAKES = {
     "unknown device": (["--device", "tpu"], "device is 'tpu': give cpu or cuda"),
     "no threads": (["--threads", "0"], "threads is 0"),
-    "no such folder": (["--folder", "nowhere"], "folder is 'nowhere', which is not a directory"),
+    "no such folder": (["--folder", "nowhere"], "folder is 'nowhere': give a directory, for transfer or all"),
     "json into nowhere": (["--json", "nowhere/x.json"], "does not exist"),
     "plot is a directory": (["--plot", "."], "'.' is a directory"),
     "plot of an unknown format": (["--plot", "x.xyz"], "plot is 'x.xyz': give a name that ends in .png, .svg or .pdf"),
     "plot without a format": (["--plot", "picture"], "plot is 'picture': give a name that ends in"),
-    "benchmark that is a script": (["tables"], "which is 'tables': give transfer, step or all; other benchmarks are"),
-    "compute without a step": (["transfer", "--compute", "1"], "compute is for step and all, not for transfer"),
-    "folder without a transfer": (["step", "--folder", "."], "folder is for transfer and all, not for step"),
+    "folder without a transfer": (["step", "--folder", "."], "folder is '.': give a directory, for transfer or all"),
 }
 
 
@@ -187,14 +184,6 @@ def test_a_mistake_is_one_line_before_the_work(name, tmp_path, monkeypatch, caps
 def test_cuda_without_a_gpu_is_one_line(capsys):
     assert main(["bench", "step", "--device", "cuda"]) == 2
     assert "device is 'cuda', but CUDA is not usable here" in capsys.readouterr().err
-
-
-def test_ratios_that_are_no_numbers(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "step", "--compute", "1,fast"])
-    assert ended.value.code == 2
-    said = "--compute: '1,fast' is not one or more numbers above 0, separated by commas"
-    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_sizes_without_room_are_left_out():
