@@ -149,7 +149,7 @@ class WantedColumn:
         self.dtype = dtype
         self.stored = stored
         self.row_bytes = math.prod(row_shape) * dtype.itemsize
-        copied = cpu_part(offset, 0, self.row_bytes, stored)
+        copied = _cpu_part(offset, 0, self.row_bytes, stored)
         self._form = copied[:2], copied[3:]
 
     def part(self, pointer: int) -> Copied | Converted:
@@ -250,10 +250,10 @@ Converted = tuple[int, int, int, int, int, bool, int]
 
 def cpu_parts(parts: Sequence[Part]) -> list[Copied | Converted]:
     """Return parts with blocks in host memory in the CPU loops' form."""
-    return [cpu_part(part.offset, part.block.data_ptr(), part.block_row_bytes, part.stored) for part in parts]
+    return [_cpu_part(part.offset, part.block.data_ptr(), part.block_row_bytes, part.stored) for part in parts]
 
 
-def cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> Copied | Converted:
+def _cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> Copied | Converted:
     """Return a column in the CPU loops' form.
 
     Args:

@@ -21,7 +21,6 @@ from speedswap.kernels.records import (
     Records,
     Stored,
     WantedColumn,
-    cpu_part,
     cpu_parts,
     gather_records,
     round_rows,
@@ -94,10 +93,7 @@ def prefetch_on_cpu(
         flat.data_ptr(),
         flat.numel(),
         num_rows,
-        [
-            (r.pointer, r.stride, [cpu_part(c.offset, 0, c.row_bytes, c.stored) for c in columns])
-            for r, columns in moves
-        ],
+        [(records.pointer, records.stride, [column.part(0) for column in columns]) for records, columns in moves],
         _background_threads(),
     )
 
@@ -188,10 +184,8 @@ def forward(
     if not len(from_rows) or not len(to_rows):
         return
     if to_rows.device.type == "cpu":
-        columns = [
-            (source.data_ptr(), cpu_part(0, target.data_ptr(), target.nbytes // len(target), stored))
-            for source, target, stored in zip(from_blocks, to_blocks, forms, strict=True)
-        ]
+        parts = cpu_parts([Part(0, target, stored) for target, stored in zip(to_blocks, forms, strict=True)])
+        columns = list(zip((source.data_ptr() for source in from_blocks), parts, strict=True))
         _C.forward(from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads())
         return
     # The number of shared rows is known only on the GPU, and stays there: other rows have place -1 and are skipped.
