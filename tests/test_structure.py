@@ -21,7 +21,7 @@ from speedswap.tables import Block
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"
 
-OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_forks", "_memory", "_threads", "_warnings", "_words"}
+OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_forks", "_machine", "_threads", "_warnings", "_words"}
 # Each package may import itself and these.
 BELOW: dict[str, set[str]] = {
     "kernels": set(),

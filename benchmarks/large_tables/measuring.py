@@ -20,7 +20,7 @@ from several_tables import ZIPF_EXPONENT, Shape, draw
 from torch import Tensor
 
 from large_tables.trainers import KINDS, OURS, Contestant, Kind, check, contestants
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap.apps.bench.measure import Peer, in_turn, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
 from speedswap.kernels.cuda.pinning import PinnedMemory

@@ -22,7 +22,7 @@ import torch
 from machine import ways
 from machine.link import Link
 from speedswap import kernels
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
 from speedswap.kernels.cuda import pinning

@@ -13,7 +13,7 @@ import torch
 
 from speedswap import __version__, kernels
 from speedswap._install import pip_install
-from speedswap._memory import available_bytes, lockable_bytes, pages, physical_bytes
+from speedswap._machine import available_bytes, lockable_bytes, pages, physical_bytes
 from speedswap._words import size_in_words
 
 # The CuPy distribution for each CUDA, and the extra of speedswap that installs it.

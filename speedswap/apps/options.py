@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap.apps.errors import SettingsError
 from speedswap.apps.output import check_scratch
 from speedswap.apps.ranks import ON_DISK as ON_DISK

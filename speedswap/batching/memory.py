@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from speedswap._memory import allocatable_bytes
+from speedswap._machine import allocatable_bytes
 from speedswap.errors import BatchError, SpeedswapError
 
 # Messages of the allocators and libraries under torch. Only torch's caching allocators raise their own class;

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedswap._memory import physical_bytes, resident_bytes
+from speedswap._machine import physical_bytes, resident_bytes
 from speedswap.batching.memory import LimitedMemory, free_bytes
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import has_memory

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap.errors import TableTooLargeError
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 import speedswap
-from speedswap._memory import physical_bytes
+from speedswap._machine import physical_bytes, processor
 from speedswap.apps.files import write_given
 from speedswap.apps.info import driver_version
 from speedswap.kernels import capabilities
@@ -103,7 +102,7 @@ def in_ms(seconds: float) -> str:
 def machine() -> dict[str, Any]:
     """Describe the machine: processor, memory, GPU, versions, commit; without its name."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "undisturbed": os.sched_getscheduler(0) != os.SCHED_OTHER,  # by real-time priority: chrt -f 1
         "memory_gib": round(physical_bytes() / 2**30, 1),
@@ -125,24 +124,6 @@ def write_json(path: Path, benchmark: str, results: Mapping[str, Any]) -> None:
     document = {"benchmark": benchmark, "machine": machine(), "results": results}
     with write_given(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
-
-
-def cache_bytes() -> int:
-    """Return the size of the first processor's largest cache; 32 MiB where the system does not say."""
-    found = [32 * 2**20]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        size = path.read_text().strip()
-        factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(size[-1:], 1)
-        found.append(int(size.rstrip("KMG")) * factor)
-    return max(found)
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return platform.processor() or platform.machine() if found is None else found[1].strip()
 
 
 def _commit() -> str | None:

@@ -14,7 +14,7 @@ import torch
 
 import speedswap
 from speedswap import kernels
-from speedswap._memory import available_bytes, process_bytes
+from speedswap._machine import available_bytes, process_bytes
 
 DIM = 128
 _ROW_BYTES = 4 * DIM

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap.apps.bench import swap
 from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify

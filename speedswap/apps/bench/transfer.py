@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes, cache_bytes
 from speedswap.apps.bench import memory, point
-from speedswap.apps.bench.measure import Peer, cache_bytes, show_peers
+from speedswap.apps.bench.measure import Peer, show_peers
 from speedswap.apps.bench.stores import RowBuffers, Store, ours, peer_makers, transfer_peers
 from speedswap.apps.bench.workload import random_batches
 from speedswap.apps.errors import BenchmarkError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.apps.bench.measure import cache_bytes
+from speedswap._machine import cache_bytes
 
 # Memory is read in whole lines, even for narrower rows.
 _LINE_BYTES = 64

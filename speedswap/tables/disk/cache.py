@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._forks import Locked
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap.errors import TableClosedError, TableError, TableFormatError
 from speedswap.tables.disk.layout import FreshRows, moves
 from speedswap.tables.files.directory import LogFiles

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._memory import available_bytes
+from speedswap._machine import available_bytes
 from speedswap._words import a_kind
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.bench.measure import cache_bytes
+from speedswap._machine import cache_bytes
 from speedswap.apps.bench.workload import random_batches, zipf_batches, zipf_ranks
 
 

@@ -1,8 +1,10 @@
-"""Memory of this machine and of this process, as the operating system reports it: another system differs here alone."""
+"""This machine and this process, as the operating system describes them: another system differs here alone."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -10,10 +12,12 @@ from pathlib import Path
 __all__ = [
     "allocatable_bytes",
     "available_bytes",
+    "cache_bytes",
     "lockable_bytes",
     "pages",
     "physical_bytes",
     "process_bytes",
+    "processor",
     "resident_bytes",
 ]
 
@@ -68,6 +72,25 @@ def pages() -> str:
     else:
         huge = modes.partition("[")[2].partition("]")[0].replace("madvise", "on request")
     return f"{os.sysconf('SC_PAGE_SIZE') // 1024} KiB; huge pages: {huge}"
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return platform.processor() or platform.machine() if found is None else found[1].strip()
+
+
+def cache_bytes() -> int:
+    """Return the size of the first processor's largest cache; 32 MiB where the system does not say."""
+    found = [32 * 2**20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        size = path.read_text().strip()
+        factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(size[-1:], 1)
+        found.append(int(size.rstrip("KMG")) * factor)
+    return max(found)
 
 
 def _field(path: str, field: str) -> int | None:
