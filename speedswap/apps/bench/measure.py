@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 import speedswap
-from speedswap._machine import physical_bytes, processor
+from speedswap._machine import available_bytes, physical_bytes, processor
 from speedswap.apps.files import write_given
 from speedswap.apps.info import driver_version
 from speedswap.kernels import capabilities
 
 ENOUGH_SECONDS = 10.0  # of timed calls of a candidate; mapped files may take that long for one
 REST_SECONDS = 0.01
+_SHARE_OF_MEMORY = 0.8
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -97,6 +98,16 @@ def steps_in_turn(
 def in_ms(seconds: float) -> str:
     """Return seconds as tables show them."""
     return f"{1000 * seconds:8.3f} ms"
+
+
+def spare_bytes() -> int:
+    """Return the bytes of memory that may be taken."""
+    return int(_SHARE_OF_MEMORY * available_bytes())
+
+
+def lacking(nbytes: int) -> str | None:
+    """Return why that many bytes of memory should not be taken, or None."""
+    return None if nbytes <= spare_bytes() else f"{nbytes / 2**30:.1f} GiB of memory are not free"
 
 
 def machine() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import speedswap
 from speedswap import kernels
 from speedswap._machine import available_bytes, process_bytes
+from speedswap.apps.bench.measure import lacking
 
 DIM = 128
 _ROW_BYTES = 4 * DIM
@@ -48,8 +49,8 @@ def measure(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
     for what, make in _makers(device, num_rows, folder).items():
         entry: dict[str, Any] = {"what": what}
         found.append(entry)
-        if num_rows * _ROW_BYTES > 0.8 * available_bytes():
-            entry["skipped"] = f"{num_rows * _ROW_BYTES / 2**30:.1f} GiB are not free"
+        if missing := lacking(num_rows * _ROW_BYTES):
+            entry["skipped"] = missing
             continue
         before = _taken(device)
         try:
@@ -69,7 +70,7 @@ def _makers(device: str, num_rows: int, folder: Path) -> dict[str, Callable[[], 
     """Return functions that make the tables, ours first: torch's pools keep their memory."""
     kinds = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
     places: dict[str, Any] = {**{kind: kind for kind in kinds}, "disk": speedswap.Disk(folder / "memory")}
-    torchs = {"pageable": {}, "device": {"device": "cuda"}, "pinned": {"pin_memory": True}}
+    torchs: dict[str, dict[str, Any]] = {"pageable": {}, "device": {"device": "cuda"}, "pinned": {"pin_memory": True}}
     return {
         **{f"speedswap, {name}": partial(_table, num_rows, place) for name, place in places.items()},
         **{f"torch, {kind}": partial(torch.ones, num_rows, DIM, **torchs[kind]) for kind in kinds[::-1]},

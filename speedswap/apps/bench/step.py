@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._machine import available_bytes
 from speedswap.apps.bench import swap
-from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
+from speedswap.apps.bench.measure import Peer, in_ms, lacking, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
 from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
@@ -73,8 +72,8 @@ def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> di
         WrongResultError: a trainer's result differs from torch's.
     """
     plan = plan or StepPlan.of(device, quick)
-    if lacking := _lacking(4 * plan.num_rows * plan.dim):
-        raise BenchmarkError(f"{lacking}; use --quick")
+    if missing := lacking(4 * plan.num_rows * plan.dim):
+        raise BenchmarkError(f"{missing}; use --quick")
     peers = step_peers(device)
     show_peers(peers)
     batches = zipf_batches(plan.num_rows, plan.lookups, _LOOPS * plan.steps, device)
@@ -127,8 +126,8 @@ def compare(
                     raise
                 trainers[one.name]["skipped"] = f"failed: {type(error).__name__}: {error}"
                 continue
-            if lacking := _lacking((COLUMNS[optimizer] + one.dense) * plan.num_rows * plan.dim):
-                trainers[one.name]["skipped"] = lacking
+            if missing := lacking(4 * (COLUMNS[optimizer] + one.dense) * plan.num_rows * plan.dim):
+                trainers[one.name]["skipped"] = missing
                 continue
             trainer = one.make(plan.num_rows, plan.dim, optimizer, device)
             stack.callback(trainer.close)
@@ -156,8 +155,8 @@ def over_sizes(optimizer: str, dim: int, sizes: Sequence[int], device: str, plan
     with ExitStack() as stack:
         for num_rows in sizes:
             tables.append({"rows": num_rows})
-            if lacking := _lacking(COLUMNS[optimizer] * num_rows * dim):
-                tables[-1]["skipped"] = lacking
+            if missing := lacking(4 * COLUMNS[optimizer] * num_rows * dim):
+                tables[-1]["skipped"] = missing
                 continue
             trainer = Ours(num_rows, dim, optimizer, device)
             stack.callback(trainer.close)
@@ -201,8 +200,3 @@ def _loop(trainer: Trainer, batches: Sequence[IdBatch], steps: int, grad: Tensor
 
 def _unique_rows(batches: Sequence[IdBatch]) -> int:
     return round(sum(len(kernels.unique(batch.host)[0]) for batch in batches[:4]) / len(batches[:4]))
-
-
-def _lacking(items: int) -> str | None:
-    """Return why that many float32 should not be taken, or None."""
-    return None if 4 * items <= 0.85 * available_bytes() else f"{4 * items / 2**30:.1f} GiB of memory are not free"

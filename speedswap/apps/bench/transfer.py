@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._machine import available_bytes, cache_bytes
+from speedswap._machine import cache_bytes
 from speedswap.apps.bench import memory, point
-from speedswap.apps.bench.measure import Peer, show_peers
+from speedswap.apps.bench.measure import Peer, lacking, show_peers, spare_bytes
 from speedswap.apps.bench.stores import RowBuffers, Store, ours, peer_makers, transfer_peers
 from speedswap.apps.bench.workload import random_batches
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import scratch_folder
 
 OUR_STORAGES = {"cpu": ("device", "pageable", "disk"), "cuda": ("device", "pinned", "pageable", "disk")}
-_SHARE_OF_MEMORY = 0.8
 _COPIES = 6  # of the values, at once: themselves and in every store, mapped files included
 
 
@@ -53,7 +52,7 @@ class TransferPlan:
         cached = 8 * cache_bytes()
         sizes = tuple(size for size in (2**29, 2**31, 2**33) if size >= cached)  # no cache holds them
         # A virtual machine reports its host's cache and may have a small share of it: memory decides then.
-        fits = int(_SHARE_OF_MEMORY * available_bytes() / _COPIES) >> 20 << 20
+        fits = spare_bytes() // _COPIES >> 20 << 20
         sweeps = {
             "row_bytes": (16, 64, 128, 256, 512, 1024, 4096),
             "batch_rows": (1024, 8192, 131_072, 524_288),
@@ -81,12 +80,8 @@ def run(
         WrongResultError: a store is wrong.
     """
     plan = plan or TransferPlan.of(device, quick)
-    need, room = _COPIES * plan.table_bytes, _SHARE_OF_MEMORY * available_bytes()
-    if need > room:
-        raise BenchmarkError(
-            f"{need / 2**30:.1f} GiB of memory are needed, but of {available_bytes() / 2**30:.1f} GiB that are free "
-            f"only {_SHARE_OF_MEMORY:.0%} are taken; use --quick"
-        )
+    if missing := lacking(_COPIES * plan.table_bytes):
+        raise BenchmarkError(f"{missing}; use --quick")
     peers = transfer_peers(device)
     show_peers(peers)
     with ExitStack() as stack:
@@ -94,16 +89,16 @@ def run(
         stack.callback(remove)
         taken = memory.run(device, plan.memory_rows, scratch)
         memory.show(taken)
-        largest = max(size for size in (plan.table_bytes, *plan.sweeps["table_bytes"]) if _COPIES * size <= room)
+        fitting = [size for size in plan.sweeps["table_bytes"] if not lacking(_COPIES * size)]
+        largest = max([plan.table_bytes, *fitting])
         points = _Points(device, plan.repeats, scratch, peers, _random_values(largest, device))
         sizes: dict[str, Any] = {name: getattr(plan, name) for name in ("table_bytes", "row_bytes", "batch_rows")}
         table = points.measure(**sizes)
         sweeps: dict[str, list[dict[str, Any]]] = {axis: [] for axis in plan.sweeps}
         for axis, size in ((axis, size) for axis, values in plan.sweeps.items() for size in values):
             if axis == "table_bytes" and size > largest:
-                skipped = f"{_COPIES * size / 2**30:.1f} GiB of memory are needed, which are not free"
-                sweeps[axis].append({axis: size, "skipped": skipped})
-                print(f"\n{axis} {size:,}: left out, {skipped}", flush=True)
+                sweeps[axis].append({axis: size, "skipped": f"{_COPIES * size / 2**30:.1f} GiB of memory are not free"})
+                print(f"\n{axis} {size:,}: left out, {sweeps[axis][-1]['skipped']}", flush=True)
             else:
                 home = "pageable" if device == "cpu" else "pinned"
                 sweeps[axis].append(points.measure(**{**sizes, axis: size}, home=home))
