@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speedswap import __version__, kernels
+import speedswap
+from speedswap import kernels
 from speedswap._install import pip_install
 from speedswap._machine import available_bytes, lockable_bytes, pages, physical_bytes
 from speedswap._words import size_in_words
@@ -29,7 +30,7 @@ def describe() -> str:
     package, compiled = Path(__file__).resolve().parents[1], kernels.compiled_in()
     cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     sections: dict[str, Mapping[str, str]] = {
-        f"speedswap {__version__}": {
+        f"speedswap {speedswap.__version__}": {
             "installed in": str(package) if compiled == package else f"{package}, compiled part from {compiled}",
             "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
             "torch": f"{torch.__version__} ({cuda})",

@@ -184,8 +184,8 @@ def forward(
     if not len(from_rows) or not len(to_rows):
         return
     if to_rows.device.type == "cpu":
-        parts = cpu_parts([Part(0, target, stored) for target, stored in zip(to_blocks, forms, strict=True)])
-        columns = list(zip((source.data_ptr() for source in from_blocks), parts, strict=True))
+        targets = cpu_parts([Part(0, target, stored) for target, stored in zip(to_blocks, forms, strict=True)])
+        columns = list(zip((source.data_ptr() for source in from_blocks), targets, strict=True))
         _C.forward(from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads())
         return
     # The number of shared rows is known only on the GPU, and stays there: other rows have place -1 and are skipped.
