@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterator
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from speedswap._machine import physical_bytes
 from speedswap.batching.attempts import Limits
 from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import free_bytes, is_out_of_memory, release_cached_memory
@@ -104,11 +105,11 @@ gc_cuda = release_cached_memory
 def get_available_cpu_memory() -> int:
     """Return the bytes that this process can still take: the system's free memory, or less under its own limit."""
     free = free_bytes("cpu")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
+    return physical_bytes() if free is None else free
 
 
 def set_cpu_memory_limit(num_gigabytes: float) -> None:
-    """Make allocations fail beyond that many GiB of address space; no effect on systems without limits.
+    """Make allocations fail beyond that many GiB of address space.
 
     All mappings count: libraries, files and the reservations of CUDA too. The limit can be raised again, up to the
     system's limit for this process.
@@ -119,10 +120,6 @@ def set_cpu_memory_limit(num_gigabytes: float) -> None:
     limit = int(num_gigabytes * 2**30)
     if limit <= 0:
         raise MemoryBudgetError(f"num_gigabytes is {num_gigabytes!r}; it must be above 0")
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
