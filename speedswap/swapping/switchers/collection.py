@@ -82,25 +82,21 @@ class Collection:
         """Shape of the first field of all rows together."""
         return (self.num_rows, *self.fields[0].row_shape)
 
-    def table_names(self) -> list[str]:
-        """Return the fields' names in the table."""
-        return ["weight" if each is self.fields[0] else each.name for each in self.fields]
+    def in_table(self) -> list[tuple[str, RowField]]:
+        """Return the fields with their names in the table."""
+        return [("weight" if each is self.fields[0] else each.name, each) for each in self.fields]
 
     def columns(self) -> list[Column]:
         """Return the table's columns, the first of them flat."""
-        flat = [(max(1, math.prod(each.row_shape)),) for each in self.fields[:1]]
-        shapes = [*flat, *(each.row_shape for each in self.fields[1:])]
         return [
-            Column(name, shape, each.dtype, each.init)
-            for each, name, shape in zip(self.fields, self.table_names(), shapes, strict=True)
+            Column(name, (math.prod(each.row_shape),) if name == "weight" else each.row_shape, each.dtype, each.init)
+            for name, each in self.in_table()
         ]
 
     def column_arrays(self) -> dict[str, ColumnArray]:
         """Return the fields of all rows as arrays, by name."""
-        return {
-            each.name: ColumnArray(self.table, name, (self.num_rows, *each.row_shape))
-            for each, name in zip(self.fields, self.table_names(), strict=True)
-        }
+        rows = self.num_rows
+        return {each.name: ColumnArray(self.table, name, (rows, *each.row_shape)) for name, each in self.in_table()}
 
     # ------------------------------------------------------------------ making it
 
@@ -173,14 +169,12 @@ class Collection:
     def gather(self, ids: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Copy rows of every field, in the order of the ids."""
         block = self.table.gather(ids, device=None if _lives_on_gpu(self.table) else device)
-        return {
-            each.name: block.columns[name].to(device).view(len(ids), *each.row_shape)
-            for each, name in zip(self.fields, self.table_names(), strict=True)
-        }
+        columns = {name: rows.to(device) for name, rows in block.columns.items()}
+        return {each.name: columns[name].view(len(ids), *each.row_shape) for name, each in self.in_table()}
 
     def scatter(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
         """Write fields of rows; of rows with equal ids the last one wins, of the last rank: a warning says so once."""
-        names = {each.name: name for each, name in zip(self.fields, self.table_names(), strict=True)}
+        names = {each.name: name for name, each in self.in_table()}
         stored = {names[name]: rows.cuda() if _lives_on_gpu(self.table) else rows for name, rows in values.items()}
         if "weight" in stored:
             stored["weight"] = stored["weight"].reshape(len(stored["weight"]), math.prod(stored["weight"].shape[1:]))
