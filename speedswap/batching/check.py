@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap.batching.functions import key_of, kind_of, name_of, named_values
 from speedswap.batching.memory import forget, is_out_of_memory, release_cached_memory, storages
-from speedswap.batching.nested import Batch, loss_of_samples, tensors_of
+from speedswap.batching.nested import Batch, loss_of, tensors_of
 from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
@@ -169,7 +169,7 @@ class _Comparison:
         args, kwargs = self._take(parts)
         with self._watching(Batch(args, kwargs)):
             result = self.loss_fn(*args, **kwargs)
-        loss, _ = loss_of_samples(result, self.loss_fn, self._samples_in(parts), self.declared.reduction)
+        loss, _ = loss_of(result, self.loss_fn, self.declared.reduction, self._samples_in(parts))
         return loss.detach().double().cpu()
 
     @contextmanager

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap.batching.functions import key_of, name_of, named_values
-from speedswap.batching.nested import NO_AUX, Arguments, Batch, joined, kept, loss_of_samples, parted
+from speedswap.batching.nested import NO_AUX, Arguments, Batch, joined, kept, loss_of, parted
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import HALF_PRECISION, Changes
 from speedswap.errors import BatchError
@@ -253,7 +253,7 @@ class MicroBatches:
         with changes.watched(), self.offloaded(changes):
             result = loss_fn(*args, **kwargs)
             self._require_no_backward(loss_fn, changes)
-            loss, aux = loss_of_samples(result, loss_fn, size, self.reduction)
+            loss, aux = loss_of(result, loss_fn, self.reduction, size)
             del result
         if not loss.requires_grad:
             raise BatchError(

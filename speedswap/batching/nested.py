@@ -23,7 +23,7 @@ _METHODS = ("keys", "values", "lengths", "stride", "weights_or_none")
 
 def is_keyed(value: Any) -> bool:
     """Return whether a value has the methods of TorchRec's KeyedJaggedTensor."""
-    return hasattr(value, "stride") and all(callable(getattr(value, name, None)) for name in _METHODS)
+    return all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
 def is_jagged(value: Any) -> bool:
@@ -57,6 +57,7 @@ def chosen(jagged: Any, samples: slice | list[int]) -> Any:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class Whole:
     """A tensor or array that belongs to no sample and accompanies every micro-batch unchanged, such as class weights.
 
@@ -64,10 +65,10 @@ class Whole:
     torch.Size([3])
     """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
+@dataclasses.dataclass(eq=False)
 class PerSample:
     """A list with one item per sample, such as images of different sizes.
 
@@ -76,8 +77,7 @@ class PerSample:
     [1]
     """
 
-    def __init__(self, items: list[Any] | tuple[Any, ...]) -> None:
-        self.items = items
+    items: list[Any] | tuple[Any, ...]
 
 
 class Batch:
@@ -132,13 +132,7 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Arguments:
         """Return the arguments for samples ``start`` to ``stop - 1``."""
-
-        def cut(value: Any) -> Any:
-            if start == 0 and stop == self.size:
-                return value
-            return chosen(value, slice(start, stop)) if is_jagged(value) else value[start:stop]
-
-        parts: Arguments = _part(self._given, self.size, cut)
+        parts: Arguments = _part(self._given, self.size, slice(start, stop))
         return parts
 
     def take(self, indices: Sequence[int]) -> Arguments:
@@ -147,13 +141,7 @@ class Batch:
         >>> Batch((torch.tensor([5, 6, 7]),)).take([2, 0, 2])[0]
         (tensor([7, 5, 7]),)
         """
-
-        def cut(value: Any) -> Any:
-            if is_jagged(value):
-                return chosen(value, list(indices))
-            return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value[list(indices)]
-
-        parts: Arguments = _part(self._given, self.size, cut)
+        parts: Arguments = _part(self._given, self.size, list(indices))
         return parts
 
     def refuse_graphs(self) -> None:
@@ -208,10 +196,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nested value, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Whole):
-        yield from tensors_of(value.value)
-    elif isinstance(value, PerSample):
-        yield from tensors_of(list(value.items))
     elif is_keyed(value):
         yield from tensors_of([value.values(), value.lengths(), value.weights_or_none()])
     else:
@@ -230,29 +214,41 @@ def _leading_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tu
 def _leading(path: str, value: Any) -> Iterator[tuple[str, int, Any]]:
     if isinstance(value, PackedSequence):
         raise BatchError(f"{path} is a PackedSequence, which has no batch dimension; pass it padded, with its lengths")
-    if isinstance(value, PerSample):
-        yield path, len(value.items), value
-    elif _is_sliceable(value):
-        yield path, int(value.shape[0]), value
-    elif is_keyed(value):
-        yield path, value.stride(), value
+    column = _column(value)
+    if column is not None:
+        yield path, column[0], value
     elif not isinstance(value, Whole) and not is_plain_list(value):
         for place, item in _fields(value) or ():
             yield from _leading(path + place, item)
 
 
-def _part(value: Any, size: int, cut: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return cut(value) if value.dim() else value
-    if isinstance(value, Whole):
-        return value.value
+def _column(value: Any) -> tuple[int, Any] | None:
+    """Return the number of samples in a value with a batch dimension, and what is cut along it; None for others."""
     if isinstance(value, PerSample):
-        return cut(value.items)
-    if _is_sliceable(value) or is_keyed(value):
-        return cut(value)
+        return len(value.items), value.items
+    if _is_sliceable(value):
+        return int(value.shape[0]), value
+    return (value.stride(), value) if is_keyed(value) else None
+
+
+def _part(value: Any, size: int, samples: slice | list[int]) -> Any:
+    """Return the part of a nested value, of ``size`` samples, that belongs to some of them."""
+    column = _column(value)
+    if column is not None:
+        return _cut(column[1], size, samples)
     if is_plain_list(value):
-        return cut(value) if len(value) == size else value
-    return _changed(value, lambda item: _part(item, size, cut))
+        return _cut(value, size, samples) if len(value) == size else value
+    return value.value if isinstance(value, Whole) else _changed(value, lambda item: _part(item, size, samples))
+
+
+def _cut(value: Any, size: int, samples: slice | list[int]) -> Any:
+    if samples == slice(0, size):
+        return value
+    if is_jagged(value):
+        return chosen(value, samples)
+    if isinstance(samples, list) and isinstance(value, (list, tuple)):
+        return [value[index] for index in samples]
+    return value[samples]
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -335,41 +331,30 @@ def parted(result: Any) -> tuple[Any, Any]:
     return result, NO_AUX
 
 
-def loss_of_samples(result: Any, loss_fn: Callable[..., Any], size: int, reduction: str) -> tuple[Tensor, Any]:
-    """Return the loss of ``size`` samples, 0-d or one per sample, and the aux.
+def loss_of(
+    result: Any, loss_fn: Callable[..., Any], reduction: str = "mean", size: int | None = None
+) -> tuple[Tensor, Any]:
+    """Return the loss, 0-d or one per sample, and the aux.
+
+    Args:
+        result: what the loss function returned.
+        loss_fn: named in messages.
+        reduction: as of a splitter.
+        size: the number of samples; None for a loss over the whole batch's representations.
 
     Raises:
         BatchError: the result is not what ``reduction`` asks for.
     """
-    given, aux = parted(result)
-    loss = _tensor(given, loss_fn)
+    loss, aux = parted(result)
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
     if reduction == "none" and loss.dim() and len(loss) == size:
         return loss, aux
     if reduction != "none" and loss.numel() == 1:
         return loss.reshape(()), aux
     wanted = "one loss per sample" if reduction == "none" else 'one number, or choose reduction="none"'
-    raise BatchError(
-        f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)} for {size} samples; return {wanted}"
-    )
-
-
-def loss_of_all(result: Any, loss_fn: Callable[..., Any]) -> tuple[Tensor, Any]:
-    """Return the loss of a whole batch, 0-d, and the aux.
-
-    Raises:
-        BatchError: the loss is not one number.
-    """
-    given, aux = parted(result)
-    loss = _tensor(given, loss_fn)
-    if loss.numel() != 1:
-        raise BatchError(f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number")
-    return loss.reshape(()), aux
-
-
-def _tensor(loss: Any, loss_fn: Callable[..., Any]) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
-    return loss
+    expected = "; it must return one number" if size is None else f" for {size} samples; return {wanted}"
+    raise BatchError(f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}{expected}")
 
 
 def kept(aux: Any) -> Any:
@@ -380,11 +365,7 @@ def kept(aux: Any) -> Any:
         aux = aux.detach()
         is_view = aux.layout == torch.strided and aux.untyped_storage().nbytes() > aux.nbytes
         return aux.clone() if is_view else aux
-    if isinstance(aux, Whole):
-        return Whole(kept(aux.value))
-    if isinstance(aux, PerSample):
-        return PerSample([kept(item) for item in aux.items])
-    return joined_fields([aux], lambda column: kept(column[0]), aux)
+    return _changed(aux, kept)
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from speedswap._words import a_kind
 from speedswap.batching.attempts import Limit
 from speedswap.batching.micro_batches import MicroBatches
-from speedswap.batching.nested import Arguments, Batch, concatenate, kept, loss_of_all, replace_tensors, tensors_of
+from speedswap.batching.nested import Arguments, Batch, concatenate, kept, loss_of, replace_tensors, tensors_of
 from speedswap.batching.rollback import Buffers, Changes, RandomState
 from speedswap.errors import BatchError
 
@@ -159,7 +159,7 @@ def both_passes(
         result = loss_fn(*outputs)
         if any(tensor.grad is not None for output in outputs for tensor in tensors_of(output)):
             raise BatchError("loss_fn calls backward(); let it compute the loss and return it")
-        loss, aux = loss_of_all(result, loss_fn)
+        loss, aux = loss_of(result, loss_fn)
     with changes.summing(len(sizes)):
         changes.before_backward([loss])
         torch.autograd.backward([run.scaled(loss)])
