@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from speedswap._threads import EndingThread
 from speedswap._words import a_kind
@@ -50,9 +50,10 @@ class Stack:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.batch: Any = None
+        self._size = size
         self._filled = 0
+        self._columns: list[Any] = []
+        self._form: TreeSpec
 
     def put(self, sample: Any, identity: Any) -> None:
         """Copy a sample into the next place.
@@ -61,8 +62,13 @@ class Stack:
             BatchError: its structure, shape or dtype differs from the first one's.
         """
         if self._filled == 0:
-            self.batch = _room_for(sample, self.size)
-        for column, value in _columns(self.batch, sample, identity):
+            values, self._form = tree_flatten(sample, is_leaf=_is_leaf)
+            self._columns = [_room_for(value, self._size) for value in values]
+        try:
+            values = self._form.flatten_up_to(sample)
+        except ValueError as error:
+            raise BatchError(f"sample {identity!r} has another structure than the others in its batch") from error
+        for column, value in zip(self._columns, values, strict=True):
             if not isinstance(column, list) and _kind(column[0]) != _kind(value):
                 raise BatchError(
                     f"sample {identity!r} has {_kind(value)}, others in its batch {_kind(column[0])}; let read return "
@@ -71,35 +77,22 @@ class Stack:
             column[self._filled] = value
         self._filled += 1
 
-
-def _room_for(sample: Any, size: int) -> Any:
-    if isinstance(sample, torch.Tensor):
-        return sample.new_empty((size, *sample.shape))
-    if isinstance(sample, (np.ndarray, np.generic)):
-        return np.empty((size, *sample.shape), sample.dtype)
-    if type(sample) in _NUMBERS:
-        return np.empty(size, _NUMBERS[type(sample)])
-    if isinstance(sample, dict):
-        return {name: _room_for(value, size) for name, value in sample.items()}
-    if isinstance(sample, tuple):
-        parts = [_room_for(value, size) for value in sample]
-        return type(sample)(*parts) if hasattr(sample, "_fields") else tuple(parts)
-    return [None] * size
+    @property
+    def batch(self) -> Any:
+        """The samples so far, and room for the others."""
+        return tree_unflatten(self._columns, self._form)
 
 
-def _columns(batch: Any, sample: Any, identity: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each array of the batch with the sample's value for it."""
-    if isinstance(batch, (dict, tuple)):
-        if type(sample) is not type(batch) or len(sample) != len(batch) or _names(sample) != _names(batch):
-            raise BatchError(f"sample {identity!r} has another structure than the others in its batch")
-        for name in _names(batch):
-            yield from _columns(batch[name], sample[name], identity)
-    else:
-        yield batch, sample
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, (dict, tuple))
 
 
-def _names(value: Any) -> list[Any]:
-    return sorted(value, key=str) if isinstance(value, dict) else list(range(len(value)))
+def _room_for(value: Any, size: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.new_empty((size, *value.shape))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.empty((size, *value.shape), value.dtype)
+    return np.empty(size, _NUMBERS[type(value)]) if type(value) in _NUMBERS else [None] * size
 
 
 def _kind(value: Any) -> str:
