@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
@@ -15,11 +13,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from speedswap._threads import EndingThread
 from speedswap._words import a_kind
 from speedswap.errors import BatchError, MemoryBudgetError
-
-Item = TypeVar("Item")
 
 _NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
 
@@ -104,90 +99,6 @@ def _kind(value: Any) -> str:
     return f"shape {tuple(value.shape)} and dtype {value.dtype}"
 
 
-class ReadAhead(Generic[Item]):
-    """An iterator over the items that a generator yields in a thread, as far ahead as memory allows.
-
-    Args:
-        source: runs in the thread.
-        nbytes: returns the bytes of an item.
-        room: returns the bytes for waiting items, the one being read and the one last handed out, given the bytes of
-            the largest item so far.
-    """
-
-    def __init__(
-        self, source: Generator[Item, None, None], nbytes: Callable[[Item], int], room: Callable[[int], int]
-    ) -> None:
-        self._source = source
-        self._nbytes = nbytes
-        self._room = room
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Item, int]] = deque()
-        self._bytes = self._handed_out = self._largest = 0
-        self._ended = self._closed = False
-        self._error: BaseException | None = None
-        self._thread = EndingThread(self._read, name="speedswap-feed", ask=self._stop)
-        self._thread.start()
-
-    def __iter__(self) -> ReadAhead[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        """Return the next item; the previous one counts as consumed."""
-        with self._changed:
-            self._bytes -= self._handed_out
-            self._handed_out = 0
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waiting or self._ended)
-            if self._waiting:
-                item, self._handed_out = self._waiting.popleft()
-                return item
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        raise StopIteration
-
-    def close(self) -> None:
-        """Stop reading, drop waiting items, and wait for the thread."""
-        self._stop()
-        self._thread.join()
-        self._waiting.clear()
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-
-    def _read(self) -> None:
-        try:
-            while self._may_read():
-                item = next(self._source)
-                size = self._nbytes(item)
-                with self._changed:
-                    self._waiting.append((item, size))
-                    self._bytes += size
-                    self._largest = max(self._largest, size)
-                    self._changed.notify_all()
-                del item
-        except StopIteration:
-            pass
-        except BaseException as error:  # raised where the items are used
-            self._error = error
-        finally:
-            self._source.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-
-    def _may_read(self) -> bool:
-        """Wait until there is room for another item; with none waiting, one is always read."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or not self._bytes or self._bytes + self._largest <= self._room(self._largest)
-            )
-            return not self._closed
-
-
 Identity = TypeVar("Identity")
 
 
@@ -214,7 +125,6 @@ class Feed(Generic[Identity]):
         seed: of the orders.
         drop_last: leave out the last batch of an epoch if it is smaller than the others.
         collate: makes a batch of a list of samples; by default they are stacked along a new first dimension.
-        read_ahead: read the next samples in a thread, as far as the budget allows.
 
     Raises:
         BatchError: an argument is out of range, or targets and identities differ in number. Later, while reading: a
@@ -240,7 +150,6 @@ class Feed(Generic[Identity]):
     seed: int = 0
     drop_last: bool = False
     collate: Callable[[list[Any]], Any] | None = None
-    read_ahead: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "variants", "budget_bytes"):
@@ -297,9 +206,7 @@ class Feed(Generic[Identity]):
             index: the epoch's index, which determines its order.
             skip: number of samples to leave out, without reading them.
         """
-        source = self._samples(index, skip)
-        samples = ReadAhead(source, lambda item: nbytes_of(item[1]), self._room) if self.read_ahead else source
-        with closing(samples):
+        with closing(self._samples(index, skip)) as samples:
             for start in range(skip, self._end, self.batch_size):
                 size = min(self.batch_size, self._total - start)
                 batch = [self._batch(samples, size)]  # in a list, to hold no reference while the caller works
@@ -320,8 +227,6 @@ class Feed(Generic[Identity]):
             stack.put(sample, identity)
             del sample
         return stack.batch
-
-    # ------------------------------------------------------------------ reading
 
     def _samples(self, epoch: int, skip: int) -> Generator[tuple[Any, Any], None, None]:
         """Yield samples with their identities, in the epoch's order."""
@@ -373,28 +278,19 @@ class Feed(Generic[Identity]):
         if count < wanted:
             raise BatchError(f"reading {identity!r} gave {count} samples, but variants is {wanted}")
 
-    # ------------------------------------------------------------------ memory
-
-    def _in_batches(self) -> int:
-        """Return the number of samples in memory at once while a batch is made, besides the batch handed out before."""
-        size = min(self.batch_size, self._total)
-        return size if self.collate is None else 2 * size
-
-    def _room(self, sample_bytes: int) -> int:
-        """Return the bytes for reading ahead."""
-        return self.budget_bytes - (self._in_batches() + (self.variants or 1) - 1) * sample_bytes
-
     def _check_budget(self, sample_bytes: int) -> None:
         one = sample_bytes * (self.variants or 1)
         if one > self.budget_bytes:
             raise MemoryBudgetError(
                 f"budget_bytes is {self.budget_bytes}, but what is read for one identity takes {one}; give more"
             )
-        needed = self._in_batches() * sample_bytes + one
+        size = min(self.batch_size, self._total)
+        # While a batch is made; the one handed out before is not counted.
+        needed = sample_bytes * (size if self.collate is None else 2 * size) + one
         if needed > self.budget_bytes:
             raise MemoryBudgetError(
-                f"budget_bytes is {self.budget_bytes}, but a batch of {min(self.batch_size, self._total)} samples of "
-                f"{sample_bytes} bytes takes {needed} while it is made; give as much, or a smaller batch_size"
+                f"budget_bytes is {self.budget_bytes}, but a batch of {size} samples of {sample_bytes} bytes takes "
+                f"{needed} while it is made; give as much, or a smaller batch_size"
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-import threading
 import tracemalloc
 import weakref
 from collections import Counter, namedtuple
@@ -56,20 +55,15 @@ class Watched(np.ndarray):
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 7])
-@pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("batches_in_budget", [1, 4])
-def test_p22_resident_memory_is_the_budget_and_one_batch_for_any_number_of_epochs(
-    epochs, read_ahead, batches_in_budget
-):
+def test_p22_resident_memory_is_the_budget_and_one_batch_for_any_number_of_epochs(epochs, batches_in_budget):
     files = Files()
     batch_bytes = 5 * SAMPLE_BYTES
     budget = batches_in_budget * batch_bytes + SAMPLE_BYTES
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        for epoch in speedswap.batching.feed(
-            range(60), files, 5, budget_bytes=budget, epochs=epochs, read_ahead=read_ahead
-        ):
+        for epoch in speedswap.batching.feed(range(60), files, 5, budget_bytes=budget, epochs=epochs):
             for batch in epoch:
                 assert batch.nbytes == batch_bytes
         del batch, epoch
@@ -95,9 +89,8 @@ def test_p22_each_epoch_reads_every_sample_again_once():
     batch_size=st.integers(1, 50),
     drop_last=st.booleans(),
     variants=st.sampled_from([None, 1, 2, 3]),
-    read_ahead=st.booleans(),
 )
-def test_p22_no_empty_batch_and_every_sample_once(count, batch_size, drop_last, variants, read_ahead):
+def test_p22_no_empty_batch_and_every_sample_once(count, batch_size, drop_last, variants):
     def read(identity):
         return number(identity) if variants is None else [number(identity)] * variants
 
@@ -109,7 +102,6 @@ def test_p22_no_empty_batch_and_every_sample_once(count, batch_size, drop_last, 
         epochs=2,
         drop_last=drop_last,
         variants=variants,
-        read_ahead=read_ahead,
     )
     total = count * (variants or 1)
     for epoch in batches:
@@ -203,7 +195,6 @@ def test_own_collate_stays_within_the_budget():
     assert most <= budget + batch_bytes + NOISE
 
 
-@pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize(
     "budget, batch_size, variants, text",
     [
@@ -212,7 +203,7 @@ def test_own_collate_stays_within_the_budget():
         (4 * SAMPLE_BYTES, 4, None, f"batch of 4 samples of {SAMPLE_BYTES} bytes takes {5 * SAMPLE_BYTES}"),
     ],
 )
-def test_budget_too_small_is_said_before_anything_is_handed_out(budget, batch_size, variants, text, read_ahead):
+def test_budget_too_small_is_said_before_anything_is_handed_out(budget, batch_size, variants, text):
     files = Files()
     feed = speedswap.batching.feed(
         range(10),
@@ -220,22 +211,20 @@ def test_budget_too_small_is_said_before_anything_is_handed_out(budget, batch_si
         batch_size,
         budget_bytes=budget,
         variants=variants,
-        read_ahead=read_ahead,
     )
     with pytest.raises(MemoryBudgetError, match=text):
         next(feed.epoch(0))
     assert files.read.total() == 1
 
 
-@pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
-def test_readers_failure_names_the_identity_and_comes_after_what_was_read_before(read_ahead):
+def test_readers_failure_names_the_identity_and_comes_after_what_was_read_before():
     def read(identity):
         if identity == "c.png":
             raise FileNotFoundError("no such file")
         return 0
 
     epoch = speedswap.batching.feed(
-        ["a.png", "b.png", "c.png", "d.png"], read, 2, budget_bytes=10**4, shuffle=False, read_ahead=read_ahead
+        ["a.png", "b.png", "c.png", "d.png"], read, 2, budget_bytes=10**4, shuffle=False
     ).epoch(0)
     assert len(next(epoch)) == 2
     with pytest.raises(BatchError, match=r"reading 'c\.png' failed: FileNotFoundError: no such file") as caught:
@@ -243,13 +232,12 @@ def test_readers_failure_names_the_identity_and_comes_after_what_was_read_before
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-@pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
-def test_out_of_memory_in_a_reader_stays_what_it_is(read_ahead):
+def test_out_of_memory_in_a_reader_stays_what_it_is():
     def read(identity):
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        next(speedswap.batching.feed([1], read, 1, budget_bytes=100, read_ahead=read_ahead).epoch(0))
+        next(speedswap.batching.feed([1], read, 1, budget_bytes=100).epoch(0))
 
 
 @pytest.mark.parametrize("given, text", [(1, "gave 1 samples, but variants is 2"), (3, "gave more samples than 2")])
@@ -271,24 +259,20 @@ def test_samples_of_different_structures_are_refused_by_name(other):
         next(speedswap.batching.feed(["first", "second"], samples.get, 2, budget_bytes=10**4, shuffle=False).epoch(0))
 
 
-@pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
-def test_abandoned_epoch_frees_everything_and_ends_its_thread(read_ahead):
+def test_abandoned_epoch_frees_everything():
     files = Files()
-    threads = set(threading.enumerate())
-    epoch = speedswap.batching.feed(range(50), files, 2, budget_bytes=20 * SAMPLE_BYTES, read_ahead=read_ahead).epoch(0)
+    epoch = speedswap.batching.feed(range(50), files, 2, budget_bytes=20 * SAMPLE_BYTES).epoch(0)
     next(epoch)
     epoch.close()
     gc.collect()
     assert not files.alive
-    assert set(threading.enumerate()) <= threads  # those of earlier tests may end meanwhile
 
 
-@pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
-def test_batch_that_was_handed_out_is_its_users_alone(read_ahead):
+def test_batch_that_was_handed_out_is_its_users_alone():
     def collate(samples):
         return np.stack(samples).view(Watched)
 
-    feed = speedswap.batching.feed(range(50), number, 2, budget_bytes=1000, collate=collate, read_ahead=read_ahead)
+    feed = speedswap.batching.feed(range(50), number, 2, budget_bytes=1000, collate=collate)
     epoch = feed.epoch(0)
     batch = next(epoch)
     alive = weakref.ref(batch)
@@ -301,23 +285,6 @@ def test_own_collate_needs_room_for_samples_and_batch():
     feed = speedswap.batching.feed(range(10), np.float64, 4, budget_bytes=8 * 9 - 1, collate=np.stack)
     with pytest.raises(MemoryBudgetError, match="batch of 4 samples of 8 bytes takes 72"):
         next(feed.epoch(0))
-
-
-def test_reading_ahead_reads_while_nobody_asks():
-    read = []
-    enough = threading.Event()
-
-    def reader(identity):
-        read.append(identity)
-        if len(read) >= 8:
-            enough.set()
-        return np.zeros(100)
-
-    epoch = speedswap.batching.feed(range(50), reader, 2, budget_bytes=8 * 800 + 2 * 800, read_ahead=True).epoch(0)
-    next(epoch)
-    assert enough.wait(20)
-    assert len(read) <= 2 + 8
-    epoch.close()
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

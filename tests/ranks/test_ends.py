@@ -75,22 +75,3 @@ while ahead.lane.rounds == rounds:
         seconds=40,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_process_ends_while_samples_are_read_ahead():
-    """The thread that reads them returns from torch now and then, to an interpreter that must still exist."""
-    done = run_script(
-        """
-import torch
-from speedswap.batching.feeding import ReadAhead
-
-def samples():
-    while True:
-        yield torch.randn(1000).sum()
-
-ahead = ReadAhead(samples(), lambda item: 4, lambda largest: 1 << 30)
-for _ in range(10):
-    next(ahead)
-"""
-    )
-    assert (done.returncode, done.stderr) == (0, "")
