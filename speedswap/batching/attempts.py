@@ -136,41 +136,27 @@ class Limits:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._known
 
-    def find(self, key: Hashable, memory: int, grow_after: int | None) -> Limit | None:
-        """Return the limit of a situation; with less free memory than ever before, that of the nearest class above."""
-        classes = self._known.get(key)
-        if classes is None:
-            return None
-        self._known.move_to_end(key)
-        if memory not in classes:
-            above = min((other for other in classes if other > memory), default=None)
-            if above is None:
-                return None
-            classes[memory] = Limit(classes[above].size, grow_after)
-        return classes[memory]
+    def find(
+        self, key: Hashable, memory: int, grow_after: int | None, initial: int | None = None, *, from_less: bool = True
+    ) -> Limit:
+        """Return the limit of a situation; a new one begins with that of the nearest class of memory.
 
-    def nearest(self, key: Hashable, memory: int, grow_after: int | None, initial: int | None) -> Limit:
-        """Return the limit of a situation; a new one begins with that of the nearest class, else with ``initial``."""
-        classes = self._classes(key)
-        if memory not in classes:
-            near = min(classes, key=lambda other: abs(other - memory), default=None)
-            classes[memory] = Limit(initial if near is None else classes[near].size, grow_after)
-        return classes[memory]
-
-    def note(self, key: Hashable, memory: int, size: int, grow_after: int | None) -> Limit:
-        """Remember that no more than ``size`` has fitted; return the limit."""
-        limit = self.find(key, memory, grow_after)
-        if limit is None:
-            limit = self._classes(key)[memory] = Limit(size, grow_after)
-        limit.shrink(size)
-        return limit
-
-    def _classes(self, key: Hashable) -> dict[int, Limit]:
+        Args:
+            key: the situation.
+            memory: the class of free memory.
+            grow_after: as of :class:`Limit`.
+            initial: the size that a situation begins with where no class is known.
+            from_less: whether a class with less free memory counts as near.
+        """
         classes = self._known.setdefault(key, {})
         self._known.move_to_end(key)
         if len(self._known) > self._most_keys:
             self._known.popitem(last=False)
-        return classes
+        if memory not in classes:
+            others = [other for other in classes if from_less or other > memory]
+            near = min(others, key=lambda other: abs(other - memory), default=None)
+            classes[memory] = Limit(initial if near is None else classes[near].size, grow_after)
+        return classes[memory]
 
 
 Self = TypeVar("Self", bound="Attempts")
@@ -210,7 +196,8 @@ class Attempts(ABC):
         if failure is not None:
             context = failure.__context__
             try:
-                self.recover(failure)
+                if not self.recover(failure):
+                    raise failure
             finally:
                 failure.__context__ = context  # raised again, it would get the error that the caller is handling
                 del failure, context  # where it is raised again, its traceback refers to this frame
@@ -226,8 +213,8 @@ class Attempts(ABC):
         return error is not None
 
     @abstractmethod
-    def recover(self, failure: BaseException) -> None:
-        """Undo a failed attempt and choose a smaller :attr:`size`, or raise the failure."""
+    def recover(self, failure: BaseException) -> bool:
+        """Undo a failed attempt; choose a smaller :attr:`size`, or return False where that is of no use."""
 
     def release(self, failure: BaseException, size: int) -> None:
         """Free everything that an attempt with ``size`` samples held, and keep its error for the history."""
@@ -235,12 +222,11 @@ class Attempts(ABC):
         self._failures.append((size, failure))
         release_cached_memory()
 
-    def with_history(self, failure: BaseException, reason: BatchError) -> BaseException:
-        """Return a failure with the earlier ones as its causes, and ``reason`` as the first one's."""
+    def add_history(self, failure: BaseException, reason: str) -> None:
+        """Make the earlier failures the causes of one, and ``reason`` the first one's."""
         errors = [error for _, error in self._failures]
         self._failures.clear()
-        chain([*errors, failure], reason)
-        return failure
+        chain([*errors, failure], BatchError(reason))
 
 
 _log = logging.getLogger("speedswap")
@@ -288,7 +274,7 @@ class MicroBatchSize:
         if now - self.looked_at > _SECONDS_BETWEEN_LOOKS:
             self.looked_at, self._memory = now, memory_class(device)
         self.known.end_trial(due_again=True)
-        self.known = self._limits.nearest(key, self._memory, self._grow_after, self._initial)
+        self.known = self._limits.find(key, self._memory, self._grow_after, self._initial)
         self.known.end_trial(due_again=True)
         return self.known.choose(batch_size)
 
@@ -357,47 +343,39 @@ class BatchAttempts(Attempts):
         is_new = self.size > self._known.largest.get(self.work, 0)
         return limited(self.memory, self.devices, taken=self.changes.nbytes, looks_ahead=is_new)
 
-    def recover(self, failure: BaseException) -> None:
+    def recover(self, failure: BaseException) -> bool:
         self.changes.restore()
         sizes, known, largest = self.sizes, self._known, self._largest
         elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on a smaller one
-        try:
-            if sizes.is_fixed or (largest < 2 and not elsewhere) or not is_out_of_memory(failure):
-                raise self._final(failure)
-            was_trial = known.on_trial
-            if elsewhere:
-                known.end_trial(due_again=False)
-                smaller = largest
-            else:
-                smaller = known.failed(largest) if was_trial else largest // 2
-                known.shrink(smaller, failed=largest)
-            if not self.may_shrink:
-                raise self._final(failure)
-            self.release(failure, largest)
-            sizes.looked_at = _NEVER
-            sizes.tell("on_out_of_memory", error=failure, old_size=largest, new_size=smaller)
-            why = (str(failure).splitlines() or ["no message"])[0]
-            if elsewhere:
-                _log.debug("micro-batches of at most %d samples are tried again: %s", smaller, why)
-            elif was_trial:
-                _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, smaller, why)
-            else:
-                sizes.report(largest, smaller, f"out of memory ({why})")
-            self.size = smaller
-        finally:
-            del failure  # where it is raised, its traceback refers to this frame
+        may_fit = not sizes.is_fixed and (largest > 1 or elsewhere) and is_out_of_memory(failure)
+        was_trial, smaller = known.on_trial, largest
+        if may_fit and elsewhere:
+            known.end_trial(due_again=False)
+        elif may_fit:
+            smaller = known.failed(largest) if was_trial else largest // 2
+            known.shrink(smaller, failed=largest)
+        if not (may_fit and self.may_shrink):
+            if self._failures:
+                tried = ", ".join(str(size) for size, _ in self._failures)
+                self.add_history(failure, f"micro-batches of {tried} samples had run out of memory before")
+            return False
+        self.release(failure, largest)
+        sizes.looked_at = _NEVER
+        sizes.tell("on_out_of_memory", error=failure, old_size=largest, new_size=smaller)
+        why = (str(failure).splitlines() or ["no message"])[0]
+        if elsewhere:
+            _log.debug("micro-batches of at most %d samples are tried again: %s", smaller, why)
+        elif was_trial:
+            _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, smaller, why)
+        else:
+            sizes.report(largest, smaller, f"out of memory ({why})")
+        self.size = smaller
+        return True
 
     @property
     def _largest(self) -> int:
         """The largest micro-batch that the present size actually produces."""
         return max(self.ranks.sizes(self.batch_size, self.size), default=0)
-
-    def _final(self, failure: BaseException) -> BaseException:
-        """Return a failure with the earlier ones as its causes, ending with the sizes that were tried."""
-        if not self._failures:
-            return failure
-        tried = ", ".join(str(size) for size, _ in self._failures)
-        return self.with_history(failure, BatchError(f"micro-batches of {tried} samples had run out of memory before"))
 
     def fitted(self, *, count: bool = True) -> None:
         """Record that the last attempt succeeded; without ``count``, it says nothing about larger sizes."""

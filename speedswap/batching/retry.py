@@ -56,104 +56,90 @@ Self = TypeVar("Self", bound="Retried")
 
 _lock = threading.Lock()  # guards all limits; held for less than a microsecond
 
-_NOTHING: dict[str, Any] = {}
 
-
+@dataclasses.dataclass(eq=False)
 class Search(Attempts):
     """One call's search for a size that fits.
 
-    Args:
+    Attributes:
         name: the function's, for messages.
         wanted: the size to begin with where nothing is known: at least 1.
         limits: what earlier calls have learned; None forgets everything.
         key: the situation that this call is in.
         device: its free memory counts; by default that of the current GPU where one is in use, else the host's.
         grow_after: attempts without a failure before a larger size is tried; None: never.
-
-    Attributes:
+        rng: restore random numbers before a piece is tried again.
         size: for the next attempt.
-        name: the function's.
         length: samples of the present attempt: fewer than ``size`` in a last piece.
-        random: random numbers to restore before the next attempt.
     """
 
-    def __init__(
-        self,
-        name: str,
-        wanted: int,
-        limits: Limits | None = None,
-        key: Hashable = None,
-        device: torch.device | None = None,
-        grow_after: int | None = GROW_AFTER,
-    ) -> None:
-        super().__init__(wanted)
-        self.name = name
-        self.length = wanted
-        self.random: RandomState | None = None
-        self._wanted = wanted
-        self._limits = limits
-        self._key = key
-        self._device = device
-        self._grow_after = grow_after
+    name: str
+    wanted: int
+    limits: Limits | None = None
+    key: Hashable = None
+    device: torch.device | None = None
+    grow_after: int | None = GROW_AFTER
+    rng: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.wanted)
+        self.length = self.wanted
+        self._random: RandomState | None = None
         self._limit: Limit | None = None
         self._memory: int | None = None
-        if limits is not None and key in limits:
-            self._memory = self.memory_class()
-            with _lock:
-                self._limit = limits.find(key, self._memory, grow_after)
+        if self.limits is not None and self.key in self.limits:
+            self._memory = self._memory_class()
+            self._limit = self._find(self.limits)
             self.choose()
 
-    def memory_class(self) -> int:
-        """Return the class of free memory that this call is in."""
+    def _memory_class(self) -> int:
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return memory_class(self._device or ("cuda" if uses_gpu else "cpu"))
+        return memory_class(self.device or ("cuda" if uses_gpu else "cpu"))
+
+    def _find(self, limits: Limits) -> Limit:
+        with _lock:
+            return limits.find(self.key, self._memory or 0, self.grow_after, from_less=False)
 
     def choose(self) -> None:
         """Choose the size after a success: a larger one where it is due."""
         if self._limit is not None:
             with _lock:
-                self.size = self._limit.choose(self._wanted)
+                self.size = self._limit.choose(self.wanted)
 
-    def fitted(self, length: int) -> None:
-        """Record a success with ``length`` samples."""
+    def fitted(self) -> None:
+        """Record a success."""
         has_shrunk = bool(self._failures)
         self._failures.clear()
-        if self._limits is None or (self._limit is None and not has_shrunk):
-            return
-        with _lock:
-            if has_shrunk:
-                self._limit = self._limits.note(self._key, self._memory or 0, self.size, self._grow_after)
-            elif self._limit is not None and length == self.size:
-                self._limit.fitted(length)
+        if self.limits is not None and has_shrunk:
+            self._limit = self._find(self.limits)
+        if self._limit is not None:
+            with _lock:
+                if has_shrunk:
+                    self._limit.shrink(self.size)
+                elif self.length == self.size:
+                    self._limit.fitted(self.length)
 
-    def recover(self, failure: BaseException) -> None:
-        """Choose a smaller size.
-
-        Raises:
-            BaseException: the failure itself, if it is no out-of-memory, or if a single sample ran out of memory; the
-                latter with the earlier failures as its causes.
-        """
+    def recover(self, failure: BaseException) -> bool:
+        if not is_out_of_memory(failure):
+            return False
         length = self.failed_length
-        try:
-            if not isinstance(failure, Exception) or not is_out_of_memory(failure):
-                raise failure
-            if length <= 1:
-                sizes = ", ".join(str(size) for size in [*(size for size, _ in self._failures), length])
-                reason = BatchError(
-                    f"{self.name} ran out of memory with every size tried: {sizes}; one sample must fit: free memory "
-                    "first, or make the model or the sample smaller"
-                )
-                raise self.with_history(failure, reason)
-            smaller = length // 2
-            if self._limit is not None and not self._failures:
-                with _lock:
-                    smaller = self._limit.failed(length)
-            self.release(failure, length)
-            self.size = smaller
-            if self.random is not None:
-                self.random.restore()
-        finally:
-            del failure  # or its traceback would lead to itself
+        if length <= 1:
+            sizes = ", ".join(str(size) for size in [*(size for size, _ in self._failures), length])
+            self.add_history(
+                failure,
+                f"{self.name} ran out of memory with every size tried: {sizes}; one sample must fit: free memory "
+                "first, or make the model or the sample smaller",
+            )
+            return False
+        smaller = length // 2
+        if self._limit is not None and not self._failures:
+            with _lock:
+                smaller = self._limit.failed(length)
+        self.release(failure, length)
+        self.size = smaller
+        if self._random is not None:
+            self._random.restore()
+        return True
 
     @property
     def failed_length(self) -> int:
@@ -162,65 +148,46 @@ class Search(Attempts):
 
     def release(self, failure: BaseException, size: int) -> None:
         super().release(failure, size)
-        if self._limits is not None and self._memory is None:
-            self._memory = self.memory_class()  # nothing of the attempt is left: as free as when it began
+        if self.limits is not None and self._memory is None:
+            self._memory = self._memory_class()  # nothing of the attempt is left: as free as when it began
 
+    def _until_it_fits(self, call: Callable[[int], R], most: int | None = None) -> R:
+        """Call with fewer and fewer samples, ``most`` at most, until they fit."""
+        self._random = RandomState() if self.rng else None
+        while self.again():
+            with self:
+                self.length = self.size if most is None else min(self.size, most)
+                result = call(self.length)
+        self.fitted()
+        return result
 
-def run_batch(
-    function: Callable[..., R], search: Search, args: Any = (), kwargs: Any = _NOTHING, *, rng: bool = False
-) -> R:
-    """Call ``function(size, *args, **kwargs)`` with smaller and smaller sizes until one fits."""
-    search.random = RandomState() if rng else None
-    while search.again():
-        with search:
-            search.length = search.size
-            result = function(search.size, *args, **kwargs)
-    search.fitted(search.size)
-    return result
+    def run_batch(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+        """Call ``function(size, *args, **kwargs)`` with smaller and smaller sizes until one fits."""
+        return self._until_it_fits(lambda size: function(size, *args, **kwargs))
 
+    def run_range(self, function: Callable[..., R], start: int, stop: int, /, *args: Any, **kwargs: Any) -> list[R]:
+        """Call ``function(start, stop, *args, **kwargs)`` for one piece of a range after the other."""
+        results: list[R] = []
 
-def run_range(
-    function: Callable[..., R],
-    start: int,
-    stop: int,
-    search: Search,
-    args: Any = (),
-    kwargs: Any = _NOTHING,
-    *,
-    rng: bool = False,
-) -> list[R]:
-    """Call ``function(start, stop, *args, **kwargs)`` for piece after piece of a range, each at most a size long."""
-    results: list[R] = []
-    while start < stop:
-        search.random = RandomState() if rng else None
-        while search.again():
-            with search:
-                search.length = min(search.size, stop - start)
-                result = function(start, start + search.length, *args, **kwargs)
-        search.fitted(search.length)
-        results.append(result)
-        start += search.length
-        if start < stop:
-            search.choose()
-    return results
+        def piece(length: int) -> R:
+            return function(start, start + length, *args, **kwargs)
 
+        while start < stop:
+            if results:
+                self.choose()
+            results.append(self._until_it_fits(piece, stop - start))
+            start += self.length
+        return results
 
-def run_chunks(
-    function: Callable[..., R],
-    tensor: Tensor,
-    dimension: int,
-    search: Search,
-    args: Any = (),
-    kwargs: Any = _NOTHING,
-    *,
-    rng: bool = False,
-) -> list[R]:
-    """Call ``function(chunk, start, stop, *args, **kwargs)`` for chunk after chunk of a tensor, which are views."""
+    def run_chunks(
+        self, function: Callable[..., R], tensor: Tensor, dimension: int, /, *args: Any, **kwargs: Any
+    ) -> list[R]:
+        """Call ``function(chunk, start, stop, *args, **kwargs)`` for chunk after chunk of a tensor, which are views."""
 
-    def piece(start: int, stop: int) -> R:
-        return function(tensor.narrow(dimension, start, stop - start), start, stop, *args, **kwargs)
+        def piece(start: int, stop: int) -> R:
+            return function(tensor.narrow(dimension, start, stop - start), start, stop, *args, **kwargs)
 
-    return run_range(piece, 0, tensor.shape[dimension], search, rng=rng)
+        return self.run_range(piece, 0, tensor.shape[dimension])
 
 
 Join = Callable[[list[Any]], Any]
@@ -300,9 +267,8 @@ class Retried:
         if key is None:
             caller = sys._getframe(1).f_back
             key = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else None
-        return Search(
-            self._name, wanted, _limits, (key_of(self._function), type(self), key), device, options.grow_after
-        )
+        situation = key_of(self._function), type(self), key
+        return Search(self._name, wanted, _limits, situation, device, options.grow_after, options.rng)
 
 
 class RetriedBatch(Retried):
@@ -312,7 +278,7 @@ class RetriedBatch(Retried):
         initial = self._options.initial
         if initial is None:
             raise BatchError(f"{self._name} has no initial batch size; give one: retry.batch(initial=512)")
-        return run_batch(self._function, self._search(initial), args, kwargs, rng=self._options.rng)
+        return self._search(initial).run_batch(self._function, *args, **kwargs)
 
 
 class RetriedRange(Retried):
@@ -321,7 +287,7 @@ class RetriedRange(Retried):
     def __call__(self, start: int, stop: int, *args: Any, **kwargs: Any) -> Any:
         wanted = self._options.initial or max(1, stop - start)
         search = self._search(wanted)
-        return self._joined(run_range(self._function, start, stop, search, args, kwargs, rng=self._options.rng))
+        return self._joined(search.run_range(self._function, start, stop, *args, **kwargs))
 
     def _joined(self, results: list[Any]) -> Any:
         join = self._options.join
@@ -337,9 +303,7 @@ class RetriedChunks(RetriedRange):
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(type(tensor))
             raise BatchError(f"dimension is {options.dimension}, but the first argument of {self._name} is {what}")
         search = self._search(options.initial or max(1, tensor.shape[options.dimension]), tensor.device)
-        return self._joined(
-            run_chunks(self._function, tensor, options.dimension, search, args, kwargs, rng=options.rng)
-        )
+        return self._joined(search.run_chunks(self._function, tensor, options.dimension, *args, **kwargs))
 
 
 def batch(

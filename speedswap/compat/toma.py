@@ -29,7 +29,7 @@ from speedswap._machine import physical_bytes
 from speedswap.batching.attempts import Limits
 from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import free_bytes, is_out_of_memory, release_cached_memory
-from speedswap.batching.retry import Search, run_batch, run_chunks, run_range
+from speedswap.batching.retry import Search
 from speedswap.errors import MemoryBudgetError
 
 __all__ = [
@@ -185,7 +185,8 @@ class Batchsize(Search):
     """
 
     def __init__(self, value: int, limits: Limits | None = None, key: Hashable = None) -> None:
-        super().__init__("the function", value, limits, key)
+        # On a device whose memory is unknown: if memory matters, it is a part of the key.
+        super().__init__("the function", value, limits, key, torch.device("meta"))
 
     @property
     def value(self) -> int:
@@ -204,10 +205,6 @@ class Batchsize(Search):
     def failed_length(self) -> int:
         """The step, also if the failed piece was a shorter one at the end."""
         return self.size
-
-    def memory_class(self) -> int:
-        """Return one class for all: if memory matters, it is a part of the key."""
-        return 0
 
 
 class BatchsizeCache:
@@ -310,7 +307,7 @@ class explicit:
         64
         """
         search, kwargs = _begin(func, "initial_batchsize", initial_batchsize, **kwargs)
-        return run_batch(func, search, args, kwargs)
+        return search.run_batch(func, *args, **kwargs)
 
     @staticmethod
     def range(func: Function, start: int, end: int, initial_step: int | None, *args: Any, **kwargs: Any) -> list[Any]:
@@ -320,7 +317,7 @@ class explicit:
         [(0, 2), (2, 4), (4, 5)]
         """
         search, kwargs = _begin(func, "initial_step", initial_step, **kwargs)
-        return run_range(func, start, end, search, args, kwargs)
+        return search.run_range(func, start, end, *args, **kwargs)
 
     @staticmethod
     def chunked(
@@ -328,7 +325,7 @@ class explicit:
     ) -> list[Any]:
         """Call ``func(chunk, start, end, *args, **kwargs)`` for chunk after chunk of a tensor."""
         search, kwargs = _begin(func, "initial_step", initial_step, **kwargs)
-        return run_chunks(func, tensor, toma_dimension or 0, search, args, kwargs)
+        return search.run_chunks(func, tensor, toma_dimension or 0, *args, **kwargs)
 
 
 class simple:
@@ -366,7 +363,7 @@ def batch(func: Function | None = None, *, initial_batchsize: int | None = None,
     """
 
     def run(func: Function, search: Batchsize, /, *args: Any, **kwargs: Any) -> Any:
-        return run_batch(func, search, args, kwargs)
+        return search.run_batch(func, *args, **kwargs)
 
     return _decorated(func, run, "initial_batchsize", initial_batchsize, **where)
 
@@ -378,7 +375,7 @@ def range(func: Function | None = None, *, initial_step: int | None = None, **wh
     """
 
     def run(func: Function, search: Batchsize, /, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
-        return run_range(func, start, end, search, args, kwargs)
+        return search.run_range(func, start, end, *args, **kwargs)
 
     return _decorated(func, run, "initial_step", initial_step, **where)
 
@@ -394,7 +391,7 @@ def chunked(
 
     def run(func: Function, search: Batchsize, /, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop("toma_dimension", None)
-        return run_chunks(func, tensor, (dimension if given is None else given) or 0, search, args, kwargs)
+        return search.run_chunks(func, tensor, (dimension if given is None else given) or 0, *args, **kwargs)
 
     return _decorated(func, run, "initial_step", initial_step, **where, more=", toma_dimension")
 

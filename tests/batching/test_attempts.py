@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from speedswap.batching.attempts import Attempts, Limit, Limits
-from speedswap.errors import BatchError
 
 
 class Halving(Attempts):
@@ -17,9 +16,11 @@ class Halving(Attempts):
 
     def recover(self, failure):
         if self.size == 1:
-            raise self.with_history(failure, BatchError("all sizes failed"))
+            self.add_history(failure, "all sizes failed")
+            return False
         self.release(failure, self.size)
         self.size //= 2
+        return True
 
 
 def test_attempts_end_with_the_first_success():
@@ -135,7 +136,7 @@ def test_success_with_the_whole_does_not_count_towards_a_trial():
 @pytest.mark.parametrize("memory, size", [(29, 16), (31, 16), (40, 32)])
 def test_a_new_class_of_memory_begins_as_the_nearest_known_one(memory, size):
     limits = Limits()
-    limits.nearest("key", 36, 4, None).shrink(32)
-    limits.nearest("key", 30, 4, None).shrink(16)
-    assert limits.nearest("key", memory, 4, None).size == size
-    assert limits.nearest("another", memory, 4, 5).size == 5
+    limits.find("key", 36, 4).shrink(32)
+    limits.find("key", 30, 4).shrink(16)
+    assert limits.find("key", memory, 4).size == size
+    assert limits.find("another", memory, 4, 5).size == 5

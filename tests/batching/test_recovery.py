@@ -416,21 +416,21 @@ def test_callbacks_are_told_what_happens():
 
 def test_known_size_of_another_class_of_memory_is_where_a_new_one_begins():
     limits = Limits()
-    limit = limits.nearest("key", 30, 4, None)
+    limit = limits.find("key", 30, 4)
     assert limit.choose(64) == 64
     limit.shrink(limit.failed(64), failed=64)
     assert limit.choose(64) == 32
-    assert limits.nearest("key", 32, 4, None).choose(64) == 32
-    assert limits.nearest("other", 30, 4, None).choose(64) == 64
-    assert limits.nearest("key", 30, 4, None).choose(20) == 20
+    assert limits.find("key", 32, 4).choose(64) == 32
+    assert limits.find("other", 30, 4).choose(64) == 64
+    assert limits.find("key", 30, 4).choose(20) == 20
 
 
 def test_forgotten_situations_begin_anew():
     limits = Limits()
-    limits.nearest("key", 0, 4, None).shrink(32, failed=64)
+    limits.find("key", 0, 4).shrink(32, failed=64)
     for index in range(2000):
-        limits.nearest(index, 0, 4, None)
-    assert limits.nearest("key", 0, 4, None).choose(64) == 64
+        limits.find(index, 0, 4)
+    assert limits.find("key", 0, 4).choose(64) == 64
 
 
 @pytest.mark.slow

@@ -444,22 +444,24 @@ def test_functions_under_one_decorator_are_told_apart():
 
 def test_less_free_memory_begins_with_what_more_could_do_and_more_begins_anew():
     limits = Limits()
-    limits.note("key", 30, 16, 32)
-    assert limits.find("key", 29, 32).size == 16
-    assert limits.find("key", 31, 32) is None
-    assert limits.find("another", 30, 32) is None
-    limits.note("key", 29, 8, 32)
-    assert (limits.find("key", 28, 32).size, limits.find("key", 30, 32).size) == (8, 16)
+
+    def find(key, memory):
+        return limits.find(key, memory, 32, from_less=False)
+
+    find("key", 30).shrink(16)
+    assert find("key", 29).size == 16
+    assert find("key", 31).size is None
+    assert find("another", 30).size is None
+    find("key", 29).shrink(8)
+    assert (find("key", 28).size, find("key", 30).size) == (8, 16)
 
 
 def test_the_key_longest_unused_is_forgotten():
     limits = Limits(most_keys=2)
-    for key in ("first", "second"):
-        limits.note(key, 30, 1, 32)
-    limits.find("first", 30, 32)
-    limits.note("third", 30, 1, 32)
-    assert limits.find("second", 30, 32) is None
-    assert limits.find("first", 30, 32) is not None
+    for key in ("first", "second", "first", "third"):
+        limits.find(key, 30, 32)
+    assert "second" not in limits
+    assert "first" in limits
 
 
 def test_a_success_that_is_no_trial_does_not_raise_the_limit():
