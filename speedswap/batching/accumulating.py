@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap._words import a_kind
-from speedswap.batching.functions import named_values, require_integer
+from speedswap.batching.functions import require_integer
 from speedswap.batching.rollback import has_memory
 from speedswap.errors import BatchError, OptimizerError
 
@@ -27,9 +25,6 @@ def _shared(name: str) -> Any:
         setattr(self.optimizer, name, value)
 
     return property(lambda self: getattr(self.optimizer, name), write, doc=f"The wrapped optimizer's {name}.")
-
-
-Loss = Any  # a closure's result: usually a tensor, or a number
 
 
 class Window:
@@ -46,7 +41,6 @@ class Window:
         steps: micro-steps so far.
         weight: the sum of their weights.
         gradients: mean or sum so far; float32 for half-precision gradients.
-        loss: mean or sum of the losses that closures returned.
         found_inf: number of micro-steps that a gradient scaler found not finite, on its device.
     """
 
@@ -56,10 +50,8 @@ class Window:
         self.steps = 0
         self.weight = 0.0
         self.gradients: dict[Tensor, Tensor] = {}
-        self.loss: Loss = None
         self.found_inf: Tensor | float = 0.0
         self._values: dict[Tensor, Tensor | None] = {}  # kept, so that their addresses are not reused
-        self._closures: list[tuple[Replayable | None, float]] = []
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Refuse gradients that cannot be averaged with the previous ones, before anything has changed.
@@ -116,52 +108,11 @@ class Window:
         elif means:
             torch._foreach_add_(means, gradients)
 
-    def add_loss(self, loss: Loss, weight: float, closure: Replayable | None) -> None:
-        """Accumulate a closure's result for the micro-step that was just added."""
-        self._closures.append((closure, weight))
-        if loss is None:
-            return
-        value = loss.detach() if isinstance(loss, Tensor) else loss
-        share = weight / self.weight if self.mean else 1.0
-        kept = 1 - share if self.mean else 1.0
-        self.loss = value * share if self.loss is None else self.loss * kept + value * share
-
     def put(self, parameters: Iterable[Tensor]) -> None:
         """Put mean or sum into the parameters' ``.grad``."""
         for parameter in parameters:
             gradient = self.gradients.get(parameter)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-
-    def closure(self, parameters: list[Tensor]) -> Callable[[], Loss] | None:
-        """Return a closure over the whole window's loss and gradient; None if there were no closures.
-
-        Its first evaluation returns what has been accumulated; each later one calls all of the window's closures again.
-        """
-        if not any(closure for closure, _ in self._closures):
-            return None
-        known = True
-
-        def evaluate() -> Loss:
-            nonlocal known
-            if known:
-                known = False
-                return self.loss
-            again = Window(self.length, self.mean)
-            for index, (closure, weight) in enumerate(self._closures):
-                if closure is None:
-                    raise BatchError(
-                        f"the optimizer evaluates its closure again, but micro-step {index} of the window has none; "
-                        "give step() a closure each time, and save states between windows"
-                    )
-                _clear(parameters)
-                with torch.enable_grad():
-                    loss = closure()
-                again.add(parameters, weight)
-                again.add_loss(loss, weight, closure)
-            again.put(parameters)
-            return again.loss
-
-        return evaluate
 
     # ------------------------------------------------------------------ saving
 
@@ -173,17 +124,14 @@ class Window:
             "steps": self.steps,
             "weight": self.weight,
             "gradients": {places[p]: gradient for p, gradient in self.gradients.items() if p in places},
-            "loss": self.loss,
             "found_inf": float(self.found_inf),
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], parameters: list[Tensor], mean: bool) -> Window:
-        """Return a window that resumes where another was saved; its closures are lost."""
+        """Return a window that resumes where another was saved."""
         window = cls(state["length"], mean)
-        window.steps, window.weight = state["steps"], state["weight"]
-        window.loss, window.found_inf = state["loss"], state["found_inf"]
-        window._closures = [(None, 1.0)] * window.steps
+        window.steps, window.weight, window.found_inf = state["steps"], state["weight"], state["found_inf"]
         for place, gradient in state["gradients"].items():
             parameter = parameters[place]
             window.gradients[parameter] = gradient.detach().clone().to(parameter.device)
@@ -191,9 +139,7 @@ class Window:
         return window
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy's closures would train the original, and its parameters have other addresses.
-        closures = [(None, weight) for _, weight in self._closures]
-        return {**vars(self), "_closures": closures, "_values": dict.fromkeys(self._values)}
+        return {**vars(self), "_values": dict.fromkeys(self._values)}  # a copy's parameters have other addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -234,39 +180,6 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
     return second + first if first.is_sparse else first + second
 
 
-class Replayable:
-    """A closure that may be called again later, and raises if its variables have changed since.
-
-    A closure made in a loop looks its variables up when it is called: in the loop's next iteration, ``x`` is the next
-    batch.
-
-    Args:
-        closure: a function without arguments.
-    """
-
-    def __init__(self, closure: Callable[[], Loss]) -> None:
-        self._closure = closure
-        self._seen = _variables(closure)
-
-    def __call__(self) -> Loss:
-        for name, value in _variables(self._closure).items():
-            if value is not self._seen.get(name, value):
-                raise BatchError(
-                    f"the optimizer evaluates a micro-step's closure again, but its variable {name!r} has become "
-                    f"another one since; bind it when the closure is made, as in `def closure({name}={name}):`"
-                )
-        return self._closure()
-
-
-def _variables(closure: Callable[..., Any]) -> dict[str, Any]:
-    """Return the outer variables that a function reads and does not set itself."""
-    function = inspect.unwrap(closure)
-    if not isinstance(function, types.FunctionType):
-        return {}
-    is_set = {one.argval for one in dis.get_instructions(function) if one.opname in ("STORE_GLOBAL", "STORE_DEREF")}
-    return {name: value for name, value in named_values(function) if name not in is_set}
-
-
 class AccumulatingOptimizer(Optimizer):
     """An optimizer that steps once per ``accumulation_steps`` calls of ``step``, with their gradients' mean.
 
@@ -289,8 +202,8 @@ class AccumulatingOptimizer(Optimizer):
     A window may end early, as at the end of an epoch: :meth:`flush` and :meth:`epoch` update with the mean of its
     micro-steps so far. ``zero_grad`` never touches accumulated gradients; :meth:`discard` drops them.
 
-    Closures are evaluated once, when they are given. An optimizer that evaluates its closure again (LBFGS) evaluates
-    all closures of the window, and gets their mean loss and gradient each time.
+    Closures are evaluated once, when they are given. An optimizer that evaluates the loss itself (LBFGS) is refused: it
+    takes a whole batch from a closure that calls :meth:`speedswap.BatchSplitter.backward`.
 
     Under ``DistributedDataParallel`` every micro-step's gradients are reduced before they are averaged: do not use its
     ``no_sync``, under which ranks would drift apart. :class:`speedswap.BatchSplitter` reduces once per update.
@@ -317,7 +230,7 @@ class AccumulatingOptimizer(Optimizer):
 
     Raises:
         BatchError: ``accumulation_steps`` is not a positive integer, or ``reduction`` is unknown.
-        OptimizerError: ``optimizer`` is not an optimizer, or accumulates already.
+        OptimizerError: ``optimizer`` is not an optimizer, accumulates already, or evaluates the loss itself.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -349,6 +262,12 @@ class AccumulatingOptimizer(Optimizer):
             raise OptimizerError(f"optimizer is {a_kind(optimizer)}; give a torch.optim.Optimizer")
         if isinstance(optimizer, AccumulatingOptimizer):
             raise OptimizerError("optimizer accumulates already; multiply its accumulation_steps instead")
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} evaluates the loss itself, as often as it likes, so that it needs the "
+                "whole batch in its closure; let the closure call BatchSplitter.backward, and do not wrap the optimizer"
+            )
         if reduction not in ("mean", "sum"):
             raise BatchError(f"reduction is {reduction!r}; choose 'mean' or 'sum', as the losses have it")
         # Optimizer.__init__ is not called: it would make other groups, state and hooks than the wrapped one has.
@@ -412,7 +331,7 @@ class AccumulatingOptimizer(Optimizer):
         """Accumulate the gradients, and update with the window's mean if this is its last micro-step.
 
         Args:
-            closure: evaluates the model, calls ``backward`` and returns the loss; optional for most optimizers.
+            closure: evaluates the model, calls ``backward`` and returns the loss; optional.
             weight: the weight of this micro-step in the mean, for example its number of samples if that varies. Not
                 needed with ``reduction="sum"``.
 
@@ -420,11 +339,14 @@ class AccumulatingOptimizer(Optimizer):
             The closure's result for this micro-step; None without one.
 
         Raises:
-            BatchError: ``weight`` is not positive, or the optimizer needs a closure. Nothing was accumulated.
+            BatchError: ``weight`` is not positive, or a sum's micro-step has one. Nothing was accumulated.
             OptimizerError: a parameter stands for different values than in the previous micro-step, as the weight of a
                 :class:`speedswap.Embedding` does: call ``backward`` several times before one step instead.
         """
-        self._check_arguments(closure, weight)
+        if not 0 < weight < float("inf"):
+            raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
+        if weight != 1 and self.reduction == "sum":
+            raise BatchError(f"weight is {weight!r}, but sums are not weighted; leave it out, or give reduction='mean'")
         window = self._window or Window(self._next_length(), self.reduction == "mean")
         self.stepped = False
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
@@ -444,7 +366,6 @@ class AccumulatingOptimizer(Optimizer):
             return loss
         self._window = window
         window.add(parameters, weight, grad_scale)
-        window.add_loss(loss, weight, None if closure is None else Replayable(closure))
         if found_inf is not None:
             window.found_inf = window.found_inf + found_inf
         if window.steps < window.length:
@@ -452,14 +373,6 @@ class AccumulatingOptimizer(Optimizer):
         else:
             self._close(window, parameters)
         return loss
-
-    def _check_arguments(self, closure: Callable[[], Any] | None, weight: float) -> None:
-        if not 0 < weight < float("inf"):
-            raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
-        if weight != 1 and self.reduction == "sum":
-            raise BatchError(f"weight is {weight!r}, but sums are not weighted; leave it out, or give reduction='mean'")
-        if closure is None and _needs_closure(self.optimizer):
-            raise BatchError(f"{type(self.optimizer).__name__} evaluates the loss itself; give step() a closure")
 
     def flush(self) -> bool:
         """Update with the mean of the pending micro-steps, if any.
@@ -528,7 +441,7 @@ class AccumulatingOptimizer(Optimizer):
             _clear(parameters)
             return
         window.put(parameters)
-        self._update(window.closure(parameters))
+        self._update(None)
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         # First, so that no failure can make the same gradients an update twice: they stay in .grad, as after any step.
@@ -592,11 +505,6 @@ class AccumulatingOptimizer(Optimizer):
 def _takes_set_to_none(zero_grad: Callable[..., None]) -> bool:
     parameters = inspect.signature(zero_grad).parameters.values()
     return any(one.name == "set_to_none" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _are_finite(parameters: list[Tensor], found_inf: Tensor | None) -> bool:

@@ -619,83 +619,34 @@ def test_closure_is_evaluated_once_and_its_loss_returned():
     assert weight.item() == -2.0
 
 
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs_evaluates_the_whole_window_each_time(line_search):
-    ours, theirs = network(), network()
-    batch = data(2 * 30)
-    settings = {"lr": 0.5, "max_iter": 6, "line_search_fn": line_search}
-    optimizer = AccumulatingOptimizer(torch.optim.LBFGS(ours.parameters(), **settings), 3)
-    reference = torch.optim.LBFGS(theirs.parameters(), **settings)
+def test_optimizer_that_evaluates_the_loss_itself_is_refused_with_what_to_do():
+    with pytest.raises(OptimizerError, match=r"LBFGS evaluates the loss itself.*BatchSplitter\.backward"):
+        AccumulatingOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(()))]), 2)
 
-    def closure_for(model, optimizer, part):
+
+def test_lbfgs_takes_a_whole_batch_from_a_splitter_in_its_closure():
+    ours, theirs = network(), network()
+    inputs, targets = data(30)
+    splitter = speedswap.BatchSplitter(ours, micro_batch_size=10)
+
+    def stepped(model, evaluate):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
+
         def closure():
             optimizer.zero_grad()
-            loss = loss_of(model, part)
-            loss.backward()
-            return loss
-
-        return closure
-
-    for part in micro_batches(batch, 10):
-        optimizer.step(closure_for(ours, optimizer, part))
-    for part in micro_batches(batch, 30):
-        reference.step(closure_for(theirs, reference, part))
-    assert optimizer.updates == 2
-    assert difference(ours, theirs) <= 1e-8
-    assert difference(ours, network()) > 1e-2
-
-
-def test_lbfgs_closures_need_not_clear_gradients():
-    ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in range(2))
-    optimizer = AccumulatingOptimizer(torch.optim.LBFGS([ours], lr=0.5, max_iter=4), 2)
-    for index in range(2):
-
-        def closure(index=index):
-            loss = (ours[index] - index) ** 4
-            loss.backward()
-            return loss
+            return evaluate()
 
         optimizer.step(closure)
 
-    reference = torch.optim.LBFGS([theirs], lr=0.5, max_iter=4)
-
     def whole():
-        theirs.grad = None
-        loss = (theirs[0] ** 4 + (theirs[1] - 1) ** 4) / 2
+        loss = loss_of(theirs, (inputs, targets))
         loss.backward()
         return loss
 
-    reference.step(whole)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("where", ["enclosing", "global"])
-def test_lbfgs_refuses_a_closure_whose_batch_has_changed_under_it(where):
-    names = {"torch": torch, "BatchError": BatchError, "make": AccumulatingOptimizer}
-    lines = """
-weight = torch.nn.Parameter(torch.ones(2))
-optimizer = make(torch.optim.LBFGS([weight], max_iter=3), 2)
-for batch in torch.eye(2):
-    def closure():
-        optimizer.zero_grad()
-        loss = (weight * batch).square().sum()
-        loss.backward()
-        return loss
-    optimizer.step(closure)
-"""
-    if where == "enclosing":
-        lines = "def main():\n" + "\n".join("    " + line for line in lines.splitlines()) + "\nmain()\n"
-    with pytest.raises(BatchError, match=r"'batch' has become another one since; bind it .*closure\(batch=batch\)"):
-        exec(lines, names)
-
-
-def test_lbfgs_needs_a_closure_at_every_micro_step():
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = AccumulatingOptimizer(torch.optim.LBFGS([weight]), 2)
-    weight.backward()
-    with pytest.raises(BatchError, match="LBFGS evaluates the loss itself; give step"):
-        optimizer.step()
-    assert optimizer.pending == 0
+    stepped(ours, lambda: splitter.backward(lambda *part: loss_of(ours, part), inputs, targets))
+    stepped(theirs, whole)
+    assert difference(ours, theirs) <= 1e-8
+    assert difference(ours, network()) > 1e-2
 
 
 def test_closures_and_batches_are_let_go_after_each_window():
@@ -920,21 +871,6 @@ def test_p25_states_of_another_reduction_are_refused():
     assert means.param_groups[0]["lr"] == 0.5
 
 
-def test_p25_lbfgs_resumes_but_cannot_evaluate_what_was_not_saved():
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = AccumulatingOptimizer(torch.optim.LBFGS([weight], max_iter=3), 2)
-
-    def closure():
-        loss = weight.square()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(BatchError, match="micro-step 0 of the window has none"):
-        optimizer.step(closure)
-
-
 def test_p25_optimizers_loaded_from_one_state_do_not_share_it():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 3)
@@ -949,25 +885,6 @@ def test_p25_optimizers_loaded_from_one_state_do_not_share_it():
     others[1].zero_grad()
     others[1].flush()
     assert weight.item() == pytest.approx(-5.0)
-
-
-class Twice(torch.optim.SGD):
-    """Evaluates its closure twice, as LBFGS does, and can be copied, which LBFGS cannot."""
-
-    def step(self, closure):
-        closure()
-        return super().step(closure)
-
-
-def test_copy_does_not_evaluate_closures_of_the_original():
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = AccumulatingOptimizer(Twice([weight], lr=1.0), 2)
-    optimizer.step(weight.backward)
-    copied = copy.deepcopy(optimizer)
-    with pytest.raises(BatchError, match="micro-step 0 of the window has none"):
-        copied.step(copied.param_groups[0]["params"][0].backward)
-    optimizer.step(lambda: (weight * 3).backward())
-    assert weight.item() == -1.0
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
