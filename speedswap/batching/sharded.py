@@ -38,9 +38,15 @@ class Sharded(Peers):
     may_differ = False
 
     def __init__(self, roots: Sequence[Any], owners: RankGroup | None) -> None:
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise BatchError(
+                f"torch {torch.__version__} cannot bring a module under fully_shard back to a clean state after a "
+                "failure (FSDPModule.reset_iter_state is missing); splitting its batches needs torch 2.12 or later"
+            )
         self._roots = list(roots)
         self._members: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
-        self._groups = _groups(self._members)
+        groups = {group: None for member in self._members for group in member._get_fsdp_state()._fsdp_param_groups}
+        self._groups = list(groups)  # of parameters gathered together
         meshes = [group.mesh_info.mesh for group in self._groups]
         if any(mesh != meshes[0] for mesh in meshes):
             raise BatchError("the model is sharded over several device meshes; a splitter needs one for all of it")
@@ -60,7 +66,6 @@ class Sharded(Peers):
         with self._exchange.task(Kind.BACKWARD_OF_SHARDS), self._unreduced(), self._votes():
             for member in self._members:
                 member.reshard()  # a root stays gathered after an evaluation; its modules then hold other parameters
-            _refuse_older_factors(self._groups)
             if any(_has_gradient(one) for one in self._each()):
                 raise BatchError(
                     "there are gradients that set_requires_gradient_sync(False) has left unreduced; reduce or drop "
@@ -152,18 +157,10 @@ class Sharded(Peers):
             if is_out_of_memory(error) and not isinstance(error, PeerOutOfMemory):
                 self._exchange.round(VOTE, is_out_of_memory=True)
         finally:
-            self._reset(error)
-
-    def _reset(self, error: BaseException) -> None:
-        for root in self._roots:
-            if not _can_reset(root):
-                raise BatchError(
-                    f"torch {torch.__version__} cannot bring fully_shard back to a clean state after a failure "
-                    "(FSDPModule.reset_iter_state is missing); upgrade torch, or give a micro_batch_size that fits"
-                ) from error
-            if root._get_fsdp_state()._is_root is not None:  # else it has not run yet: nothing to reset
-                root.reset_iter_state()
-        self._drop_gradients()
+            for root in self._roots:
+                if root._get_fsdp_state()._is_root is not None:  # else it has not run yet: nothing to reset
+                    root.reset_iter_state()
+            self._drop_gradients()
 
     def sizes(self, batch_size: int, size: int) -> list[int]:
         if batch_size >= self._count:
@@ -202,15 +199,12 @@ class Sharded(Peers):
             one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
 
         self._complete([int(_has_gradient(one)) for one in each], fill)
-        if not all(map(_can_reset, self._roots)):
-            self._gather()
         for root in self._roots:
             root.set_requires_gradient_sync(True)
             # fully_shard calls this at the end of a backward pass; it reduces every gradient not reduced yet.
             root._get_fsdp_state()._root_post_backward_final_callback()
         for group in self._groups:
-            # fully_shard has divided by this. Earlier torch lacks the attribute, see _refuse_older_factors.
-            factor = getattr(group, "gradient_divide_factor", None) or len(self._exchange.ranks)
+            factor = group.gradient_divide_factor or len(self._exchange.ranks)  # by which fully_shard has divided
             for one in group.fsdp_params:
                 if one.sharded_param.grad is not None:
                     one.sharded_param.grad *= factor
@@ -218,12 +212,6 @@ class Sharded(Peers):
             return loss
         total = sum(line[0] for line in self._exchange.round(LOSS, float(loss)))
         return torch.full_like(loss, total)
-
-    def _gather(self) -> None:
-        """Gather all parameters: earlier torch reduces only what is gathered at the end of a backward pass."""
-        for group in self._groups:
-            group.unshard()
-            group.wait_for_unshard()
 
 
 def shard_roots(modules: Sequence[nn.Module]) -> list[FSDPModule]:
@@ -239,31 +227,6 @@ def shard_roots(modules: Sequence[nn.Module]) -> list[FSDPModule]:
         else:
             waiting += module.children()
     return list(found)
-
-
-def _groups(members: Sequence[FSDPModule]) -> list[Any]:
-    """Return fully_shard's groups of parameters gathered together; torch before 2.12 had one per module."""
-    found: dict[Any, None] = {}
-    for member in members:
-        state = member._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if one is None else one:
-            if group is not None:
-                found[group] = None
-    return list(found)
-
-
-def _can_reset(root: FSDPModule) -> bool:
-    """Return whether this torch can reset fully_shard after a failure; the newest can."""
-    return hasattr(root, "reset_iter_state")
-
-
-def _refuse_older_factors(groups: Sequence[Any]) -> None:
-    if any(getattr(group, "reduce_scatter_reduce_op", None) is not None for group in groups):
-        raise BatchError(
-            "set_reduce_scatter_divide_factor was called, after which this torch does not tell by how much it divides "
-            "gradients; leave it out, since a splitter weighs them itself"
-        )
 
 
 def _has_gradient(one: Any) -> bool:

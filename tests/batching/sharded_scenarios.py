@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,12 +17,6 @@ import speedswap
 from speedswap import errors
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-
-def recovers(check):
-    """Skip a scenario where torch (before 2.12) cannot bring fully_shard back; the refusal is checked below."""
-    why = "torch before 2.12 cannot bring layers under fully_shard back from a failure"
-    return check if hasattr(FSDPModule, "reset_iter_state") else functools.wraps(check)(lambda rank, world_size: why)
 
 
 def ce(model, inputs, targets, **options):
@@ -156,7 +148,6 @@ def check_p04_sum_is_not_rescaled(rank, world_size):
     assert_same(gradients(model), wanted)
 
 
-@recovers
 def check_p16_one_rank_out_of_memory_in_forward_or_backward(rank, world_size):
     """Fail in every block, on one rank or another: all leave, agree, and get the gradients of one process."""
     inputs, targets = data(sizes(world_size, first=4, step=1))
@@ -182,7 +173,6 @@ def check_p16_one_rank_out_of_memory_in_forward_or_backward(rank, world_size):
                 assert len(seen) <= (3 if times == 1 else 1)  # the second batch begins with what fits
 
 
-@recovers
 def check_p16_out_of_memory_outside_of_the_model(rank, world_size):
     """Fail in the loss itself, and after the last micro-batch, when the others are past their last vote."""
     inputs, targets = data(sizes(world_size, first=6, step=1))
@@ -204,7 +194,6 @@ def check_p16_out_of_memory_outside_of_the_model(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
-@recovers
 def check_p16_a_single_sample_does_not_fit_on_one_rank(rank, world_size):
     inputs, targets = data(sizes(world_size))
     for options in ({}, {"micro_batch_size": 2}):
@@ -223,7 +212,6 @@ def check_p16_a_single_sample_does_not_fit_on_one_rank(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
-@recovers
 def check_an_error_on_one_rank_reaches_all(rank, world_size):
     inputs, targets = data(sizes(world_size))
     plain, model, splitter = sharded(world_size, micro_batch_size=2)
@@ -262,7 +250,6 @@ def check_a_parameter_that_one_rank_uses(rank, world_size):
     assert_same(gradients(model), wanted)
 
 
-@recovers
 def check_plain_steps_and_evaluation_in_between(rank, world_size):
     """Check that fully_shard behaves as before without the splitter; an evaluation leaves its root gathered."""
     inputs, targets = data([4] * world_size)
@@ -284,7 +271,6 @@ def check_plain_steps_and_evaluation_in_between(rank, world_size):
             model(inputs[rank])
 
 
-@recovers
 def check_training_is_that_of_one_process(rank, world_size):
     """Adam over several batches, one of which runs out of memory."""
     inputs, targets = data(sizes(world_size))
@@ -310,7 +296,6 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-@recovers
 def check_p16_with_activation_checkpointing(rank, world_size):
     inputs, targets = data(sizes(world_size))
     for where in ("forward_limit", "backward_limit"):
@@ -322,7 +307,6 @@ def check_p16_with_activation_checkpointing(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
-@recovers
 def check_p11_p16_gradients_summed_in_another_precision(rank, world_size):
     """Check bfloat16 passes with float32 sums: those of a failed attempt are dropped."""
     inputs, targets = data(sizes(world_size, step=0))
@@ -355,33 +339,16 @@ def check_p15_sharded_and_replicated_at_once(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
-@contextmanager
-def without_reset():
-    """Remove the method, as in earlier torch."""
-    reset = getattr(FSDPModule, "reset_iter_state", None)
-    if reset is None:
-        yield
-        return
+def check_a_torch_that_cannot_reset_is_refused(rank, world_size):
+    _, model, _ = sharded(world_size)
+    reset = FSDPModule.reset_iter_state
     del FSDPModule.reset_iter_state
     try:
-        yield
+        error = raised(lambda: speedswap.BatchSplitter(model))
     finally:
         FSDPModule.reset_iter_state = reset
-
-
-def check_a_torch_that_cannot_reset_splits_but_does_not_retry(rank, world_size):
-    inputs, targets = data(sizes(world_size))
-    plain, model, splitter = sharded(world_size)
-    _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
-    with without_reset():
-        for times in (1, 2):
-            splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
-            assert_same(gradients(model), [times * grad for grad in wanted])
-        if rank == 0:
-            model[1].forward_limit = 2
-        error = raised(lambda: splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank]))
     assert type(error) is errors.BatchError, repr(error)
-    assert "upgrade torch" in str(error)
+    assert "needs torch 2.12" in str(error)
 
 
 def check_what_cannot_be_split_is_refused(rank, world_size):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rank_pool import RankPool, check
+from torch.distributed.fsdp import FSDPModule
 
 MODULES = ["collectives_scenarios", "replicated_scenarios", "sharded_scenarios", "lost_scenarios"]
 
@@ -26,8 +27,7 @@ def scenarios() -> list[str]:
 @pytest.mark.parametrize("scenario", scenarios())
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks(ranks: RankPool, scenario: str, world_size: int) -> None:
-    """A scenario that returns a text cannot be run with this torch, for that reason."""
+    if "sharded" in scenario and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("torch before 2.12 cannot bring layers under fully_shard back from a failure")
     lost = {world_size - 1} if "lost" in scenario else ()
-    found = ranks.run(check, world_size, scenario, alone=True, lost=lost)
-    if isinstance(found[0], str):
-        pytest.skip(found[0])
+    ranks.run(check, world_size, scenario, alone=True, lost=lost)
