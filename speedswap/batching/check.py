@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap.batching.functions import key_of, kind_of, name_of, named_values
@@ -469,16 +468,12 @@ def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
         for part in module.modules():
             buffers.note_module(part)
     observed = Observed(samples, random, buffers)
-    hook = register_module_forward_pre_hook(lambda module, args: buffers.note_module(module))
     try:
-        with torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
+        with random, buffers.kept(), torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
             warnings.simplefilter("ignore")  # warnings about so few samples
             yield observed
     finally:
-        hook.remove()
         observed.restore()
-        buffers.restore()
-        random.restore()
         torch.clear_autocast_cache()  # of weights that were cast without a graph
 
 

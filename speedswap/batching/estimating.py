@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import LBFGS, Optimizer
 
+from speedswap.batching.functions import name_of
 from speedswap.batching.memory import LimitedMemory, storages
 from speedswap.batching.nested import Batch
 from speedswap.batching.rollback import has_memory
@@ -60,7 +61,7 @@ def measure_step(
         raise
     except Exception as error:
         raise OptimizerError(
-            f"optimizer {_name(optimizer)} failed on parameters and gradients that are zero ({error}); "
+            f"optimizer {name_of(optimizer)} failed on parameters and gradients that are zero ({error}); "
             "give optimizer=None and add its state yourself"
         ) from error
 
@@ -91,13 +92,13 @@ def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, t
         {name: OrderedDict() if "_hooks" in name else value for name, value in vars(optimizer).items()}
     )
     twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {
-            **{name: _own(value) for name, value in group.items()},
-            "params": [_stand_in(one, parameters.get(one, _layout(one))) for one in group["params"] if has_memory(one)],
-        }
-        for group in optimizer.param_groups
-    ]
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        own = {name: torch.zeros_like(it) if isinstance(it, Tensor) else it for name, it in group.items()}
+        # Those not seen in a trial may get a gradient too; frozen ones get none, and have no state.
+        layouts = {one: torch.strided if one.requires_grad else None for one in group["params"] if has_memory(one)}
+        own["params"] = [_stand_in(one, parameters.get(one, layout)) for one, layout in layouts.items()]
+        twin.param_groups.append(own)
     return twin
 
 
@@ -105,16 +106,6 @@ def _unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return an optimizer class's step without torch's global hooks, which should not see the twin's steps."""
     step: Callable[..., Any] = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-
-
-def _layout(parameter: Tensor) -> torch.layout | None:
-    """Return the layout of a gradient not seen in a trial; frozen parameters have none, and no state."""
-    return torch.strided if parameter.requires_grad else None
-
-
-def _own(value: Any) -> Any:
-    """Return a group's setting; tensors, such as a learning rate, are replaced, not shared with the original."""
-    return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
 def _stand_in(parameter: Tensor, grad_layout: torch.layout | None) -> nn.Parameter:
@@ -126,10 +117,6 @@ def _stand_in(parameter: Tensor, grad_layout: torch.layout | None) -> nn.Paramet
     elif grad_layout is not None:
         made.grad = torch.zeros_like(made)
     return made
-
-
-def _name(optimizer: Any) -> str:
-    return str(getattr(optimizer, "__name__", type(optimizer).__name__))
 
 
 _SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -190,7 +177,7 @@ class MemoryEstimate:
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
         always = self.parameters + self.buffers + self.optimizer_state + self.inputs(micro_batch_size)
-        held = self._passes.held(micro_batch_size)
+        held = max(0, self._passes.holds.at(micro_batch_size))
         return always + held + max(self._step, _with_margin(self._passes.peak(micro_batch_size)))
 
     def largest_micro_batch_size(self, budget_bytes: int) -> int:
@@ -279,32 +266,26 @@ def estimate_memory(
     """
     args, kwargs = _arguments(example)
     batch = Batch(args, kwargs)
-    trial = Trial(
-        model,
-        loss_fn,
-        device_type=_device_of(model, batch).type,
-        accumulate=accumulate,
-        autocast=autocast,
-        offload=offload_activations,
-    )
+    device = next((parameter.device for parameter in model.parameters()), batch.device)
+    trial = Trial(model, loss_fn, device.type, accumulate, autocast, offload_activations)
     runs = trials(trial, batch, _SIZES, trial_bytes)
     last, before = runs[-1], runs[-2]
     state, temporaries = (0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
     inputs = max(0, -((before.inputs - last.inputs) // (last.size - before.size)))  # per sample, rounded up
-    activations = curve([run.size for run in runs], [run.timeline.after_forward for run in runs])
+    activations = curve([run.size for run in runs], [run.after_forward for run in runs])
     per_sample = math.ceil(activations.per_sample)
     at_start = last.gradients_before if accumulate else 0
     at_step = temporaries + last.gradients
     return MemoryEstimate(
         parameters=trial.bytes_of(trial.own_parameters()),
-        buffers=trial.bytes_of(trial.buffers()),
+        buffers=trial.bytes_of(trial.modules.buffers()),
         gradients=max(at_start, last.gradients),
         optimizer_state=state,
         inputs_fixed=max(0, last.inputs - inputs * last.size),
         inputs_per_sample=inputs,
-        activations_fixed=last.timeline.after_forward - per_sample * last.size,
+        activations_fixed=last.after_forward - per_sample * last.size,
         activations_per_sample=per_sample,
-        context=_context(_device_of(model, batch)),
+        context=_context(device),
         _activations=activations,
         _passes=passes(runs, at_start),
         _step=at_step + _small_change(at_step),
@@ -329,10 +310,6 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if type(example) is dict:
         return (), example
     return (example,), {}
-
-
-def _device_of(model: nn.Module, batch: Batch) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), batch.device)
 
 
 def _context(device: torch.device) -> int:
@@ -389,10 +366,6 @@ class Passes:
     sizes: list[int]
     lines: list[list[Curve]]
     holds: Curve
-
-    def held(self, samples: int) -> int:
-        """Return the bytes left of a pass while the next one runs."""
-        return max(0, self.holds.at(samples))
 
     def peak(self, samples: int) -> int:
         """Return the peak; between two tried sizes the larger of both sides' lines, as libraries change algorithms."""
@@ -454,19 +427,19 @@ def _rows(runs: Sequence[TrialPass]) -> list[tuple[int, ...]]:
     Some operations run only for large tensors, such as filling memory with zeros. An operation that some runs had more
     often than others counts with the one before it.
     """
-    counts = [Counter(run.timeline.operations) for run in runs]
+    counts = [Counter(run.operations) for run in runs]
     common = {name for name, count in counts[-1].items() if all(one[name] == count for one in counts)}
     names: list[list[str]] = []
     peaks: list[list[int]] = []
     for run in runs:
         names.append([])
         peaks.append([0])
-        for name, peak in zip(run.timeline.operations, run.timeline.peaks, strict=True):
+        for name, peak in zip(run.operations, run.peaks, strict=True):
             if name in common:
                 names[-1].append(name)
                 peaks[-1].append(peak)
             else:
                 peaks[-1][-1] = max(peaks[-1][-1], peak)
     if any(one != names[-1] for one in names):
-        return [tuple(max(run.timeline.peaks) for run in runs)]
+        return [tuple(max(run.peaks) for run in runs)]
     return list(zip(*peaks, strict=True))

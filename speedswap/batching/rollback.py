@@ -247,6 +247,21 @@ class Buffers:
             self._places[module] = dict(module._buffers)
             self.note(buffer for buffer in module._buffers.values() if buffer is not None)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Note the buffers of each module just before it runs inside, and restore everything noted at the end."""
+        hook = register_module_forward_pre_hook(lambda module, args: self.note_module(module))
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.restore()
+
+    @property
+    def modules(self) -> Collection[nn.Module]:
+        """The modules that were noted, in order."""
+        return self._places.keys()
+
     def again(self) -> Buffers:
         """Copy the same buffers as they are now."""
         return Buffers(buffer for buffer, _ in self._before.values())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from speedswap._words import a_kind
+from speedswap.batching.memory import storages
 from speedswap.batching.micro_batches import activations_on_host
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.rollback import Buffers, Float32Sums, Gradients, RandomState, has_memory, leaves_of
@@ -24,38 +24,67 @@ _BEGIN, _FORWARD_DONE, _END = (_MARK + name for name in ("begin", "forward done"
 _CUDA_BLOCK = 512  # bytes that CUDA's caching allocator rounds up to
 
 
-class Trial(nn.Module):
-    """A model with a loss, as one module; its passes can be run on stand-ins for parameters and buffers.
+@dataclass
+class TrialPass:
+    """Bytes of one forward and backward pass.
 
     Attributes:
-        others: modules that only the loss runs, once they are found.
+        size: samples.
+        inputs: of the samples themselves.
+        gradients_before: of gradients that existed before the pass.
+        gradients: of the parameters, after it.
+        operations: names, in the order in which they began.
+        peaks: the most bytes alive from the start of each operation to that of the next one, above those before the
+            pass; so are the following ones.
+        after_forward: alive between forward and backward.
+        at_end: left at the end.
+    """
+
+    size: int
+    inputs: int
+    gradients_before: int
+    gradients: int
+    operations: list[str] = field(default_factory=lambda: [""])
+    peaks: list[int] = field(default_factory=lambda: [0])
+    after_forward: int = 0
+    at_end: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes left of the pass except gradients: its loss, or its outputs."""
+        return max(0, self.at_end - (self.gradients - self.gradients_before))
+
+    @property
+    def bytes_per_sample(self) -> float:
+        """Bytes of the samples and the pass's peak, per sample."""
+        return (self.inputs + max(self.peaks)) / self.size
+
+
+@dataclass(eq=False)
+class Trial:
+    """A model with a loss, whose passes run on stand-ins for parameters and buffers.
+
+    Attributes:
+        model: as of :func:`~speedswap.batching.estimate_memory`; so are the following ones.
+        device_type: of the watched memory: "cpu", "cuda", …
+        modules: the model, and the modules that only the loss runs, once they are found.
         grads: for each trained parameter, the layout of its gradient; None if it gets none.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        *,
-        device_type: str,
-        accumulate: bool,
-        autocast: torch.dtype | None,
-        offload: bool,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.device_type = device_type
-        self.accumulate = accumulate
-        self.autocast = autocast
-        self.offload = offload
-        self.training = model.training
-        self.others = nn.ModuleList()
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    device_type: str
+    accumulate: bool
+    autocast: torch.dtype | None
+    offload: bool
+
+    def __post_init__(self) -> None:
+        self.modules = nn.ModuleList([self.model])
         self.grads: dict[Tensor, torch.layout | None] = {}
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have memory."""
-        return [one for one in self.parameters() if has_memory(one)]
+        return [one for one in self.modules.parameters() if has_memory(one)]
 
     @contextmanager
     def rows_elsewhere(self) -> Iterator[None]:
@@ -64,11 +93,11 @@ class Trial(nn.Module):
         Raises:
             BatchError: one has a gradient already, which the trial would mix with its own.
         """
-        elsewhere = [(name, one) for name, one in self.named_parameters() if not has_memory(one)]
+        elsewhere = [(name, one) for name, one in self.modules.named_parameters() if not has_memory(one)]
         for name, one in elsewhere:
             if one.grad is not None:
                 raise BatchError(
-                    f"{name.removeprefix('model.')} has a gradient, which a trial would add to; estimate before the "
+                    f"{name.partition('.')[2]} has a gradient, which a trial would add to; estimate before the "
                     "backward pass, or after optimizer.zero_grad()"
                 )
         try:
@@ -78,28 +107,16 @@ class Trial(nn.Module):
                 one.grad = None
 
     def find_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run forward once to find the modules that only the loss runs; they become part of this one."""
-        known, buffers = set(self.modules()), Buffers()
-        found: list[nn.Module] = []
+        """Run forward once to find the modules that only the loss runs, which are added to the model."""
+        known, buffers = set(self.modules.modules()), Buffers()
+        with self._on_copies_of_buffers({}), buffers.kept():
+            self._result([], args, kwargs)
+        self.modules.extend(module for module in buffers.modules if module not in known)
 
-        def note(module: nn.Module, args: Any) -> None:
-            if module in known:
-                return
-            found.append(module)
-            for part in module.modules():
-                if part not in known:
-                    known.add(part)
-                    buffers.note_module(part)
-
-        stand_ins = {buffer: buffer.detach().clone() for buffer in self.buffers()}
-        hook = register_module_forward_pre_hook(note)
-        try:
-            with _replaced(self, stand_ins):
-                self._result([], args, kwargs)
-        finally:
-            hook.remove()
-            buffers.restore()
-        self.others.extend(found)
+    def _on_copies_of_buffers(self, leaves: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
+        """Put copies in place of the buffers, and leaves in place of the parameters."""
+        copies = {buffer: buffer.detach().clone() for buffer in self.modules.buffers()}
+        return _replaced(self.modules, {**leaves, **copies})
 
     def nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of a tensor's memory on the device in question; 0 if it is on another device."""
@@ -110,35 +127,28 @@ class Trial(nn.Module):
         size = tensor.untyped_storage().nbytes()
         return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if self.device_type == "cuda" else size
 
-    def bytes_of(self, tensors: Any) -> int:
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes of tensors, counting shared memory once."""
-        strided = {}
-        others = 0
-        for tensor in tensors:
-            if tensor.layout == torch.strided:
-                strided[tensor.untyped_storage()._cdata] = tensor
-            else:
-                others += self.nbytes(tensor)
-        return others + sum(self.nbytes(tensor) for tensor in strided.values())
+        given = list(tensors)
+        others = [tensor for tensor in given if tensor.layout != torch.strided]
+        return sum(map(self.nbytes, [*storages(given).values(), *others]))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Any]:
-        """Run two passes and record the second: the first one creates gradients, workspaces and caches.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> TrialPass:
+        """Run two passes and mark the second: the first one creates gradients, workspaces and caches.
 
         Returns:
-            The run's facts apart from its timeline: size, inputs, gradients before and after.
+            The second pass, without what the profiler has recorded.
         """
         leaves: dict[Tensor, Tensor] = {
             one: nn.Parameter(one.detach(), one.requires_grad) for one in self.own_parameters()
         }
-        buffers = {buffer: buffer.detach().clone() for buffer in self.buffers()}
-        with _replaced(self, {**leaves, **buffers}):
+        with self._on_copies_of_buffers(leaves):
             before = self._passes(list(leaves.values()), args, kwargs)
-        grads = [leaf.grad for leaf in leaves.values()]
         self.grads = {
             one: None if leaf.grad is None else leaf.grad.layout for one, leaf in leaves.items() if leaf.requires_grad
         }
-        after = self.bytes_of(grad for grad in grads if grad is not None)
-        return [size, self.bytes_of(tensors_of([args, kwargs])), before, after]
+        after = self.bytes_of(leaf.grad for leaf in leaves.values() if leaf.grad is not None)
+        return TrialPass(size, self.bytes_of(tensors_of([args, kwargs])), before, after)
 
     def _passes(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Run the two passes, on stand-ins; return the bytes of gradients before the second one."""
@@ -218,53 +228,41 @@ def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) ->
         trial.find_others(*_samples(batch, sizes[0]))
         with trial.rows_elsewhere():
             runs = _recorded(trial, batch, sizes[:1])
-            if sizes[1] * _bytes_a_sample(runs[0]) > most_bytes:
+            if sizes[1] * runs[0].bytes_per_sample > most_bytes:
                 return runs + _recorded(trial, batch, [runs[0].size + 1])
             runs += _recorded(trial, batch, sizes[1:2])
-            bytes_a_sample = _bytes_a_sample(runs[-1])
-            return runs + _recorded(trial, batch, [size for size in sizes[2:] if size * bytes_a_sample <= most_bytes])
-
-
-def _bytes_a_sample(run: TrialPass) -> float:
-    return (run.inputs + max(run.timeline.peaks)) / run.size
+            most = most_bytes / runs[-1].bytes_per_sample
+            return runs + _recorded(trial, batch, [size for size in sizes[2:] if size <= most])
 
 
 def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[TrialPass]:
-    """Run each size once, recorded together."""
-    facts: list[list[Any]] = []
+    """Run each size once, recorded together.
 
-    def run_all() -> None:
-        facts.clear()
-        for size in sizes:
-            facts.append(trial.run(*_samples(batch, size), size))
+    The profiler drops events at the edges of a session if its clocks disagree; then all are run again.
 
-    timelines = record(trial.device_type, run_all, len(sizes)) if sizes else []
-    runs = []
-    for (size, inputs, before, after), timeline in zip(facts, timelines, strict=True):
-        runs.append(TrialPass(size, inputs, before, after, max(0, timeline.at_end - (after - before)), timeline))
-    return runs
+    Raises:
+        RuntimeError: the profiler gave no complete record in three tries.
+    """
+    if not sizes:
+        return []
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each session's begin and end are printed
+    for _ in range(3):
+        # torch.profiler's own class imports the compiler first: seconds, and 75 MiB.
+        with profile(profile_memory=True) as session:
+            runs = [trial.run(*_samples(batch, size), size) for size in sizes]
+        results: Any = session.kineto_results
+        events = sorted(results.events(), key=lambda event: event.start_ns())
+        complete = _read(events, runs, trial.device_type.upper())
+        if complete == len(runs):
+            return runs
+    raise RuntimeError(
+        f"torch.profiler recorded {complete} of {len(runs)} passes; see whether another profiler is running"
+    )
 
 
 def _samples(batch: Batch, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return that many of the batch's samples, from the first one again if it has fewer."""
     return batch.take([index % batch.size for index in range(size)])
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Bytes alive during one pass, relative to when it began.
-
-    Attributes:
-        operations: names, in the order in which they began.
-        peaks: the most bytes from the start of each operation to that of the next one.
-        after_forward: between forward and backward.
-        at_end: left at the end.
-    """
-
-    operations: tuple[str, ...]
-    peaks: tuple[int, ...]
-    after_forward: int
-    at_end: int
 
 
 def _mark(name: str) -> None:
@@ -273,74 +271,25 @@ def _mark(name: str) -> None:
         pass
 
 
-def record(device_type: str, run: Callable[[], None], passes: int) -> list[Timeline]:
-    """Call a function, and return the timelines of the passes that it marked.
-
-    The profiler drops events at the edges of a session if its clocks disagree; then the function is called again.
-
-    Args:
-        device_type: of the watched memory: "cpu", "cuda", …
-        run: called for each try.
-        passes: number of passes that it marks.
-
-    Raises:
-        RuntimeError: the profiler gave no complete record in three tries.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each session's begin and end are printed
-    for _ in range(3):
-        # torch.profiler's own class imports the compiler first: seconds, and 75 MiB.
-        with profile(profile_memory=True) as session:
-            run()
-        results: Any = session.kineto_results
-        events = sorted(results.events(), key=lambda event: event.start_ns())
-        timelines = _timelines(events, device_type.upper())
-        if len(timelines) == passes:
-            return timelines
-    raise RuntimeError(
-        f"torch.profiler recorded {len(timelines)} of {passes} passes; see whether another profiler is running"
-    )
-
-
-def _timelines(events: Sequence[Any], device_type: str) -> list[Timeline]:
-    timelines = []
-    recording = False
+def _read(events: Sequence[Any], runs: Sequence[TrialPass], device_type: str) -> int:
+    """Read the marked passes from the profiler's events; return the number of complete ones."""
+    complete, recording, level = 0, False, 0
     for event in events:
         name = event.name()
         if name == _BEGIN:
-            recording, level, forward_level, operations, peaks = True, 0, 0, [""], [0]
+            recording, level = True, 0
         elif not recording:
             continue
         elif name == "[memory]":
             if event.device_type().name == device_type:
                 level += event.nbytes()
-                peaks[-1] = max(peaks[-1], level)
+                runs[complete].peaks[-1] = max(runs[complete].peaks[-1], level)
         elif name == _FORWARD_DONE:
-            forward_level = level
+            runs[complete].after_forward = level
         elif name == _END:
-            recording = False
-            timelines.append(Timeline(tuple(operations), tuple(peaks), forward_level, level))
+            runs[complete].at_end = level
+            recording, complete = False, complete + 1
         else:
-            operations.append(name)
-            peaks.append(level)
-    return timelines
-
-
-@dataclass(frozen=True)
-class TrialPass:
-    """Bytes of one forward and backward pass.
-
-    Attributes:
-        size: samples.
-        inputs: of the samples themselves.
-        gradients_before: of gradients that existed before the pass.
-        gradients: of the parameters, after it.
-        held: left of the pass except gradients: its loss, or its outputs.
-        timeline: bytes alive in it, above those before it.
-    """
-
-    size: int
-    inputs: int
-    gradients_before: int
-    gradients: int
-    held: int
-    timeline: Timeline
+            runs[complete].operations.append(name)
+            runs[complete].peaks.append(level)
+    return complete
