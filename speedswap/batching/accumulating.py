@@ -51,26 +51,6 @@ class Window:
         self.weight = 0.0
         self.gradients: dict[Tensor, Tensor] = {}
         self.found_inf: Tensor | float = 0.0
-        self._values: dict[Tensor, Tensor | None] = {}  # kept, so that their addresses are not reused
-
-    def check(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse gradients that cannot be averaged with the previous ones, before anything has changed.
-
-        Raises:
-            OptimizerError: a parameter stands for different values than in the previous micro-step.
-        """
-        for parameter in parameters:
-            if parameter.grad is None or parameter not in self.gradients:
-                continue
-            before = self.gradients[parameter].shape
-            if parameter.grad.shape != before or _has_moved(parameter, self._values[parameter]):
-                raise OptimizerError(
-                    f"a parameter of shape {tuple(parameter.shape)} was given other data between two micro-steps (its "
-                    f"gradient had shape {tuple(before)} before, {tuple(parameter.grad.shape)} now), as the weight of "
-                    "a speedswap.Embedding is for each batch, so its gradients cannot be averaged by position; "
-                    "let an optimizer with accumulation_steps=1 hold it, and call loss.backward() several times, each "
-                    "loss divided by their number, or BatchSplitter.backward, before each step"
-                )
 
     @torch.no_grad()
     def add(self, parameters: Iterable[Tensor], weight: float, grad_scale: Tensor | None = None) -> None:
@@ -94,7 +74,6 @@ class Window:
         for parameter, given in present.items():
             gradient = _unscaled(given, inverse)
             before = self.gradients.get(parameter)
-            self._values[parameter] = _values(parameter)
             if before is None:
                 self.gradients[parameter] = gradient.clone() if share == 1 else gradient * share
             elif before.is_sparse or gradient.is_sparse:
@@ -135,30 +114,12 @@ class Window:
         for place, gradient in state["gradients"].items():
             parameter = parameters[place]
             window.gradients[parameter] = gradient.detach().clone().to(parameter.device)
-            window._values[parameter] = _values(parameter)
         return window
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_values": dict.fromkeys(self._values)}  # a copy's parameters have other addresses
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._values = {parameter: _values(parameter) for parameter in self._values}
 
 
 def _clear(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _values(parameter: Tensor) -> Tensor | None:
-    """Return a plain parameter's values; None for subclasses of Tensor, which may have no address."""
-    return parameter.detach() if type(parameter) in (torch.nn.Parameter, Tensor) else None
-
-
-def _has_moved(parameter: Tensor, values: Tensor | None) -> bool:
-    """Return whether a parameter's values have another address; one without memory always has a new one."""
-    return not has_memory(parameter) or (values is not None and values.data_ptr() != parameter.data_ptr())
 
 
 def _unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
@@ -340,8 +301,9 @@ class AccumulatingOptimizer(Optimizer):
 
         Raises:
             BatchError: ``weight`` is not positive, or a sum's micro-step has one. Nothing was accumulated.
-            OptimizerError: a parameter stands for different values than in the previous micro-step, as the weight of a
-                :class:`speedswap.Embedding` does: call ``backward`` several times before one step instead.
+            OptimizerError: a parameter stands for other rows in each micro-step, as the weight of a
+                :class:`speedswap.Embedding` does: call ``backward`` several times before one step instead. Nothing was
+                accumulated.
         """
         if not 0 < weight < float("inf"):
             raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
@@ -358,7 +320,8 @@ class AccumulatingOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = self._parameters()
-        window.check(parameters)
+        if window.length > 1:
+            _refuse_rows(parameters)
         self.micro_steps += 1
         if self.skip_nonfinite and not _are_finite(parameters, found_inf):
             self.skipped += 1
@@ -505,6 +468,17 @@ class AccumulatingOptimizer(Optimizer):
 def _takes_set_to_none(zero_grad: Callable[..., None]) -> bool:
     parameters = inspect.signature(zero_grad).parameters.values()
     return any(one.name == "set_to_none" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def _refuse_rows(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and not has_memory(parameter):
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} stands for other rows in each batch, as the weight of "
+                "a speedswap.Embedding does, so its gradients cannot be averaged by position; let an optimizer with "
+                "accumulation_steps=1 hold it, and call loss.backward() several times, each loss divided by their "
+                "number, or BatchSplitter.backward, before each step"
+            )
 
 
 def _are_finite(parameters: list[Tensor], found_inf: Tensor | None) -> bool:
