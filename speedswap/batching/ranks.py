@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -245,24 +245,17 @@ class Replicated(Peers):
 
     def _collect(self) -> None:
         """Find the parameters; some may have been frozen since the last batch."""
+        # DistributedDataParallel does not sum the gradients of all parameters.
+        ignored = [ddp.parameters_to_ignore for ddp in self._wrapped] or [()] * len(self._modules)
         found = {
             parameter: None
-            for module, ignored in zip(self._modules, self._ignored(), strict=True)
+            for module, others in zip(self._modules, ignored, strict=True)
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in ignored and _stays(parameter)
+            if parameter.requires_grad and name not in others and _stays(parameter)
         }
-        parameters = list(found)
-        if (
-            self._buckets is None
-            or len(parameters) != len(self.parameters)
-            or any(one is not other for one, other in zip(parameters, self.parameters, strict=True))
-        ):
-            self._buckets = Buckets(parameters, self._group)
-        self.parameters = parameters
-
-    def _ignored(self) -> list[Collection[str]]:
-        """Return the names of parameters that are not summed, for each module."""
-        return [ddp.parameters_to_ignore for ddp in self._wrapped] or [()] * len(self._modules)
+        if self._buckets is None or list(map(id, found)) != list(map(id, self.parameters)):
+            self._buckets = Buckets(list(found), self._group)
+        self.parameters = list(found)
 
     def begin(self, size: int, batch_size: int) -> int:
         agreed, _, _ = self._agree(BEGIN, size, batch_size)

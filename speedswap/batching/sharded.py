@@ -15,7 +15,7 @@ from speedswap.batching.elastic import even_sizes
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, TOTAL, VOTE, Peers
-from speedswap.batching.rollback import Buffers, RandomState, parameters_and_buffers
+from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
 from speedswap.errors import BatchError
 
@@ -178,16 +178,12 @@ class Sharded(Peers):
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             outputs.extend(tensor for tensor in tensors_of(output) if tensor.requires_grad)
 
-        random, buffers = RandomState(), Buffers(parameters_and_buffers(self._roots)[1])
-        hooks = [root.register_forward_hook(keep) for root in self._roots]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
-        buffers.restore()
-        random.restore()
+        with RandomState(), Buffers().kept():
+            with ExitStack() as hooks:
+                for root in self._roots:
+                    hooks.callback(root.register_forward_hook(keep).remove)
+                yield
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:

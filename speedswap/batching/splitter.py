@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.attempts import BatchAttempts, MicroBatchSize
+from speedswap.batching.attempts import BatchAttempts, Limit, MicroBatchSize
 from speedswap.batching.check import Checks
 from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
@@ -363,14 +363,15 @@ class BatchSplitter:
             while attempts.again():
                 with attempts, attempts.within_memory():
                     sizes = self._ranks.sizes(whole.size, attempts.size)
-                    passes = TwoPasses(function, whole, sizes, self._sizes.known)
+                    passes = TwoPasses(function, whole, sizes)
                     around = self._micro_batches.one_by_one(sizes, changes)
                     with self._micro_batches.statistics(len(sizes), changes):
                         outputs = passes.first(around, changes, with_graph=torch.is_grad_enabled())
         attempts.fitted()
         if not torch.is_grad_enabled():
             return outputs
-        return differentiable(outputs, lambda gradients: self._backward_of_forward(passes, gradients))
+        known = self._sizes.known
+        return differentiable(outputs, lambda gradients: self._backward_of_forward(passes, known, gradients))
 
     def map(self, function: Callable[..., Any], /, *batch: Any, **named: Any) -> Any:
         """Run a function over a batch in micro-batches, without gradients, as for evaluation.
@@ -386,13 +387,12 @@ class BatchSplitter:
         with torch.no_grad():
             return self.forward(function, *batch, **named)
 
-    def _backward_of_forward(self, passes: TwoPasses, gradients: Sequence[Tensor | None]) -> None:
+    def _backward_of_forward(self, passes: TwoPasses, known: Limit, gradients: Sequence[Tensor | None]) -> None:
         batch_size, largest = sum(passes.sizes), max(passes.sizes)
         with self._ranks.together("forward"):
             self._ranks.begin(largest, batch_size)
             changes = Changes(self._modules, self._ranks.parameters)
-            if passes.limit is not None:
-                self._sizes.known = passes.limit
+            self._sizes.known = known
             attempts = self._attempts("second pass", largest, batch_size, changes, may_shrink=not passes.is_random)
             while attempts.again():
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speedswap._words import a_kind
-from speedswap.batching.attempts import Limit
 from speedswap.batching.micro_batches import MicroBatches
 from speedswap.batching.nested import Arguments, Batch, concatenate, kept, loss_of, replace_tensors, tensors_of
 from speedswap.batching.rollback import Buffers, Changes, RandomState
@@ -25,29 +25,23 @@ from speedswap.errors import BatchError
 AroundPart = Callable[[], AbstractContextManager[None]]
 
 
+@dataclass(eq=False)
 class TwoPasses:
     """One function over the parts of one batch: forward now, backward later.
 
-    Args:
+    Attributes:
         function: called with each part; returns tensors whose first dimension counts samples, in any nesting.
         batch: its arguments.
         sizes: number of samples of each part.
-
-    Attributes:
-        limit: the known limits on sizes when the batch began.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], batch: Batch, sizes: Sequence[int], limit: Limit | None = None
-    ) -> None:
-        self._function = function
-        self._batch = batch
-        self.sizes = list(sizes)
-        self.limit = limit
-        self._before = Buffers()
-        self._random: list[RandomState] = []
-        self._autocast: list[tuple[str, bool, torch.dtype]] = []
-        self._rows: list[int] = []  # of each output tensor, per sample
+    function: Callable[..., Any]
+    batch: Batch
+    sizes: list[int]
+    _before: Buffers = field(default_factory=Buffers)
+    _random: list[RandomState] = field(default_factory=list)
+    _autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
+    _rows: list[int] = field(default_factory=list)  # of each output tensor, per sample
 
     def first(self, around: AroundPart, changes: Changes, *, with_graph: bool = False) -> Any:
         """Run the function over the parts, keeping no graph of any.
@@ -70,7 +64,7 @@ class TwoPasses:
         for (args, kwargs), size in self._parts(self.sizes):
             self._random.append(RandomState())
             with torch.set_grad_enabled(with_graph), around():
-                output = self._function(*args, **kwargs)
+                output = self.function(*args, **kwargs)
             outputs.append(replace_tensors(output, Tensor.detach))
             del output
             self._rows = _rows_per_sample(outputs[-1], size)
@@ -114,14 +108,14 @@ class TwoPasses:
 
     def _parts(self, sizes: Sequence[int]) -> Iterator[tuple[Arguments, int]]:
         for size, stop in zip(sizes, accumulate(sizes), strict=True):
-            yield self._batch.part(stop - size, stop), size
+            yield self.batch.part(stop - size, stop), size
 
     def _backward(self, part: Arguments, gradients: list[Tensor | None], changes: Changes) -> None:
         args, kwargs = part
         with torch.enable_grad(), ExitStack() as precision:
             for kind, enabled, dtype in self._autocast:
                 precision.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-            outputs = list(tensors_of(self._function(*args, **kwargs)))
+            outputs = list(tensors_of(self.function(*args, **kwargs)))
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, gradients, strict=True)
