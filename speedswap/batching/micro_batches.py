@@ -164,6 +164,25 @@ _log = logging.getLogger("speedswap")
 
 
 @dataclass(eq=False)
+class _Part:
+    """One micro-batch of a batch.
+
+    Attributes:
+        index: its number, from 0.
+        arguments: of the loss function.
+        size: samples; 0 for a pass that only other ranks need.
+        weight: the share of its loss in that of the batch.
+        aux: what the loss function returned with its loss.
+    """
+
+    index: int
+    arguments: Arguments
+    size: int
+    weight: float
+    aux: Any = NO_AUX
+
+
+@dataclass(eq=False)
 class MicroBatches:
     """Passes over micro-batches, as a splitter's options say.
 
@@ -192,31 +211,29 @@ class MicroBatches:
         self, loss_fn: Callable[..., Any], batch: Batch, sizes: list[int], changes: Changes
     ) -> tuple[Tensor, Any]:
         """Add the gradients of a batch, micro-batch by micro-batch; return its loss, detached, and its aux."""
-        parts = [
+        arguments = [
             batch.part(stop - max(size, 1), stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)
         ]
-        weights = self._weights(parts, sizes)
-        place = self.begin(batch.size, sizes)
+        weighed = zip(arguments, sizes, self._weights(arguments, sizes), strict=True)
+        parts = [_Part(index, *each) for index, each in enumerate(weighed)]
+        place, key = self.begin(batch.size, sizes), key_of(loss_fn)
         losses: list[Tensor] = []
-        auxes = [NO_AUX] * len(parts)
         with self.statistics(len(parts), changes), changes.summing(len(parts)):
-            for index, (part, size, weight) in enumerate(zip(parts, sizes, weights, strict=True)):
+            for part in sorted(parts, key=lambda one: not one.weight):  # those that count nothing, for their aux, last
                 with self.ranks.micro_batch():
-                    if weight:
-                        here = place | {"index": index}
-                        loss, auxes[index] = self._both_ways(loss_fn, part, size, weight, here, changes)
-                        losses.append(loss)
+                    if part.weight:
+                        losses.append(self._both_ways(loss_fn, part, place, changes))
                     elif self.ranks.in_step:
                         with self.ranks.without_effect():
-                            auxes[index] = _aux_of(loss_fn, part)
-            if not self.ranks.in_step and self._wants_aux(loss_fn, weights, auxes):
-                for index, (part, size, weight) in enumerate(zip(parts, sizes, weights, strict=True)):
-                    if size and not weight:
-                        with self.ranks.micro_batch(), torch.no_grad(), changes.watched():
-                            auxes[index] = _aux_of(loss_fn, part)
-                        if auxes[index] is NO_AUX:
-                            break
-        aux = joined([aux for aux, size in zip(auxes, sizes, strict=True) if size], [size for size in sizes if size])
+                            part.aux = _aux_of(loss_fn, part)
+                    elif part.size and self._gives_aux.get(key, True):
+                        with torch.no_grad(), changes.watched():
+                            part.aux = _aux_of(loss_fn, part)
+                    else:
+                        continue
+                self._gives_aux[key] = part.aux is not NO_AUX
+        own = [part for part in parts if part.size]
+        aux = joined([part.aux for part in own], [part.size for part in own])
         if self.reduction == "none":
             return torch.cat(losses) if losses else torch.zeros(0, device=batch.device), aux
         return functools.reduce(torch.add, losses) if losses else torch.zeros((), device=batch.device), aux
@@ -238,29 +255,22 @@ class MicroBatches:
             total = self.ranks.total(sum(counts))
         return [count / total if total else 0.0 for count in counts]
 
-    def _both_ways(
-        self,
-        loss_fn: Callable[..., Any],
-        part: Arguments,
-        size: int,
-        weight: float,
-        place: dict[str, Any],
-        changes: Changes,
-    ) -> tuple[Tensor, Any]:
-        """Run one micro-batch forward and backward; return what it adds to the loss, detached, and its aux."""
-        args, kwargs = part
+    def _both_ways(self, loss_fn: Callable[..., Any], part: _Part, place: dict[str, Any], changes: Changes) -> Tensor:
+        """Run one micro-batch forward and backward; return what it adds to the loss, detached."""
+        args, kwargs = part.arguments
+        weight, place = part.weight, place | {"index": part.index}
         self.tell("before_micro_batch", **place)
         with changes.watched(), self.offloaded(changes):
             result = loss_fn(*args, **kwargs)
             self._require_no_backward(loss_fn, changes)
-            loss, aux = loss_of(result, loss_fn, self.reduction, size)
+            loss, part.aux = loss_of(result, loss_fn, self.reduction, part.size)
             del result
         if not loss.requires_grad:
             raise BatchError(
                 f"loss_fn {name_of(loss_fn)} returned a loss without a graph; compute it from the model's outputs "
                 "without detach(), no_grad() or inference_mode(), of parameters that require a gradient"
             )
-        aux = kept(aux)
+        part.aux = kept(part.aux)
         self.tell("before_backward", **place, loss=loss.detach())
         share = loss if weight == 1 else loss.float() * weight if loss.dtype in HALF_PRECISION else loss * weight
         changes.before_backward([share])
@@ -272,7 +282,7 @@ class MicroBatches:
                 raise _freed_graph(loss_fn) from error
             raise
         self.tell("after_micro_batch", **place, loss=loss.detach())
-        return share.detach(), aux
+        return share.detach()
 
     def _require_no_backward(self, loss_fn: Callable[..., Any], changes: Changes) -> None:
         """Raise BatchError if a loss function that has just run for the first time has changed gradients."""
@@ -283,17 +293,6 @@ class MicroBatches:
                 "and return it: the splitter differentiates it, once and with its share"
             )
         self._computes_alone.add(key)
-
-    # ------------------------------------------------------------------ the aux of micro-batches that count nothing
-
-    def remember_aux(self, loss_fn: Callable[..., Any], gives_aux: bool) -> None:
-        """Remember whether a loss function returns an aux, for batches that count nothing at all."""
-        self._gives_aux[key_of(loss_fn)] = gives_aux
-
-    def _wants_aux(self, loss_fn: Callable[..., Any], weights: list[float], auxes: list[Any]) -> bool:
-        if any(weights):
-            return not all(weights) and any(aux is not NO_AUX for aux in auxes)
-        return self._gives_aux.get(key_of(loss_fn), True)
 
     # ------------------------------------------------------------------ around passes of any kind
 
@@ -351,9 +350,9 @@ def _freed_graph(loss_fn: Callable[..., Any]) -> BatchError:
     )
 
 
-def _aux_of(loss_fn: Callable[..., Any], part: Arguments) -> Any:
+def _aux_of(loss_fn: Callable[..., Any], part: _Part) -> Any:
     """Call a loss function for its aux alone."""
-    args, kwargs = part
+    args, kwargs = part.arguments
     return kept(parted(loss_fn(*args, **kwargs))[1])
 
 

@@ -275,7 +275,6 @@ class BatchSplitter:
                     loss, aux = self._micro_batches.accumulate(loss_fn, whole, sizes, changes)
             gives_aux = attempts.end(aux is not NO_AUX)
             loss = self._reduce(loss, changes, average=False)
-        self._micro_batches.remember_aux(loss_fn, gives_aux)
         self._tell("after_batch", batch_size=whole.size, loss=loss)
         if not gives_aux:
             return loss
