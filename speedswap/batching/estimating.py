@@ -51,19 +51,18 @@ def measure_step(
             "optimizer LBFGS evaluates the loss within its step, as often as it likes; give optimizer=None and add "
             "(history_size + 3) copies of the parameters, twice"
         )
-    try:
-        return _measured(FakeTensorMode(allow_non_fake_inputs=True), optimizer, parameters, nbytes)
-    except Exception:  # real tensors show whether the error is the optimizer's own
-        pass
-    try:
-        return _measured(nullcontext(), optimizer, parameters, nbytes)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise OptimizerError(
-            f"optimizer {name_of(optimizer)} failed on parameters and gradients that are zero ({error}); "
-            "give optimizer=None and add its state yourself"
-        ) from error
+    failure: Exception | None = None
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
+        try:
+            return _measured(mode, optimizer, parameters, nbytes)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of fake tensors; real ones show whether it is the optimizer's own
+            failure = error
+    raise OptimizerError(
+        f"optimizer {name_of(optimizer)} failed on parameters and gradients that are zero ({failure}); "
+        "give optimizer=None and add its state yourself"
+    ) from failure
 
 
 def _measured(

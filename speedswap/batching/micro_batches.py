@@ -220,17 +220,16 @@ class MicroBatches:
         losses: list[Tensor] = []
         with self.statistics(len(parts), changes), changes.summing(len(parts)):
             for part in sorted(parts, key=lambda one: not one.weight):  # those that count nothing, for their aux, last
-                with self.ranks.micro_batch():
-                    if part.weight:
-                        losses.append(self._both_ways(loss_fn, part, place, changes))
-                    elif self.ranks.in_step:
-                        with self.ranks.without_effect():
-                            part.aux = _aux_of(loss_fn, part)
-                    elif part.size and self._gives_aux.get(key, True):
-                        with torch.no_grad(), changes.watched():
-                            part.aux = _aux_of(loss_fn, part)
-                    else:
-                        continue
+                if part.weight:
+                    losses.append(self._both_ways(loss_fn, part, place, changes))
+                elif self.ranks.in_step:
+                    with self.ranks.without_effect():
+                        part.aux = _aux_of(loss_fn, part)
+                elif part.size and self._gives_aux.get(key, True):
+                    with torch.no_grad(), changes.watched():
+                        part.aux = _aux_of(loss_fn, part)
+                else:
+                    continue
                 self._gives_aux[key] = part.aux is not NO_AUX
         own = [part for part in parts if part.size]
         aux = joined([part.aux for part in own], [part.size for part in own])
@@ -316,7 +315,7 @@ class MicroBatches:
         def micro_batch() -> Iterator[None]:
             place = {"batch_size": sum(sizes), "micro_batch_sizes": tuple(sizes), "index": next(indices)}
             self.tell("before_micro_batch", **place)
-            with self.ranks.micro_batch(), changes.watched(), self.offloaded(changes, offloaded):
+            with changes.watched(), self.offloaded(changes, offloaded):
                 yield
             self.tell("after_micro_batch", **place)
 

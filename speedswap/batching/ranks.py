@@ -67,10 +67,6 @@ class TrainingRanks:
         """Return the sum of the ranks' counts: the number that the batch's loss averages over."""
         return count
 
-    def micro_batch(self) -> AbstractContextManager[None]:
-        """Surround the forward and backward pass of one micro-batch."""
-        return nullcontext()
-
     def without_effect(self) -> AbstractContextManager[None]:
         """Surround a forward pass that adds nothing on this rank; where ``in_step``, a backward pass follows it."""
         return nullcontext()
@@ -236,12 +232,11 @@ class Replicated(Peers):
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        if self._owners is None:
+        task = nullcontext() if self._owners is None else self._exchange.task(Kind.PASSES)
+        with task, self._quiet():
             yield
-            return
-        with self._exchange.task(Kind.PASSES):
-            yield
-            self._exchange.round(END)  # the others may still look up
+            if self._owners is not None:
+                self._exchange.round(END)  # the others may still look up
 
     def _collect(self) -> None:
         """Find the parameters; some may have been frozen since the last batch."""
@@ -276,9 +271,6 @@ class Replicated(Peers):
         if self._total is None:  # not again in a second attempt: the other ranks are past it
             self._total = sum(line[0] for line in self._exchange.round(TOTAL, count))
         return self._total
-
-    def micro_batch(self) -> AbstractContextManager[None]:
-        return self._quiet()
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
