@@ -330,12 +330,6 @@ class BatchAttempts(Attempts):
         super().__init__(self.size)
         self._known = self.sizes.known
 
-    def again(self) -> bool:
-        due = super().again()
-        if due:
-            self.changes.gradients.put_aside()
-        return due
-
     def within_memory(self) -> AbstractContextManager[None]:
         """Surround an attempt: exceeding its memory is an out-of-memory error."""
         if self.memory is None:

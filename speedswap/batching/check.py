@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap.batching.functions import key_of, kind_of, name_of, named_values
-from speedswap.batching.memory import forget, is_out_of_memory, release_cached_memory, storages
+from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
+from speedswap.batching.retry import Search
 from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
@@ -86,25 +87,22 @@ class Checks:
         Returns:
             An error that names the mistake and the remedy; None without a certain mistake.
         """
-        count = min(batch.size, SAMPLES, max(2, size))
-        while count >= 2:
-            failure: Exception | None = None
-            try:
-                with no_trace(self._modules, count) as observed:
-                    return _Comparison(self, loss_fn, batch, count, observed).mistake()
-            except Collective:
+
+        def compare(count: int) -> SpeedswapError | None:
+            if count < 2:
                 return None
-            except PeerError:
-                raise
-            except Exception as error:
-                failure = error  # the interpreter releases its frames only after this block
-            if not is_out_of_memory(failure):
-                _log.debug("the loss function was not checked, as it fails for %d samples: %r", count, failure)
-                return None
-            forget(failure)
-            release_cached_memory()
-            count //= 2
-        return None
+            with no_trace(self._modules, count) as observed:
+                return _Comparison(self, loss_fn, batch, count, observed).mistake()
+
+        try:
+            return Search(name_of(loss_fn), min(batch.size, SAMPLES, max(2, size))).run_batch(compare)
+        except Collective:
+            return None
+        except PeerError:
+            raise
+        except Exception as error:
+            _log.debug("the loss function was not checked, as it fails for a few samples: %r", error)
+            return None
 
 
 @dataclass(eq=False)

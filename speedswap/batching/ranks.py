@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from speedswap.batching.elastic import even_sizes
-from speedswap.batching.rollback import keeper_of
+from speedswap.batching.rollback import keeper_of, put_aside
 from speedswap.collectives import Buckets, Kind, OwnPace, RankGroup, is_distributed
 from speedswap.errors import BatchError, PeerError
 
@@ -24,7 +24,7 @@ class TrainingRanks:
     """The processes that train a model together, seen from one of them; by default it is alone.
 
     Attributes:
-        parameters: those whose gradients :meth:`reduce` sums; the batch's are kept apart from earlier ones.
+        parameters: those whose gradients :meth:`reduce` sums; a batch begins without any.
         may_be_empty: whether a rank may have no samples, because others have some.
         in_step: whether all ranks run their passes side by side, so that only ``backward`` can be split.
     """
@@ -228,7 +228,8 @@ class Replicated(Peers):
             for ddp in self._wrapped:
                 _refuse_unsupported(ddp)
             self._collect()
-            yield
+            with put_aside(self.parameters):  # they are reduced already
+                yield
 
     @contextmanager
     def passes(self) -> Iterator[None]:

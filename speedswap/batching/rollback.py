@@ -141,26 +141,21 @@ class Gradients:
 
     A gradient that was not None is copied, since the batch adds to it in place.
 
-    Args:
-        apart: leaves whose gradients are not copied but put aside.
-
     Attributes:
         nbytes: bytes of the copies, without those held by keepers.
     """
 
-    def __init__(self, apart: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         self.nbytes = 0
         self._before: dict[int, tuple[object, Callable[[], None]]] = {}
         self._versions: list[tuple[Tensor, tuple[int, int] | None]] = []
-        self._apart = [(leaf, leaf.grad) for leaf in apart]
-        self._ids = {id(leaf) for leaf, _ in self._apart}
 
     def note(self, leaves: Iterable[Tensor]) -> None:
         """Save the gradients of leaves that have not been noted yet."""
         for leaf in leaves:
             keeper = keeper_of(leaf)
             owner = leaf if keeper is None else keeper
-            if id(owner) not in self._before and id(leaf) not in self._ids:
+            if id(owner) not in self._before:
                 restore = _saved(leaf) if keeper is None else keeper.save_gradient()
                 grad = leaf.grad
                 if keeper is None and grad is not None and grad.layout == torch.strided:
@@ -173,27 +168,31 @@ class Gradients:
         """Return whether a leaf's gradient has changed since it was noted, as far as that is known."""
         return any(_version_of(leaf.grad) != before for leaf, before in self._versions)
 
-    def put_aside(self) -> None:
-        """Leave the leaves that are kept apart without a gradient."""
-        for leaf, _ in self._apart:
-            leaf.grad = None
-
-    @torch.no_grad()
-    def add_back(self) -> None:
-        """Add the new gradients of leaves that are kept apart to those put aside, in place."""
-        for leaf, before in self._apart:
-            if before is not None:
-                new, leaf.grad = leaf.grad, before
-                if new is not None:
-                    before += new
-
     def restore(self) -> None:
         """Restore the noted gradients, in the same tensors where possible."""
-        for leaf, before in self._apart:
-            leaf.grad = before
         for _, restore in self._before.values():
             restore()
         self._versions = [(leaf, _version_of(leaf.grad)) for leaf, _ in self._versions]
+
+
+@contextmanager
+def put_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Leave leaves without a gradient inside, and add what they get there to what they had, unless the block raises."""
+    given = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in given:
+        leaf.grad = None
+    try:
+        yield
+    except BaseException:
+        for leaf, before in given:
+            leaf.grad = before
+        raise
+    for leaf, before in given:
+        if before is not None:
+            new, leaf.grad = leaf.grad, before
+            if new is not None:
+                with torch.no_grad():
+                    before += new
 
 
 def _version_of(grad: Tensor | None) -> tuple[int, int] | None:
@@ -337,18 +336,17 @@ class Changes:
 
     Args:
         modules: the trained ones; None to find them while they run.
-        apart: leaves whose earlier gradients are put aside in each attempt, since this batch's are reduced over ranks.
 
     Attributes:
         gradients: those of the modules' parameters, and of leaves that are noted later.
         parameters: the modules'.
     """
 
-    def __init__(self, modules: Sequence[nn.Module] | None, apart: Sequence[Tensor] = ()) -> None:
+    def __init__(self, modules: Sequence[nn.Module] | None) -> None:
         self._known = modules is not None
         self._sums: Float32Sums | None = None
         self._random = RandomState()
-        self.gradients = Gradients(apart)
+        self.gradients = Gradients()
         self._buffers = Buffers()
         self._snapshots = [self._buffers]
         self._storages: set[int] = set()

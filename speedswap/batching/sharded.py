@@ -15,7 +15,7 @@ from speedswap.batching.elastic import even_sizes
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, TOTAL, VOTE, Peers
-from speedswap.batching.rollback import Buffers, RandomState
+from speedswap.batching.rollback import Buffers, RandomState, put_aside
 from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
 from speedswap.errors import BatchError
 
@@ -74,7 +74,8 @@ class Sharded(Peers):
             self.parameters = [one.sharded_param for one in self._each() if one.sharded_param.requires_grad]
             self._tries_again = False
             try:
-                yield
+                with put_aside(self.parameters):  # they are reduced already
+                    yield
             except BaseException:
                 self._drop_gradients()
                 raise

@@ -390,7 +390,7 @@ class BatchSplitter:
         batch_size, largest = sum(passes.sizes), max(passes.sizes)
         with self._ranks.together("forward"):
             self._ranks.begin(largest, batch_size)
-            changes = Changes(self._modules, self._ranks.parameters)
+            changes = Changes(self._modules)
             self._sizes.known = known
             attempts = self._attempts("second pass", largest, batch_size, changes, may_shrink=not passes.is_random)
             while attempts.again():
@@ -409,7 +409,7 @@ class BatchSplitter:
         """Return a batch's attempts, at a size that all ranks agree on, and what they may change."""
         size, batch_size = self._choose(functions, batches), max(batch.size for batch in batches)
         size = self._sizes.agree(size, self._ranks.begin(size, batch_size))
-        changes = Changes(self._modules, self._ranks.parameters)
+        changes = Changes(self._modules)
         return self._attempts("backward", size, batch_size, changes), changes
 
     def _attempts(
@@ -430,9 +430,7 @@ class BatchSplitter:
     def _reduce(self, loss: Tensor, changes: Changes, *, average: bool) -> Tensor:
         """Sum the gradients over the ranks; return the loss of all ranks together."""
         with changes.restored_on_error():
-            loss = self._ranks.reduce(loss, average=average)
-        changes.gradients.add_back()
-        return loss
+            return self._ranks.reduce(loss, average=average)
 
     def _refuse_in_step(self, what: str) -> None:
         if self._ranks.in_step:
