@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from speedswap.batching.memory import chain, forget, is_out_of_memory, limited, memory_class, release_cached_memory
 from speedswap.batching.ranks import TrainingRanks
@@ -381,18 +382,22 @@ class BatchAttempts(Attempts):
             assert before is not None
             sizes.report(before, sizes.size, "it fits")
 
-    def end(self, gives_aux: bool = False, *, count: bool = True) -> bool:
-        """Agree with the other ranks that all have succeeded, and on the next batch's size.
+    def finish(
+        self, loss: Tensor, *, average: bool, gives_aux: bool = False, count: bool = True
+    ) -> tuple[Tensor, bool]:
+        """Agree with the other ranks that all have succeeded and on the next batch's size, and sum their gradients.
 
         Args:
+            loss: this rank's.
+            average: as of :meth:`TrainingRanks.reduce`.
             gives_aux: whether the loss function returned an aux on this rank.
             count: as of :meth:`fitted`.
 
         Returns:
-            Whether it did on any rank.
+            The loss of all ranks together, and whether the loss function returned an aux on any.
         """
         with self.changes.restored_on_error():
             agreed, somewhere = self.ranks.end(self.size, self.batch_size, gives_aux)
-        self.fitted(count=count)
-        self.sizes.agree(self.size, agreed)
-        return somewhere
+            self.fitted(count=count)
+            self.sizes.agree(self.size, agreed)
+            return self.ranks.reduce(loss, average=average), somewhere

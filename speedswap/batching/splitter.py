@@ -273,8 +273,7 @@ class BatchSplitter:
                     if self._checks is not None and len(sizes) > 1 and self._ranks.may_differ:
                         self._checks.refuse_mistakes(loss_fn, whole, max(sizes))
                     loss, aux = self._micro_batches.accumulate(loss_fn, whole, sizes, changes)
-            gives_aux = attempts.end(aux is not NO_AUX)
-            loss = self._reduce(loss, changes, average=False)
+            loss, gives_aux = attempts.finish(loss, average=False, gives_aux=aux is not NO_AUX)
         self._tell("after_batch", batch_size=whole.size, loss=loss)
         if not gives_aux:
             return loss
@@ -327,8 +326,7 @@ class BatchSplitter:
                         for encoder, part in zip(encoders, batches, strict=True)
                     ]
                     loss, aux = both_passes(towers, loss_fn, changes, self._micro_batches)
-            attempts.end()
-            loss = self._reduce(loss, changes, average=True)
+            loss, _ = attempts.finish(loss, average=True)
         self._tell("after_batch", batch_size=max(part.size for part in batches), loss=loss)
         return loss if aux is NO_AUX else (loss, aux)
 
@@ -400,8 +398,7 @@ class BatchSplitter:
                     with changes.summing(len(sizes)):
                         around = self._micro_batches.one_by_one(sizes, changes, offloaded=True)
                         passes.second(gradients, sizes, around, changes)
-            attempts.end(count=False)
-            self._reduce(torch.zeros(()), changes, average=True)
+            attempts.finish(torch.zeros(()), average=True, count=False)
 
     def _begin(
         self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]
@@ -426,11 +423,6 @@ class BatchSplitter:
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
         self._device = next((parameter.device for parameter in parameters), batches[0].device)
         return self._sizes.choose(key, max(batch.size for batch in batches), self._device)
-
-    def _reduce(self, loss: Tensor, changes: Changes, *, average: bool) -> Tensor:
-        """Sum the gradients over the ranks; return the loss of all ranks together."""
-        with changes.restored_on_error():
-            return self._ranks.reduce(loss, average=average)
 
     def _refuse_in_step(self, what: str) -> None:
         if self._ranks.in_step:
