@@ -256,17 +256,10 @@ class Replicated(Peers):
     def begin(self, size: int, batch_size: int) -> int:
         agreed, _, _ = self._agree(BEGIN, size, batch_size)
         self._total = None
-        self._broadcast_buffers()
-        return agreed
-
-    def _broadcast_buffers(self) -> None:
-        """Do once per batch what DistributedDataParallel would do before every forward pass."""
-        source = self._exchange.ranks[0]
-        for ddp in self._wrapped:
+        for ddp in self._wrapped:  # once per batch what DistributedDataParallel would do before every forward pass
             if ddp.broadcast_buffers:
-                for name, buffer in ddp.module.named_buffers():
-                    if name not in ddp.parameters_to_ignore:
-                        dist.broadcast(buffer, source, group=ddp.process_group)
+                ddp._sync_buffers()
+        return agreed
 
     def total(self, count: float) -> float:
         if self._total is None:  # not again in a second attempt: the other ranks are past it
