@@ -174,7 +174,7 @@ class AccumulatingOptimizer(Optimizer):
 
     Args:
         optimizer: any torch optimizer, new or with state.
-        accumulation_steps: micro-steps per update; or a function from the number of updates so far to it.
+        accumulation_steps: micro-steps per update.
         reduction: ``"mean"`` for losses that are means over their micro-batch: gradients are averaged. ``"sum"`` for
             losses that are sums: gradients are added.
         skip_nonfinite: leave out a micro-step with a gradient that is not finite, instead of adding it to the mean;
@@ -214,7 +214,7 @@ class AccumulatingOptimizer(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        accumulation_steps: int | Callable[[int], int],
+        accumulation_steps: int,
         *,
         reduction: str = "mean",
         skip_nonfinite: bool = False,
@@ -240,8 +240,7 @@ class AccumulatingOptimizer(Optimizer):
         self.micro_steps = 0
         self.skipped = 0
         self._window: Window | None = None
-        self._accumulation_steps = accumulation_steps
-        self._next_length()
+        self.accumulation_steps = accumulation_steps
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "grad_scale", "found_inf") or name.startswith("__"):
@@ -262,23 +261,11 @@ class AccumulatingOptimizer(Optimizer):
     @property
     def accumulation_steps(self) -> int:
         """Micro-steps per present update; an assigned value applies from the next update on."""
-        return self._next_length() if self._window is None else self._window.length
+        return self._accumulation_steps if self._window is None else self._window.length
 
     @accumulation_steps.setter
-    def accumulation_steps(self, value: int | Callable[[int], int]) -> None:
-        before, self._accumulation_steps = self._accumulation_steps, value
-        try:
-            self._next_length()
-        except BatchError:
-            self._accumulation_steps = before
-            raise
-
-    def _next_length(self) -> int:
-        length, what = self._accumulation_steps, "accumulation_steps"
-        if callable(length):
-            length, what = length(self.updates), f"accumulation_steps({self.updates})"
-        require_integer(what, length)
-        return length
+    def accumulation_steps(self, value: int) -> None:
+        self._accumulation_steps = require_integer("accumulation_steps", value)
 
     @property
     def pending(self) -> int:
@@ -309,7 +296,7 @@ class AccumulatingOptimizer(Optimizer):
             raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
         if weight != 1 and self.reduction == "sum":
             raise BatchError(f"weight is {weight!r}, but sums are not weighted; leave it out, or give reduction='mean'")
-        window = self._window or Window(self._next_length(), self.reduction == "mean")
+        window = self._window or Window(self._accumulation_steps, self.reduction == "mean")
         self.stepped = False
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
         if window.length == 1 and not window.steps and found_inf is None and not self.skip_nonfinite:
