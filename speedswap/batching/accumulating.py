@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -364,25 +363,6 @@ class AccumulatingOptimizer(Optimizer):
         """Drop the gradients accumulated since the last update."""
         self._window = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad``, as torch does; gradients that :meth:`step` has accumulated stay.
-
-        Args:
-            set_to_none: whether gradients become None or zeros. An optimizer whose own ``zero_grad`` lacks the argument
-                clears them its own way.
-
-        Raises:
-            OptimizerError: ``set_to_none`` is False, and the optimizer's own ``zero_grad`` does not take it.
-        """
-        if _takes_set_to_none(type(self.optimizer).zero_grad):
-            self.optimizer.zero_grad(set_to_none=set_to_none)
-        elif set_to_none:
-            self.optimizer.zero_grad()
-        else:
-            raise OptimizerError(
-                f"set_to_none is False, but {type(self.optimizer).__name__}.zero_grad does not take it; leave it out"
-            )
-
     def _close(self, window: Window, parameters: list[Tensor]) -> None:
         """End a window: with an update, or without one where its gradients are not finite."""
         if bool(window.found_inf != 0):
@@ -449,12 +429,6 @@ class AccumulatingOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulation_steps={self.accumulation_steps}, {self.optimizer!r})"
-
-
-@functools.lru_cache
-def _takes_set_to_none(zero_grad: Callable[..., None]) -> bool:
-    parameters = inspect.signature(zero_grad).parameters.values()
-    return any(one.name == "set_to_none" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
 def _refuse_rows(parameters: Iterable[Tensor]) -> None:
