@@ -257,7 +257,7 @@ class Replicated(Peers):
         agreed, _, _ = self._agree(BEGIN, size, batch_size)
         self._total = None
         for ddp in self._wrapped:  # once per batch what DistributedDataParallel would do before every forward pass
-            if ddp.broadcast_buffers:
+            if ddp.broadcast_buffers and ddp.modules_buffers:
                 ddp._sync_buffers()
         return agreed
 
