@@ -264,7 +264,8 @@ class BatchSplitter:
                 )
             whole = Batch(batch, named, may_be_empty=self._ranks.may_be_empty)
             whole.refuse_graphs()
-            attempts, changes = self._begin([loss_fn], [whole])
+            attempts = self._begin("backward", [loss_fn], [whole])
+            changes = attempts.changes
             changes.gradients.note(tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad)
             while attempts.again():
                 aux = NO_AUX  # releases that of an attempt that fitted here and failed on another rank
@@ -318,7 +319,8 @@ class BatchSplitter:
                 require_function(name, function)
             for part in batches:
                 part.refuse_graphs()
-            attempts, changes = self._begin([*encoders, loss_fn], batches)
+            attempts = self._begin("backward", [*encoders, loss_fn], batches)
+            changes = attempts.changes
             while attempts.again():
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
                     towers = [
@@ -354,9 +356,8 @@ class BatchSplitter:
             require_function("function", function)
             whole = Batch(batch, named)
             whole.refuse_graphs()
-            changes = Changes(self._modules)
-            work = "forward" if torch.is_grad_enabled() else "map"
-            attempts = self._attempts(work, self._choose([function], [whole]), whole.size, changes)
+            attempts = self._begin("forward" if torch.is_grad_enabled() else "map", [function], [whole])
+            changes = attempts.changes
             while attempts.again():
                 with attempts, attempts.within_memory():
                     sizes = self._ranks.sizes(whole.size, attempts.size)
@@ -388,9 +389,9 @@ class BatchSplitter:
         batch_size, largest = sum(passes.sizes), max(passes.sizes)
         with self._ranks.together("forward"):
             self._ranks.begin(largest, batch_size)
-            changes = Changes(self._modules)
             self._sizes.known = known
-            attempts = self._attempts("second pass", largest, batch_size, changes, may_shrink=not passes.is_random)
+            attempts = self._attempts("second pass", largest, batch_size, may_shrink=not passes.is_random)
+            changes = attempts.changes
             while attempts.again():
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
                     same = attempts.size == largest
@@ -400,29 +401,23 @@ class BatchSplitter:
                         passes.second(gradients, sizes, around, changes)
             attempts.finish(torch.zeros(()), average=True, count=False)
 
-    def _begin(
-        self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]
-    ) -> tuple[BatchAttempts, Changes]:
-        """Return a batch's attempts, at a size that all ranks agree on, and what they may change."""
-        size, batch_size = self._choose(functions, batches), max(batch.size for batch in batches)
-        size = self._sizes.agree(size, self._ranks.begin(size, batch_size))
-        changes = Changes(self._modules)
-        return self._attempts("backward", size, batch_size, changes), changes
+    def _begin(self, work: str, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> BatchAttempts:
+        """Return the attempts at a batch; those of a backward pass are at a size that all ranks agree on."""
+        key = (*map(key_of, functions), *(batch.signature() for batch in batches))
+        parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
+        self._device = next((parameter.device for parameter in parameters), batches[0].device)
+        batch_size = max(batch.size for batch in batches)
+        size = self._sizes.choose(key, batch_size, self._device)
+        if work == "backward":
+            size = self._sizes.agree(size, self._ranks.begin(size, batch_size))
+        return self._attempts(work, size, batch_size)
 
-    def _attempts(
-        self, work: str, size: int, batch_size: int, changes: Changes, *, may_shrink: bool = True
-    ) -> BatchAttempts:
+    def _attempts(self, work: str, size: int, batch_size: int, *, may_shrink: bool = True) -> BatchAttempts:
+        changes = Changes(self._modules)
         devices = {parameter.device for parameter in changes.parameters} | {self._device}
         return BatchAttempts(
             work, self._sizes, size, batch_size, changes, self._ranks, self._memory, devices, may_shrink=may_shrink
         )
-
-    def _choose(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> int:
-        """Return the size to begin with, from what earlier batches of the same functions showed."""
-        key = (*map(key_of, functions), *(batch.signature() for batch in batches))
-        parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
-        self._device = next((parameter.device for parameter in parameters), batches[0].device)
-        return self._sizes.choose(key, max(batch.size for batch in batches), self._device)
 
     def _refuse_in_step(self, what: str) -> None:
         if self._ranks.in_step:
