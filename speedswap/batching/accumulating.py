@@ -306,8 +306,7 @@ class AccumulatingOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = self._parameters()
-        if window.length > 1:
-            _refuse_rows(parameters)
+        _refuse_rows(parameter for parameter in parameters if parameter in window.gradients)
         self.micro_steps += 1
         if self.skip_nonfinite and not _are_finite(parameters, found_inf):
             self.skipped += 1
@@ -432,6 +431,7 @@ class AccumulatingOptimizer(Optimizer):
 
 
 def _refuse_rows(parameters: Iterable[Tensor]) -> None:
+    """Raise if a parameter has gradients of other rows than in the previous micro-step."""
     for parameter in parameters:
         if parameter.grad is not None and not has_memory(parameter):
             raise OptimizerError(

@@ -60,7 +60,8 @@ class Stack:
             values, self._form = tree_flatten(sample, is_leaf=_is_leaf)
             self._columns = [_room_for(value, self._size) for value in values]
         try:
-            values = self._form.flatten_up_to(sample)
+            # The method leaves garbage behind, which a sample without structure can do without.
+            values = [sample] if self._form.is_leaf() else self._form.flatten_up_to(sample)
         except ValueError as error:
             raise BatchError(f"sample {identity!r} has another structure than the others in its batch") from error
         for column, value in zip(self._columns, values, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -242,7 +242,9 @@ class Replicated(Peers):
     def _collect(self) -> None:
         """Find the parameters; some may have been frozen since the last batch."""
         # DistributedDataParallel does not sum the gradients of all parameters.
-        ignored = [ddp.parameters_to_ignore for ddp in self._wrapped] or [()] * len(self._modules)
+        ignored: list[Collection[str]] = [ddp.parameters_to_ignore for ddp in self._wrapped] or [()] * len(
+            self._modules
+        )
         found = {
             parameter: None
             for module, others in zip(self._modules, ignored, strict=True)
@@ -258,7 +260,7 @@ class Replicated(Peers):
         self._total = None
         for ddp in self._wrapped:  # once per batch what DistributedDataParallel would do before every forward pass
             if ddp.broadcast_buffers and ddp.modules_buffers:
-                ddp._sync_buffers()
+                ddp._sync_buffers()  # type: ignore[no-untyped-call]
         return agreed
 
     def total(self, count: float) -> float:
