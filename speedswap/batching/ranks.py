@@ -258,9 +258,12 @@ class Replicated(Peers):
     def begin(self, size: int, batch_size: int) -> int:
         agreed, _, _ = self._agree(BEGIN, size, batch_size)
         self._total = None
+        source = self._exchange.ranks[0]
         for ddp in self._wrapped:  # once per batch what DistributedDataParallel would do before every forward pass
-            if ddp.broadcast_buffers and ddp.modules_buffers:
-                ddp._sync_buffers()  # type: ignore[no-untyped-call]
+            if ddp.broadcast_buffers:
+                for name, buffer in ddp.module.named_buffers():
+                    if name not in ddp.parameters_to_ignore:
+                        dist.broadcast(buffer, source, group=ddp.process_group)
         return agreed
 
     def total(self, count: float) -> float:
