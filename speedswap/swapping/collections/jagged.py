@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -205,10 +205,75 @@ class KeyedJaggedTensor(_Jagged):
         """Return one with these offsets, as TorchRec's method of this name does."""
         return cls(keys, values, weights, offsets=offsets)
 
-    def _of_key(self, index: int) -> JaggedTensor:
-        some = slice(*self.offset_per_key()[index : index + 2])
-        lengths = self.lengths().reshape(-1)[index * self._stride : (index + 1) * self._stride]
-        return JaggedTensor(self._values[some], None if self._weights is None else self._weights[some], lengths)
+    @classmethod
+    def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """Return one with the lists of each key, for example from :meth:`to_dict`.
+
+        Raises:
+            ValueError: some have weights, or samples, that others do not have.
+        """
+        every = jt_dict.items()
+        return cls.concat([cls([key], each.values(), each.weights_or_none(), each.lengths()) for key, each in every])
+
+    @classmethod
+    def empty(
+        cls,
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> KeyedJaggedTensor:
+        """Return one without keys or samples."""
+        values, weights, lengths = (
+            torch.empty(0, dtype=dtype, device=device) for dtype in (values_dtype, weights_dtype, lengths_dtype)
+        )
+        return cls([], values, weights if is_weighted else None, lengths)
+
+    @classmethod
+    def concat(cls, kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """Return one with the keys of several, which must have the same number of samples.
+
+        Raises:
+            ValueError: the list is empty, or some have weights, or samples, that others do not have.
+        """
+        if not kjt_list:
+            raise ValueError("kjt_list is empty; give at least one")
+        strides = [each.stride() for each in kjt_list]
+        weights = [each._weights for each in kjt_list if each._weights is not None]
+        if len({*strides}) > 1:
+            raise ValueError(f"kjt_list has {strides} samples; give each as many")
+        if 0 < len(weights) < len(kjt_list):
+            raise ValueError("kjt_list is partly without weights; give all of them weights, or none")
+        return cls(
+            [key for each in kjt_list for key in each._keys],
+            torch.cat([each.values() for each in kjt_list]),
+            torch.cat(weights) if weights else None,
+            torch.cat([each.lengths().reshape(-1) for each in kjt_list]),
+            stride=strides[0],
+        )
+
+    def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
+        """Return the keys in groups, as views, in their order. On a GPU this waits for the offsets.
+
+        Args:
+            segments: the number of keys in each group; together all keys.
+
+        Raises:
+            ValueError: they do not add up to all keys.
+        """
+        if sum(segments) != len(self._keys) or min(segments, default=0) < 0:
+            raise ValueError(
+                f"segments is {list(segments)}, but there are {len(self._keys)} keys; give each to a group"
+            )
+        bounds = pairwise([0, *accumulate(segments)])
+        return [KeyedJaggedTensor(self._keys[a:b], *self._between(a, b), stride=self._stride) for a, b in bounds]
+
+    def _between(self, begin: int, end: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return values, weights and lengths of some consecutive keys."""
+        some = slice(self.offset_per_key()[begin], self.offset_per_key()[end])
+        lengths = self.lengths().reshape(-1)[begin * self._stride : end * self._stride]
+        return self._values[some], None if self._weights is None else self._weights[some], lengths
 
     def keys(self) -> list[str]:
         """Return the names of the features."""
@@ -237,11 +302,12 @@ class KeyedJaggedTensor(_Jagged):
         """
         if key not in self._keys:
             raise KeyError(f"{key!r} is not a key; there are {', '.join(self._keys)}")
-        return self._of_key(self._keys.index(key))
+        index = self._keys.index(key)
+        return JaggedTensor(*self._between(index, index + 1))
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Return the lists of each key."""
-        return {key: self._of_key(index) for index, key in enumerate(self._keys)}
+        return {key: JaggedTensor(*self._between(index, index + 1)) for index, key in enumerate(self._keys)}
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
         """Return some of the keys, in a given order, by their indices in ``keys()``."""
