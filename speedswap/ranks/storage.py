@@ -92,12 +92,9 @@ class Ranks(Storage):
         settings = {
             "num_embeddings": num_embeddings,
             "embedding_dim": weight.width,
-            "dtype": weight.dtype,
-            "zero_row": weight.zero_row,
-            "stored_dtype": weight.stored_dtype,
-            "rounding": weight.rounding,
             "init": weight.init.to_json(),
             "reduction": self.reduction,
+            **{each: getattr(weight, each) for each in ("dtype", "zero_row", "stored_dtype", "rounding")},
         }
         group.require_same_settings(f"table {name!r}", settings)
 

@@ -279,18 +279,16 @@ def _is_uniform(tensor: Tensor) -> bool:
     return bool((flat == flat[0]).all())
 
 
+def _rows_of(run: _Run, rows: slice) -> dict[str, Tensor]:
+    """Return some rows of the parameter and of each state entry that has a row for each of its rows."""
+    values = {key: each for key, each in run.state.items() if isinstance(each, Tensor)} | {"": run.weight}
+    return {key: each[rows] for key, each in values.items() if each.dim() and len(each) == len(run.weight)}
+
+
 def _same_rows(a: _Run, b: _Run, rows_a: slice, rows_b: slice, *, exactly: bool) -> bool:
     compare: Callable[[Tensor, Tensor], bool] = torch.equal if exactly else _close
-    if not compare(a.weight[rows_a], b.weight[rows_b]):
-        return False
-    num_a, num_b = len(a.weight), len(b.weight)
-    for key, value in a.state.items():
-        twin = b.state.get(key)
-        if isinstance(value, Tensor) and isinstance(twin, Tensor) and value.dim() and twin.dim():
-            by_row = value.shape[0] == num_a and twin.shape[0] == num_b
-            if by_row and not compare(value[rows_a], twin[rows_b]):
-                return False
-    return True
+    one, other = _rows_of(a, rows_a), _rows_of(b, rows_b)
+    return all(compare(one[key], other[key]) for key in one.keys() & other.keys())
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
