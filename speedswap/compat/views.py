@@ -30,7 +30,7 @@ class CupyMethods(Collection):
 
     def getCupyVar(self) -> Any:
         """Return the collection itself, not a copy: a CuPy array with CuPy and a GPU, else a NumPy array."""
-        return self.whole(lambda column: self._as_cupy(self.table.view(column)))
+        return self.whole(lambda array: self._as_cupy(array.view()))
 
     @property
     def CUPYcorpus(self) -> Any:
@@ -78,7 +78,7 @@ class DiskMethods(Collection):
 
     def getCupyMM(self) -> Any:
         """Return the collection itself as a NumPy array over its file."""
-        return self.whole(lambda column: self.table.view(column).numpy())
+        return self.whole(lambda array: array.view().numpy())
 
     @property
     def CUPYmemmap(self) -> Any:
@@ -91,11 +91,11 @@ class TorchMethods(Collection):
 
     def getTorchVar(self) -> Any:
         """Return the collection itself as a torch tensor, not a copy."""
-        return self.whole(self.table.view)
+        return self.whole(ColumnArray.view)
 
     def saveTorch(self, saveFileName: str | os.PathLike[str]) -> None:
         """Save the whole collection with ``torch.save``, as a tensor on the CPU."""
-        torch.save(self.whole(lambda column: self.table.view(column).contiguous().cpu()), saveFileName)
+        torch.save(self.whole(lambda array: array.view().contiguous().cpu()), saveFileName)
 
     def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
         """Read the whole collection from a file of :meth:`saveTorch`, without an init method or after one.

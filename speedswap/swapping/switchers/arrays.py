@@ -133,6 +133,10 @@ class ColumnArray(NamedTuple):
         """The dtype in files: NumPy's equivalent of the column's."""
         return as_numpy(torch.empty(0, dtype=self.table.columns[self.column].dtype)).dtype
 
+    def view(self) -> Tensor:
+        """Return the rows themselves, not a copy."""
+        return self.table.view(self.column).view(self.shape)
+
     def check(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         """Raise ValueError or TypeError if an array of that shape and dtype does not fit the column."""
         if tuple(shape) != self.shape:

@@ -214,11 +214,11 @@ class Collection:
         Raises:
             TableTooLargeError: it does not fit into the free memory.
         """
-        return self.whole(lambda column: as_numpy(self.table.read(column=column)))
+        return self.whole(lambda array: as_numpy(array.table.read(column=array.column)).reshape(array.shape))
 
-    def whole(self, rows_of: Callable[[str], Any]) -> Any:
-        """Return all rows of each field, from what a function returns for the table's columns."""
-        found = {name: rows_of(array.column).reshape(array.shape) for name, array in self.column_arrays().items()}
+    def whole(self, form: Callable[[ColumnArray], Any]) -> Any:
+        """Return all rows of each field in some form."""
+        found = {name: form(array) for name, array in self.column_arrays().items()}
         return found if self.by_name else found["weight"]
 
     @of_all_ranks
