@@ -76,8 +76,7 @@ class Ours:
             shape.dim,
             dtype=dtype,
             seed=1,
-            storage="auto" if group is None else speedswap.Ranks(group=group),
-            local_to_rank=group is None,
+            storage=speedswap.Pinned(local_to_rank=True) if group is None else speedswap.Ranks(group=group),
         )
         self._optimizer = torch.optim.Adagrad(self.items.parameters(), lr=LEARNING_RATE, eps=EPS)
 

@@ -71,6 +71,8 @@ class Ranks(Storage):
             raise ValueError(f"reduction is {self.reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
         if isinstance(each := as_storage(self.each), Ranks):
             raise ValueError(f"each is {each!r}, ranks again; give the place where one rank's rows live")
+        if self.local_to_rank or each.local_to_rank:
+            raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
         object.__setattr__(self, "each", each)
 
     @property

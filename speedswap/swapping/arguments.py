@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from speedswap._warnings import users_level
 from speedswap._words import a_kind
-from speedswap.collectives import RankGroup
 from speedswap.tables import IdMap, Storage, Table
-from speedswap.tables.storage import given_formerly
 
 
-def refuse_place(
-    callee: str,
-    table: Table,
-    storage: Storage | str,
-    path: str | os.PathLike[str] | None,
-    former: Mapping[str, Any],
-) -> None:
-    """Raise ValueError if both an existing table and a place for a new one were given.
+def is_local_to_rank(callee: str, moved: Mapping[str, Any]) -> bool:
+    """Return whether a call's remaining arguments ask for a table per rank, which a place does now, and warn of it.
 
     Args:
         callee: the name of what was called.
-        table: the existing table.
-        storage, path, former: as for :func:`speedswap.tables.as_storage`. Names of places, and the table's own ranks,
-            do not count as places for a new one.
+        moved: its remaining keyword arguments.
+
+    Raises:
+        TypeError: an argument is unknown, worded as Python does.
     """
-    former = {**former}
-    if "process_group" in former and RankGroup.of(former["process_group"]) is table.ranks:
-        del former["process_group"]
-    given = {"path": path, "storage": storage if isinstance(storage, Storage) else None}
-    given |= given_formerly(callee, former)
-    for name, value in given.items():
-        if value is not None or name in former:
+    for name in moved:
+        if name != "local_to_rank":
+            raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
+    if moved:
+        warnings.warn(
+            f"local_to_rank= of {callee} will be removed; give it to the place, as in "
+            "storage=speedswap.Pinned(local_to_rank=True)",
+            DeprecationWarning,
+            stacklevel=users_level(),
+        )
+    return bool(moved.get("local_to_rank"))
+
+
+def refuse_place(table: Table, storage: Storage | str, path: str | os.PathLike[str] | None) -> None:
+    """Raise ValueError if both an existing table and a place for a new one were given, other than by name."""
+    for name, value in (("path", path), ("storage", storage if isinstance(storage, Storage) else None)):
+        if value is not None:
             raise ValueError(
                 f"{name} is {value!r}, but table is {table!r}, which exists; give it to Table.create or Table.open"
             )

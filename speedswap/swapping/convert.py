@@ -42,7 +42,6 @@ def convert(
     stored_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     rounding: str | None = None,
-    **former: Any,
 ) -> Model:
     """Replace a model's large embeddings, in place, with speedswap's embeddings of the same rows.
 
@@ -67,7 +66,6 @@ def convert(
             each, named like its module. Ranks that will own the rows together must convert the same model, before it is
             wrapped.
         stored_dtype, state_dtype, rounding: as for :class:`speedswap.Embedding`.
-        former: arguments of version 0.1, with a DeprecationWarning.
 
     Returns:
         The model; its replacement, if it is an embedding itself.
@@ -94,7 +92,7 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
-    place = as_storage(storage, path, former, "convert")
+    place = as_storage(storage, path)
     settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding}
     found = _large(model, min_rows, skip)
     if not found:

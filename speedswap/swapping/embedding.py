@@ -44,7 +44,8 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             with an alternative in the error.
         storage: where the rows live: :class:`speedswap.Device`, :class:`speedswap.Pinned`, :class:`speedswap.Pageable`,
             :class:`speedswap.Disk`, or :class:`speedswap.Ranks`: the processes of a job, which own them together; or
-            the name of one (see :meth:`speedswap.Table.create`).
+            the name of one (see :meth:`speedswap.Table.create`). In a torch.distributed job, a table that the ranks
+            do not own together is trained only if its place has ``local_to_rank=True``.
         path: shorthand for a table on disk in this directory.
         dtype: the weights' dtype; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in
@@ -63,16 +64,12 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             float32. ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
         rounding: how trained values are rounded to these dtypes: ``"stochastic"`` (the default: small updates survive
             on average) or ``"nearest"``.
-        local_to_rank: True lets each process of a torch.distributed job train a separate table. Without it, or
-            :class:`speedswap.Ranks`, a training forward pass is refused in a job, since nothing would keep the ranks'
-            tables in sync. The model's wrapper must also ignore ``weight`` (:func:`speedswap.ignore_in_ddp`,
-            :func:`speedswap.parameters_to_ignore`).
         id_map: an :class:`speedswap.IdMap` from keys to rows; ``num_embeddings`` is its ``capacity``, and the table has
             one more row: row 0, the padding row, for keys without a row. A training lookup (in training mode, of a
             weight that requires a gradient, with gradients enabled) adds new keys. A row that passes to another key is
             reset, and drops out of a step under way for its old key. The map is kept with the table: an existing
             ``table`` comes with its map.
-        former: arguments of version 0.1, with a DeprecationWarning.
+        moved: ``local_to_rank``, an argument of the place now, with a DeprecationWarning.
 
     Shape:
         input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device. With an id map: keys,

@@ -19,7 +19,7 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
-from speedswap.swapping.arguments import refuse_place, refuse_torchs, require_id_map, require_table
+from speedswap.swapping.arguments import is_local_to_rank, refuse_place, refuse_torchs, require_id_map, require_table
 from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
@@ -82,20 +82,22 @@ class TableModule(nn.Module):
         stored_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
-        local_to_rank: bool = False,
         id_map: IdMap | None = None,
-        **former: Any,
+        **moved: Any,
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would create a weight
         callee = type(self).__name__
-        refuse_torchs(callee, torchs, former)
+        refuse_torchs(callee, torchs, moved)
+        local_to_rank = is_local_to_rank(callee, moved)
         if table is not None:
             require_table(table)
-            refuse_place(callee, table, storage, path, former)
-            ranks = table.ranks
+            refuse_place(table, storage, path)
+            ranks, local_to_rank = table.ranks, local_to_rank or table.local_to_rank
         else:
-            where = as_storage(storage, path, former, callee)
-            ranks = where.ranks
+            where = as_storage(storage, path)
+            if local_to_rank:
+                where = replace(where, local_to_rank=True)
+            ranks, local_to_rank = where.ranks, where.local_to_rank
         if id_map is not None:
             require_id_map(id_map)
         if padding_idx is not None:
@@ -112,8 +114,6 @@ class TableModule(nn.Module):
         place = _device_of_weights(device)  # raises if the device does not exist, before a table is created
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
-        if ranks is not None and local_to_rank:
-            raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
@@ -546,7 +546,7 @@ class TableModule(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments, apart from the table, that make a module like this one."""
-        return {"padding_idx": self.padding_idx, "local_to_rank": self.local_to_rank}
+        return {"padding_idx": self.padding_idx}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process looks up in the table's files; a table in memory refuses to be pickled.

@@ -31,7 +31,8 @@ def parameters_to_ignore(model: nn.Module) -> set[nn.Parameter]:
 
     Example:
         >>> import torch, speedswap
-        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16, local_to_rank=True), torch.nn.Linear(16, 1))
+        >>> place = speedswap.Pageable(local_to_rank=True)
+        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16, storage=place), torch.nn.Linear(16, 1))
         >>> speedswap.parameters_to_ignore(model) == {model[0].weight}
         True
     """
@@ -49,7 +50,8 @@ def ignore_in_ddp(model: _Model) -> _Model:
 
     Example:
         >>> import torch, speedswap
-        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16, local_to_rank=True), torch.nn.Linear(16, 1))
+        >>> place = speedswap.Pageable(local_to_rank=True)
+        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16, storage=place), torch.nn.Linear(16, 1))
         >>> model = speedswap.ignore_in_ddp(model)  # then DistributedDataParallel(model)
     """
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
@@ -75,9 +77,9 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
     if weight is not step_weight:
         raise RanksError(
             f"the weight of the embedding over table {table!r} was replaced by another, as fully_shard does; it "
-            "cannot be sharded: make the embedding with local_to_rank=True, and give fully_shard "
-            "ignored_params=speedswap.parameters_to_ignore(model). (torch.func.functional_call takes a tensor, "
-            "not an nn.Parameter)"
+            "cannot be sharded: make the embedding with storage=speedswap.Pinned(local_to_rank=True), and give "
+            "fully_shard ignored_params=speedswap.parameters_to_ignore(model). (torch.func.functional_call takes a "
+            "tensor, not an nn.Parameter)"
         )
     if dist.get_world_size() == 1:
         return
@@ -86,7 +88,7 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
             f"table {table!r} belongs to this process, rank {dist.get_rank()} of {dist.get_world_size()}: the tables "
             "of the ranks would drift apart in training. Make the embedding with storage=speedswap.Ranks(), so that "
             "they own its rows together; or freeze it with embedding.weight.requires_grad_(False); or, if each rank is "
-            "to train a table of its own, make it with local_to_rank=True. Then wrap it with "
+            "to train a table of its own, make it with storage=speedswap.Pinned(local_to_rank=True). Then wrap it with "
             "DistributedDataParallel(speedswap.ignore_in_ddp(model)) or "
             "fully_shard(model, ignored_params=speedswap.parameters_to_ignore(model))"
         )

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import os
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args
 
 import torch
 
 from speedswap import kernels
-from speedswap._warnings import users_level
 from speedswap._words import a_kind
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables import memory as storages
@@ -36,16 +32,25 @@ if TYPE_CHECKING:
 _Self = TypeVar("_Self", bound="Storage")
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Storage(ABC):
     """A place where a table's rows live; it creates the table's store.
 
     To add a kind of place, derive from this class, and pass it as ``storage=``.
 
+    Args:
+        local_to_rank: True lets each process of a torch.distributed job train a separate table. Without it, or
+            :class:`speedswap.Ranks`, a training forward pass is refused in a job, since nothing would keep the ranks'
+            tables in sync. The model's wrapper must also ignore ``weight`` (:func:`speedswap.ignore_in_ddp`,
+            :func:`speedswap.parameters_to_ignore`).
+
     Attributes:
         folder: the directory that this process fills; None in memory, and if ranks fill theirs together.
     """
 
-    folder: Path | None = None
+    folder: ClassVar[Path | None] = None
+
+    local_to_rank: bool = False
 
     @abstractmethod
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
@@ -90,7 +95,7 @@ class Storage(ABC):
         place = as_storage(own)
         if not isinstance(place, _InMemory):
             raise ValueError(f"storage of table {name!r} is {own!r}; give a directory, or ranks, to the collection")
-        return place
+        return replace(place, local_to_rank=self.local_to_rank or place.local_to_rank)
 
     def at(self, path: Path) -> Storage:
         """Return this place with the directory of an existing table.
@@ -241,27 +246,18 @@ class Disk(Storage, DiskOptions):
 _NAMES: dict[str, type[_InMemory]] = {"device": Device, "pinned": Pinned, "pageable": Pageable}
 
 
-def as_storage(
-    storage: Storage | str,
-    path: str | os.PathLike[str] | None = None,
-    former: Mapping[str, Any] | None = None,
-    callee: str = "",
-) -> Storage:
+def as_storage(storage: Storage | str, path: str | os.PathLike[str] | None = None) -> Storage:
     """Return the place that a call's arguments describe.
 
     Args:
         storage: a place; or ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: a disk where a path is given,
             pinned memory where there is a GPU, else pageable memory.
         path: the directory of a table on disk.
-        former: the remaining arguments, as for :func:`former_arguments`.
-        callee: the name of what was called.
 
     Raises:
         ValueError: the storage is unknown, a path is given for a table that is not on disk, or missing for one that is.
-        TypeError: ``storage`` has the wrong type, or an argument is unknown.
+        TypeError: ``storage`` has the wrong type.
     """
-    if former:
-        return former_arguments(callee, storage, path, former)
     if isinstance(storage, Storage):
         if path is not None:
             raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; leave one of them out")
@@ -282,75 +278,9 @@ def as_storage(
     return _NAMES[kind]()
 
 
-def opened_place(path: Storage | str | os.PathLike[str], former: Mapping[str, Any], callee: str) -> Storage:
-    """Return the place of a table to be opened; other arguments and errors are those of :func:`as_storage`."""
-    if isinstance(path, Storage):
-        return as_storage(path, None, former, callee)
-    return as_storage("disk", path, former, callee)
-
-
-# ---------------------------------------------------------------------- arguments of version 0.1
-
-_OF_DISKS = {each.name: each.default for each in fields(DiskOptions)}
-_FORMER = {"engine": "auto", "process_group": None, "reduction": "mean", **_OF_DISKS}
-
-
-def former_arguments(
-    callee: str, storage: Storage | str, path: str | os.PathLike[str] | None, former: Mapping[str, Any]
-) -> Storage:
-    """Return the place that a call with arguments of version 0.1 describes, and warn about them.
-
-    Args:
-        callee: the name of what was called.
-        storage, path: the call's arguments.
-        former: its remaining keyword arguments: ``engine``, ``process_group``, ``reduction``, and the settings of a
-            :class:`Disk`.
-
-    Raises:
-        TypeError: an argument is unknown.
-        ValueError: they contradict each other or the storage.
-    """
-    given = given_formerly(callee, former)
-    place = as_storage(storage, path)
-    of_disk = {name: value for name, value in given.items() if name in _OF_DISKS}
-    if isinstance(place, Disk):
-        place = replace(place, **of_disk)
-    else:
-        for name, value in of_disk.items():
-            raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only tables on disk have it")
-    engine = Pinned(given.get("engine", "auto")).engine
-    if isinstance(place, Pinned):
-        place = replace(place, engine=engine) if engine != "auto" else place
-    elif isinstance(place, Device) and engine != "auto":
-        raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
-    elif engine in ("zero_copy", "split") and not (storage == "auto" and isinstance(place, Pageable)):
-        raise ValueError(
-            f"engine is {engine!r}, but a GPU cannot read the memory of {place!r}, whose rows are staged; use "
-            "storage='pinned', or engine='auto'"
-        )
-    if given.keys() & {"process_group", "reduction"}:
-        # Imported by name: this package does not depend on ranks.
-        ranks = importlib.import_module("speedswap.ranks").Ranks
-        over_ranks = ranks(place, former.get("process_group"), former.get("reduction", "mean"))
-        place = over_ranks if given.get("process_group") is not None else place
-    warnings.warn(
-        f"{', '.join(f'{name}=' for name in former)} of {callee} will be removed; give storage=speedswap.{place!r}",
-        DeprecationWarning,
-        stacklevel=users_level(),
-    )
-    return place
-
-
-def given_formerly(callee: str, former: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of version 0.1 that are not at their defaults.
-
-    Raises:
-        TypeError: an argument is unknown, worded as Python does.
-    """
-    for name in former:
-        if name not in _FORMER:
-            raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
-    return {name: value for name, value in former.items() if value != _FORMER[name]}
+def opened_place(path: Storage | str | os.PathLike[str]) -> Storage:
+    """Return the place of a table to be opened; errors are those of :func:`as_storage`."""
+    return path if isinstance(path, Storage) else as_storage("disk", path)
 
 
 _log = logging.getLogger("speedswap")

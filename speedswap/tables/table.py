@@ -28,7 +28,7 @@ from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
 from speedswap.tables.record import Block, Column, count, fitting, require_name, seed_of, whole_number
-from speedswap.tables.storage import Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
+from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
 from speedswap.tables.store import RowStore
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Table:
         storage: where the rows live.
         engine: how rows move between host memory and a GPU.
         name: for messages.
+        local_to_rank: True if each process of a job may train its own table.
         attributes: plain data saved with the table, such as an optimizer's step count.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             they must not hold a reference to the table.
@@ -71,6 +72,8 @@ class Table:
         torch.Size([2, 8])
     """
 
+    local_to_rank = False
+
     def __init__(self, store: RowStore) -> None:
         self.store = store
         self.ranks = store.group
@@ -83,6 +86,12 @@ class Table:
         self._flush_at_end = weakref.finalize(self, _flush_at_end, store, store.locked)
 
     # ------------------------------------------------------------------ made, opened, loaded
+
+    @classmethod
+    def _at(cls, place: Storage, store: RowStore) -> Table:
+        table = cls(store)
+        table.local_to_rank = place.local_to_rank
+        return table
 
     @classmethod
     @of_all_ranks
@@ -101,7 +110,6 @@ class Table:
         zero_row: int | None = None,
         stored_dtype: torch.dtype | None = None,
         rounding: str = "nearest",
-        **former: Any,
     ) -> Table:
         """Create a table, filled with its initial values.
 
@@ -121,7 +129,6 @@ class Table:
             stored_dtype: float16, bfloat16, or int8 with a scale per row, to hold float32 weights in fewer bytes;
                 blocks stay float32. See :class:`Column`.
             rounding: how scattered rows are rounded: ``nearest`` or ``stochastic``.
-            former: arguments of version 0.1, with a DeprecationWarning.
 
         Raises:
             ValueError: a number is out of range or not whole, the storage or rounding is unknown, or a path is given
@@ -132,7 +139,7 @@ class Table:
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
             TableTooLargeError: the memory could not be allocated, or the size overflows.
         """
-        place = as_storage(storage, path, former, "Table.create")
+        place = as_storage(storage, path)
         num_embeddings = count("num_embeddings", num_embeddings)
         embedding_dim = count("embedding_dim", embedding_dim)
         seed = seed_of(seed)
@@ -143,7 +150,7 @@ class Table:
                 f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
             )
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
-        return cls(place.create(num_embeddings, weight, seed=seed, name=name))
+        return cls._at(place, place.create(num_embeddings, weight, seed=seed, name=name))
 
     @classmethod
     @of_all_ranks
@@ -154,7 +161,6 @@ class Table:
         mode: str = "r+",
         *,
         commit: int | None = None,
-        **former: Any,
     ) -> Table:
         """Open a table on disk, or one that :meth:`save` wrote.
 
@@ -163,7 +169,6 @@ class Table:
             mode: ``r+`` to read and write, as the only writer; ``r`` to read, following another process's commits.
             commit: the number of a held commit to open, by default the last one. With mode ``r+`` the table is
                 permanently rolled back to it, which requires that no later commit is held.
-            former: arguments of version 0.1, with a DeprecationWarning.
 
         Raises:
             FileNotFoundError: ``path`` does not exist.
@@ -172,8 +177,8 @@ class Table:
                 files are opened. Or the mode is ``r+``, and it is one rank's part of a table.
             TableBusyError: another process, or another Table in this one, has it open for writing.
         """
-        place = opened_place(path, former, "Table.open")
-        table = cls(place.open(mode, commit))
+        place = opened_place(path)
+        table = cls._at(place, place.open(mode, commit))
         if mode != "r" and (part := part_of_ranks(table.columns["weight"])) is not None:
             directory = table.path or Path()
             table.close()
@@ -183,21 +188,19 @@ class Table:
         return table
 
     @classmethod
-    def load(
-        cls, /, path: str | os.PathLike[str] | Storage, *, storage: Storage | str = "auto", **former: Any
-    ) -> Table:
+    def load(cls, /, path: str | os.PathLike[str] | Storage, *, storage: Storage | str = "auto") -> Table:
         """Load a copy of a saved table, or of a table on disk, into memory.
 
         Args:
             path: the table's directory, as for :meth:`open`.
-            storage, former: as for :meth:`create`, except disk and ranks.
+            storage: as for :meth:`create`, except disk and ranks.
 
         Raises:
             FileNotFoundError, TableFormatError, TableTooLargeError: as :meth:`open` and :meth:`create` do.
         """
-        place = as_storage(storage, None, former, "Table.load")
+        place = as_storage(storage)
         with cls.open(path, mode="r") as source:
-            return cls(place.copy(source.store))
+            return cls._at(place, place.copy(source.store))
 
     @classmethod
     @of_all_ranks
@@ -217,7 +220,6 @@ class Table:
         name: str | None = None,
         stored_dtype: torch.dtype | None = None,
         rounding: str = "nearest",
-        **former: Any,
     ) -> Table:
         """Make a table from another program's file, reading a bounded piece at a time.
 
@@ -239,7 +241,7 @@ class Table:
                 them to a text file, one per line, line i for row i.
             allow_nan: True to accept values that are not finite.
             dtype: the weights' dtype; by default the file's.
-            storage, seed, name, stored_dtype, rounding, former: as for :meth:`create`.
+            storage, seed, name, stored_dtype, rounding: as for :meth:`create`.
 
         Returns:
             The table. Rows without a value in the file are zeros.
@@ -265,7 +267,7 @@ class Table:
         return import_table(
             cls,
             file,
-            as_storage(storage, path, former, "Table.from_file"),
+            as_storage(storage, path),
             format,
             columns=columns,
             keys=keys,
@@ -417,7 +419,7 @@ class Table:
                 remedy += "of them with storage=speedswap.Ranks()"
             raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
         self.flush()  # another process sees only what is committed
-        return (_opened_to_read, (str(path), files.stays_at))
+        return (_opened_to_read, (str(path), files.stays_at, self.local_to_rank))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         if self.path is not None:
@@ -433,7 +435,9 @@ class Table:
             )
         with self.lock:
             self.check_open()
-            return type(self)(copy_rows(self.store))
+            twin = type(self)(copy_rows(self.store))
+            twin.local_to_rank = self.local_to_rank
+            return twin
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -980,9 +984,9 @@ def _require_out(table: Table, out: Mapping[str, Tensor], rows: Tensor, device: 
             )
 
 
-def _opened_to_read(path: str, commit: int | None) -> Table:
+def _opened_to_read(path: str, commit: int | None, local_to_rank: bool) -> Table:
     """Rebuild an unpickled table."""
-    return Table.open(path, "r", commit=commit)
+    return Table.open(Disk(path, local_to_rank=local_to_rank), "r", commit=commit)
 
 
 def _flush_at_end(store: RowStore, locked: Locked) -> None:

@@ -31,7 +31,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, group) -> None:
         super().__init__()
-        more = {"dtype": torch.float64, "seed": 3, "storage": owned(group), "local_to_rank": group is None}
+        more = {"dtype": torch.float64, "seed": 3, "storage": owned(group)}
         self.users = speedswap.Embedding(ROWS, DIM, name="users", **more)
         self.items = speedswap.Embedding(ROWS, DIM, padding_idx=2, name="items", **more)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,7 @@ def refused(group):
     items = speedswap.Embedding(ROWS, DIM, storage=owned(group))
     for call in (
         lambda: speedswap.Embedding(ROWS, DIM, storage=owned(group, reduction="max")),
-        lambda: speedswap.Embedding(ROWS, DIM, storage=owned(group), local_to_rank=True),
+        lambda: speedswap.Embedding(ROWS, DIM, storage=replace(owned(group), local_to_rank=True)),
         lambda: speedswap.Embedding(ROWS, DIM, table=items.table, storage=owned(group)),
         lambda: speedswap.Embedding(ROWS + group.rank(), DIM, storage=owned(group)),
         lambda: copy.deepcopy(items),

@@ -29,7 +29,7 @@ def training(group, path=None, *, keyed=False, **settings):
     """Return model and optimizer; without a group those of one process."""
     settings |= {"id_map": speedswap.IdMap(ROWS - 1), "padding_idx": None} if keyed else {}
     torch.manual_seed(0)
-    options = {"local_to_rank": True} if group is None else {"storage": owned(group, path=path, reduction="sum")}
+    options = {"storage": owned(group, path=path if group else None, reduction="sum")}
     made = {"padding_idx": 3, "seed": 5, "dtype": torch.float64, **options, **settings}
     rows = speedswap.Embedding(ROWS, DIM, **made)
     model = nn.ModuleDict({"rows": rows, "head": nn.Linear(DIM, 2, dtype=rows.table.dtype)})

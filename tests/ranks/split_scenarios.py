@@ -16,7 +16,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, group, dropout=0.0) -> None:
         super().__init__()
-        more = {"dtype": torch.float64, "seed": 3, "storage": owned(group), "local_to_rank": group is None}
+        more = {"dtype": torch.float64, "seed": 3, "storage": owned(group)}
         self.users = speedswap.Embedding(ROWS, DIM, name="users", padding_idx=7, **more)
         self.items = speedswap.Embedding(ROWS, DIM, name="items", **more)
         self.layer = torch.nn.Linear(DIM, 3, dtype=torch.float64)

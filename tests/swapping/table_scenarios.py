@@ -17,6 +17,7 @@ import speedswap
 from speedswap.errors import RanksError, SpeedswapError
 
 ROWS, DIM, STEPS = 30, 4, 4
+APART = speedswap.Pageable(local_to_rank=True)
 
 
 def model_of(embedding):
@@ -99,14 +100,14 @@ def error_of(call):
 
 
 def check_local_tables_train_under_ddp(rank, world_size):
-    model = speedswap.ignore_in_ddp(local(rank, local_to_rank=True))
+    model = speedswap.ignore_in_ddp(local(rank, storage=APART))
     ddp = DistributedDataParallel(model)
     train(ddp, adagrad(ddp.parameters()), rank, range(STEPS))
     assert_trained(model, model[0], rank, world_size)
 
 
 def check_local_tables_train_under_fully_shard(rank, world_size):
-    model = local(rank, local_to_rank=True)
+    model = local(rank, storage=APART)
     embedding = model[0]
     mesh = init_device_mesh("cpu", (world_size,))
     fully_shard(model, mesh=mesh, ignored_params=speedswap.parameters_to_ignore(model))
@@ -117,7 +118,7 @@ def check_local_tables_train_under_fully_shard(rank, world_size):
 
 def check_local_tables_train_in_split_batches(rank, world_size):
     """Train in micro-batches of two, with the dense parts' gradients reduced once per batch."""
-    model = speedswap.ignore_in_ddp(local(rank, local_to_rank=True))
+    model = speedswap.ignore_in_ddp(local(rank, storage=APART))
     ddp = DistributedDataParallel(model)
     splitter = speedswap.BatchSplitter(ddp, micro_batch_size=2)
     optimizer = torch.optim.Adagrad(ddp.parameters(), lr=0.1)
@@ -164,7 +165,7 @@ def check_frozen_tables_under_ddp(rank, world_size):
 
 def check_ddp_that_does_not_ignore_the_weight(rank, world_size):
     """Said to be local, but averaged: an error in the first forward pass, not in the second backward pass."""
-    model = local(rank, local_to_rank=True)
+    model = local(rank, storage=APART)
 
     def begin():
         ddp = DistributedDataParallel(model)
@@ -174,7 +175,7 @@ def check_ddp_that_does_not_ignore_the_weight(rank, world_size):
 
 
 def check_fully_shard_that_does_not_ignore_the_weight(rank, world_size):
-    model = local(rank, local_to_rank=True)
+    model = local(rank, storage=APART)
 
     def begin():
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
@@ -185,7 +186,7 @@ def check_fully_shard_that_does_not_ignore_the_weight(rank, world_size):
 
 def check_what_is_ignored_already_is_kept(rank, world_size):
     """Keep the caller's list; take a table at the model's root, whose names DistributedDataParallel rewrites."""
-    root = speedswap.Embedding(ROWS, DIM, local_to_rank=True)
+    root = speedswap.Embedding(ROWS, DIM, storage=APART)
     root.dense = nn.Linear(DIM, 1)
     root.dense.bias.requires_grad_(False)
     root._ddp_params_and_buffers_to_ignore = ["dense.bias"]
@@ -204,7 +205,7 @@ def check_local_tables_with_their_checkpoints(rank, world_size):
     """Save and load with torch's helpers under DistributedDataParallel: each rank resumes with its own table."""
 
     def build():
-        model = speedswap.ignore_in_ddp(local(rank, local_to_rank=True))
+        model = speedswap.ignore_in_ddp(local(rank, storage=APART))
         ddp = DistributedDataParallel(model)
         return model, ddp, torch.optim.Adam(ddp.parameters(), lr=0.1)
 

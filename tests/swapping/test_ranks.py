@@ -69,14 +69,13 @@ def test_weight_that_was_replaced_is_named_as_such() -> None:
 
 def test_local_tables_are_named_so_wherever_they_are_made() -> None:
     """Bags and given rows take the word, and a pickled one keeps it."""
-    rows = torch.randn(5, 2)
+    rows, place = torch.randn(5, 2), speedswap.Pageable(local_to_rank=True)
     for made in (
-        speedswap.EmbeddingBag(5, 2, local_to_rank=True),
-        speedswap.Embedding.from_pretrained(rows, local_to_rank=True),
-        speedswap.EmbeddingBag.from_pretrained(rows, local_to_rank=True),
+        speedswap.EmbeddingBag(5, 2, storage=place),
+        speedswap.Embedding.from_pretrained(rows, storage=place),
+        speedswap.EmbeddingBag.from_pretrained(rows, storage=place),
     ):
         assert made.local_to_rank
-        assert made._settings()["local_to_rank"]
     assert not speedswap.Embedding(5, 2).local_to_rank
 
 

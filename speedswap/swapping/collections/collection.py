@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
+from speedswap.swapping.arguments import is_local_to_rank
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
 from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features
 from speedswap.swapping.collections.group import TableInGroup, TablesByName, groups_of
@@ -35,7 +36,6 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
-_KEPT = ("is_weighted", "device", "local_to_rank")  # settings allowed when a collection is opened
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
 
@@ -59,13 +59,14 @@ class TableCollection(nn.Module, Generic[Config]):
         device: torch.device | str | None = None,
         storage: Storage | str = "auto",
         path: str | os.PathLike[str] | None = None,
-        local_to_rank: bool = False,
         _existing: Sequence[Group] | None = None,  # all groups, with their tables
         _values: Mapping[str, Tensor] | None = None,  # rows by table, in place of initial values
-        **former: Any,
+        **moved: Any,
     ) -> None:
         super().__init__()
-        place = as_storage(storage, path, former, type(self).__name__)
+        place = as_storage(storage, path)
+        if is_local_to_rank(type(self).__name__, moved):
+            place = replace(place, local_to_rank=True)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
         id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
         # Groups hold the maps, which are copied with them.
@@ -83,7 +84,7 @@ class TableCollection(nn.Module, Generic[Config]):
             ranks.require_same_settings(type(self).__name__, settings)
         parts = grouped(self.configs, place) if _existing is None else _existing
         with nullcontext() if place.folder is None else unfinished(place.folder, [part.name for part in parts]):
-            groups = groups_of(parts, _values, id_maps, device=device, local_to_rank=local_to_rank)
+            groups = groups_of(parts, _values, id_maps, device=device)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
@@ -172,7 +173,9 @@ class TableCollection(nn.Module, Generic[Config]):
         tables: Iterable[Config],
         path: str | os.PathLike[str] | Storage,
         mode: str = "r+",
-        **settings: Any,
+        *,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
     ) -> _Self:
         """Open a collection on disk: one created with ``path``, or written by :meth:`save`.
 
@@ -180,16 +183,15 @@ class TableCollection(nn.Module, Generic[Config]):
             tables: the configs it was created with, in the same order.
             path: its directory; or ``speedswap.Disk(directory, …)``, with settings for each group's cache and commits.
             mode: ``r+`` to read and write, as the only writer; ``r`` to read.
-            settings: ``is_weighted``, ``device`` and ``local_to_rank``, as for the class.
+            is_weighted, device: as for the class.
 
         Raises:
             FileNotFoundError, TableFormatError, TableBusyError: as :meth:`speedswap.Table.open` does.
             ValueError: the files hold different tables.
         """
-        kept = {name: settings.pop(name) for name in _KEPT if name in settings}
-        place = opened_place(path, settings, f"{cls.__name__}.open")
+        place, settings = opened_place(path), {"is_weighted": is_weighted, "device": device}
         require_finished(place)
-        return cls._over(tables, lambda name: Table.open(place.of_table(name), mode), kept)
+        return cls._over(tables, lambda name: Table.open(place.of_table(name), mode), settings)
 
     @classmethod
     def load(
@@ -198,18 +200,19 @@ class TableCollection(nn.Module, Generic[Config]):
         path: str | os.PathLike[str] | Storage,
         *,
         storage: Storage | str = "auto",
-        **settings: Any,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
     ) -> _Self:
         """Load a copy of a collection in files into memory.
 
         Args:
             storage: storage of the copy, as in :meth:`speedswap.Table.load`.
-            tables, path, settings: as for :meth:`open`; so are the errors.
+            tables, path, is_weighted, device: as for :meth:`open`; so are the errors.
         """
-        kept = {name: settings.pop(name) for name in _KEPT if name in settings}
-        source, place = opened_place(path, {}, ""), as_storage(storage, None, settings, f"{cls.__name__}.load")
+        source, place = opened_place(path), as_storage(storage)
+        settings = {"is_weighted": is_weighted, "device": device}
         require_finished(source)
-        return cls._over(tables, lambda name: Table.load(source.of_table(name), storage=place), kept)
+        return cls._over(tables, lambda name: Table.load(source.of_table(name), storage=place), settings)
 
     @classmethod
     def _over(

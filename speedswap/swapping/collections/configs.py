@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from speedswap._words import a_kind
 from speedswap.swapping.arguments import require_id_map
 from speedswap.swapping.keyed import rows_for
-from speedswap.tables import IdMap, Storage, as_storage
+from speedswap.tables import IdMap, Storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count, seed_of
 
@@ -44,7 +44,6 @@ class EmbeddingConfig:
         dtype: the weights' dtype; torch's default dtype by default.
         storage: ``device``, ``pinned`` or ``pageable``, or the place itself, as for :class:`speedswap.Embedding`; by
             default the collection's.
-        engine: an argument of version 0.1; give ``storage=speedswap.Pinned(engine=…)``.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
         group: tables in different groups have different parameters, so that an optimizer can train them with different
             settings. It becomes part of a directory name.
@@ -69,17 +68,13 @@ class EmbeddingConfig:
     id_map: IdMap | None = None
     dtype: torch.dtype | None = None
     storage: Storage | str | None = None
-    engine: InitVar[str | None] = None
     stored_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     rounding: str | None = None
     group: str = ""
     trainable: bool = True
 
-    def __post_init__(self, engine: str | None) -> None:
-        if engine is not None:
-            place = as_storage(self.storage or "auto", None, {"engine": engine}, type(self).__name__)
-            object.__setattr__(self, "storage", place)
+    def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise ValueError(f"name is {self.name!r}; give a table's name, without a dot: it is a part of state_dict's")
         if not isinstance(self.group, str) or set(self.group) & set("./\\\0"):

@@ -106,7 +106,7 @@ class TableGroup(TableModule):
             group: the tables.
             values: rows for some of the tables, by name, in place of initial values.
             id_maps: as for the class.
-            arguments: ``device`` and ``local_to_rank``.
+            arguments: ``device``.
 
         Raises:
             ValueError: the existing table holds different tables.
@@ -186,7 +186,7 @@ class TableGroup(TableModule):
         return copied
 
     def _settings(self) -> dict[str, Any]:
-        return {"configs": self.configs, "local_to_rank": self.local_to_rank}
+        return {"configs": self.configs}
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.configs)} tables, {self._rows_repr}"

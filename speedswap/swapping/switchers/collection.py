@@ -266,17 +266,11 @@ class Collection:
             raise
 
 
-def place_of(
-    callee: str,
-    storage: Storage | str | None,
-    diskname: str | os.PathLike[str] | None,
-    pinned: bool,
-    former: Mapping[str, Any],
-) -> Storage:
+def place_of(storage: Storage | str | None, diskname: str | os.PathLike[str] | None, pinned: bool) -> Storage:
     """Return the place of a switcher's rows: the one given, or the one that SpeedTorch's arguments describe."""
     if storage is None:
         storage = "disk" if diskname is not None else "pinned" if pinned else "device"
-    return as_storage(storage, diskname, former, callee)
+    return as_storage(storage, diskname)
 
 
 def _last_of_each(ids: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

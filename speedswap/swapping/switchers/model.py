@@ -50,7 +50,6 @@ class ModelFactory(Collection):
             Ranks that own them together make each call at once, each with its own indexes; of rows that several ranks
             write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model must
             ignore its weight.
-        former: arguments of version 0.1, with a DeprecationWarning.
 
     Raises:
         ValueError, TypeError: an argument does not fit ``model_variable``, or has the wrong type.
@@ -87,12 +86,11 @@ class ModelFactory(Collection):
         CPUPinn: bool = False,
         *,
         storage: Storage | str | None = None,
-        **former: Any,
     ) -> None:
         super().__init__(
             count("total_classes", total_classes),
             [RowField("weight", (count("embed_dimension", embed_dimension),), trainable_dtype(datatype, "datatype"))],
-            place_of("ModelFactory", storage, None if diskname is _NO_FILE else diskname, CPUPinn, former),
+            place_of(storage, None if diskname is _NO_FILE else diskname, CPUPinn),
             name=os.fspath(diskname),
         )
         _check_variable(model_variable, embed_dimension)

@@ -41,7 +41,7 @@ class OptimizerFactory(Collection):
             is inside another module (``encoder.items``), or of the parameter (``u_embeddings.weight``).
         dtype: of the variable; its state has the dtype that the optimizer gives it.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory.
-        diskname, storage, former: as for the :class:`ModelFactory`; without either of the first two the state is in
+        diskname, storage: as for the :class:`ModelFactory`; without either of the first two the state is in
             memory, wherever the rows are. Ranks own it with the rows.
 
     Raises:
@@ -66,7 +66,6 @@ class OptimizerFactory(Collection):
         *,
         diskname: str | os.PathLike[str] | None = None,
         storage: Storage | str | None = None,
-        **former: Any,
     ) -> None:
         num_rows = count("total_classes", total_classes)
         width = count("embed_dimension", embed_dimension)
@@ -99,7 +98,7 @@ class OptimizerFactory(Collection):
         super().__init__(
             num_rows,
             [RowField(column.name, column.row_shape, column.dtype, column.init) for column in self._row_state.columns],
-            place_of("OptimizerFactory", storage, diskname, CPUPinn, former),
+            place_of(storage, diskname, CPUPinn),
             name=f"{variable_name}'s optimizer state",
         )
         self.given_optimizer = given_optimizer
