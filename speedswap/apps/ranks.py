@@ -26,6 +26,7 @@ from speedswap.collectives import Buckets, Kind, RankGroup
 from speedswap.errors import PeerError
 from speedswap.ranks import Ranks
 from speedswap.tables import Disk, Storage, Table, as_storage
+from speedswap.tables.store import read_alone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -155,7 +156,7 @@ class Job:
         Returns:
             The work's result; None on the other ranks.
         """
-        with table.store.alone() as store:
+        with read_alone(table.store) as store:
             if store is None:
                 return None
             return work(table if store is table.store else Table(store))

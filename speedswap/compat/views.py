@@ -219,9 +219,9 @@ class NpyStore(LocalStore, Files):
             assert isinstance(group.memory, _NpyMemory)
             group.memory.array.flush()
 
-    def flush_at_end(self) -> None:
-        if not self.closed and not kernels.in_transfer_thread():  # which the garbage collector may run in
-            self.flush()
+    def leave(self, flush: Callable[[], None]) -> None:
+        if not self.notes.closed and not kernels.in_transfer_thread():  # which the garbage collector may run in
+            flush()
 
     def remove(self) -> None:
         for column in self.columns.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +16,7 @@ from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.scoring import Exclude, Exclusions, Scored, best_rows, top_rows
 from speedswap.tables import RowStore, Table, WrappedStore
 from speedswap.tables.part import PartStore
+from speedswap.tables.store import JointRows
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
@@ -37,14 +39,12 @@ class _RowsInOrder(WrappedStore):
         self._own, self.owners, self._rank = store.own, store.owners, store.group.rank
         self.first_row = first_row
         self._begin = self.owners.count_below(first_row, self._rank)
-        self.num_embeddings = self.owners.count_below(first_row + num_rows, self._rank) - self._begin
+        count = self.owners.count_below(first_row + num_rows, self._rank) - self._begin
+        self.facts = replace(self.facts, num_embeddings=count, is_borrowed=True)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         ids = self.owners.ids_in_order(self._rank, self._begin + start, self._begin + stop)
         return self._own.gather(self.owners.places(ids, self._rank), columns=[column], device=device)[column]
-
-    def flush_at_end(self) -> None:
-        return None  # the table of these rows closes it
 
     def rows_of(self, numbers: Tensor) -> Tensor:
         """Translate numbers here to the table's rows; -1 stays."""
@@ -99,8 +99,8 @@ def _joint_store(store: RowStore) -> tuple[ShardedStore, int]:
     while isinstance(store, WrappedStore):
         first_row += store.first_row if isinstance(store, PartStore) else 0
         store = store.inner
-    assert store.joint is not None
-    return cast("ShardedStore", store.joint), first_row
+    assert isinstance(store, JointRows)
+    return cast("ShardedStore", store), first_row
 
 
 def _one_group(

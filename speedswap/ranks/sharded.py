@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._forks import Locked
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
@@ -57,17 +58,19 @@ class ShardedStore(RowStore, Files, JointRows):
     """
 
     group: RankGroup
-    reads_copies = True
 
     def __init__(
         self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column, reduction: str
     ) -> None:
         self.lent: weakref.WeakSet[RowsAhead] = weakref.WeakSet()
-        self.own = Table(_OwnRows(own, owners, group.rank, self.lent))
+        self.own = Table(_OwnRows(own, owners, group.rank))
         self.owners, self.group, self.name, self.reduction = owners, group, name, reduction
         self.num_embeddings = owners.num_embeddings
-        self.storage, self.engine, self.seed = own.storage, own.engine, own.seed
+        self.facts = replace(
+            own.facts, num_embeddings=owners.num_embeddings, name=name, reads_copies=True, ranks=group, locked=Locked()
+        )
         self.notes = own.notes  # this rank's part of the maps is kept with its rows
+        self.notes.listeners.append(partial(_note_lent, self.lent))
         self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
         self.number = group.add(self)
@@ -86,24 +89,8 @@ class ShardedStore(RowStore, Files, JointRows):
     def files(self) -> Files | None:
         return None if self.own.store.files is None else self
 
-    @property
-    def closed(self) -> bool:
-        return self.own.closed
-
-    @property
-    def pinned(self) -> bool:
-        return self.own.pinned
-
-    def note_change(self, rows: Tensor | range | None) -> None:
-        """Do nothing: the owner's table records changes where they are made."""
-
     def check(self, *, writing: bool = False) -> bool:
         return self.own.store.check(writing=writing)
-
-    @property
-    def joint(self) -> ShardedStore:  # type: ignore[override]
-        """This store."""
-        return self
 
     def make_step(self, table: Table, *arguments: Any) -> ShardedStep:
         return ShardedStep(self, table, *arguments)
@@ -338,8 +325,8 @@ class ShardedStore(RowStore, Files, JointRows):
 
     read_part, write_part = read_part, write_part
 
-    def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
-        return alone(self, outer or self)
+    def alone(self, outer: RowStore) -> AbstractContextManager[RowStore | None]:
+        return alone(self, outer)
 
     @contextmanager
     def saving(self) -> Iterator[bool]:
@@ -386,6 +373,12 @@ class ShardedStore(RowStore, Files, JointRows):
             save_shards(self, task, path, overwrite=overwrite)
 
 
+def _note_lent(lent: Iterable[RowsAhead], rows: Tensor | range | None) -> None:
+    """Record in rows lent ahead of their step that these change."""
+    for each in lent:
+        each.note_change(rows)
+
+
 class _OwnRows(WrappedStore):
     """A rank's rows; a scatter rounds them by id, not by place, as a single process would.
 
@@ -393,17 +386,11 @@ class _OwnRows(WrappedStore):
         inner: the store of the rows.
         owners: the division of the table's rows.
         rank: this rank.
-        lent: rows lent ahead of their step.
     """
 
-    def __init__(self, inner: RowStore, owners: Owners, rank: int, lent: Iterable[RowsAhead]) -> None:
+    def __init__(self, inner: RowStore, owners: Owners, rank: int) -> None:
         super().__init__(inner)
-        self._owners, self._rank, self._lent = owners, rank, lent
-
-    def note_change(self, rows: Tensor | range | None) -> None:
-        super().note_change(rows)
-        for each in self._lent:
-            each.note_change(rows)
+        self._owners, self._rank = owners, rank
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         rounded: dict[str, Tensor] = {}
@@ -411,7 +398,7 @@ class _OwnRows(WrappedStore):
             column = self.columns[name]
             if column.compact and column.rounding == "stochastic":
                 tensor = tensor.clone()
-                key = kernels.rounding_key(self.seed, column.key, self.notes.writes)
+                key = kernels.rounding_key(self.facts.seed, column.key, self.notes.writes)
                 ids = self._owners.ids(block.rows.cpu(), self._rank).to(tensor.device)
                 kernels.round_rows(tensor, ids, kernels.Stored(column.stored_dtype, key))
             rounded[name] = tensor

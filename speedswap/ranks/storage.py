@@ -186,16 +186,16 @@ def _on_disk(
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
             raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
         store.flush()
-        found = task.share([store.manifest.salt, store.notes.writes, store.seed, [*store.columns], was_there])
+        found = task.share([store.manifest.salt, store.notes.writes, store.facts.seed, [*store.columns], was_there])
         if len({each[2] for each in found}) > 1:
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
-        after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
+        after = ShardsManifest(name, owners.num_embeddings, store.facts.seed, whole, tuple(each[0] for each in found))
         if after.encode() != (before and before.encode()):
             with says_if_full(path / "MANIFEST"):
                 ManifestFile.write(OpenDirectory(path), after.encode())  # on each rank, whose disk may be local
         task.round()
         if group.rank == 0:
-            remove_former(path, len(group), lambda former: bool(former.store.commits and former.store.commits.held))
+            remove_former(path, len(group), lambda former: bool(former.commits and former.commits.held))
     except BaseException:
         store.close()
         raise

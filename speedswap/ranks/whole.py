@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,10 @@ class _Alone(WrappedStore):
 
     def __init__(self, inner: RowStore) -> None:
         super().__init__(inner)
-        self.group = None
+        self.facts = replace(inner.facts, ranks=None, is_borrowed=True)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         return self.gather(torch.arange(start, stop), [column], device)[column]
-
-    def flush_at_end(self) -> None:
-        return None  # the table of these rows does
 
 
 @contextmanager
@@ -162,7 +160,7 @@ def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool)
             if directory is not None:
                 weight = store.columns["weight"]
                 directory.write_manifest(
-                    ShardsManifest(store.name, store.num_embeddings, store.seed, weight, tuple(salts))
+                    ShardsManifest(store.name, store.num_embeddings, store.facts.seed, weight, tuple(salts))
                 )
         except BaseException:
             task.give_up()  # the others have stopped writing when the directory is removed

@@ -706,7 +706,7 @@ def _step_over(
     rounding: str | None,
 ) -> RowStep:
     """Return the training step of a table's rows, or of the rows that this rank owns."""
-    if (joint := table.store.joint) is not None:
+    if (joint := table.joint) is not None:
         step: RowStep = joint.make_step(table, weight, padding, state_dtype, rounding)
         return step
     return RowStep(OptimizerState(table, weight, state_dtype, rounding), padding)

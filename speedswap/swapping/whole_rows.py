@@ -29,7 +29,7 @@ def read_all(table: Table, column: str = "weight") -> Tensor:
     Raises:
         TableTooLargeError: they do not fit in free memory.
     """
-    joint = table.store.joint
+    joint = table.joint
     return table.read(column=column) if joint is None else joint.read_part(column)
 
 
@@ -41,7 +41,7 @@ def write_all(table: Table, values: Tensor, column: str = "weight") -> None:
         values: shape (num_embeddings, ...), the whole column on every rank, or a DTensor.
         column: its name.
     """
-    joint = table.store.joint
+    joint = table.joint
     if joint is not None and is_divided(values):
         joint.write_part(column, values)
         return

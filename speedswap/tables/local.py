@@ -18,7 +18,7 @@ from speedswap.tables.initial import is_lazy
 from speedswap.tables.memory import MemoryKind, RecordGroup, allocate
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout
-from speedswap.tables.store import RowStore
+from speedswap.tables.store import RowStore, StoreFacts
 
 _CPU = torch.device("cpu")
 _Fields = list[tuple[RecordGroup, dict[str, kernels.WantedColumn]]]
@@ -53,13 +53,13 @@ class LocalStore(RowStore):
     ) -> None:
         self.num_embeddings, self.storage, self.seed, self.name = num_embeddings, storage, seed, name
         self.engine = engine
+        self.facts = StoreFacts(num_embeddings, storage, engine, seed, name)
         self.groups: tuple[RecordGroup, ...] = ()
         self._columns: dict[str, Column] = {}
         self._by_names: dict[tuple[str, ...], _Fields] = {}  # cached for these groups, since every batch needs it
         self._written = written
         self._lost = False  # neither could columns be added nor the old ones restored
         self._pending = PendingTransfers()
-        self._closed = False
         self._owner_pid = os.getpid()
         self._replaces_memory = False  # a child forked in the meantime has none
 
@@ -86,22 +86,6 @@ class LocalStore(RowStore):
     def columns(self) -> dict[str, Column]:
         return self._columns
 
-    @property
-    def nbytes(self) -> int:
-        return sum(group.nbytes for group in self.groups)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def pinned(self) -> bool:
-        return any(group.memory.pinned for group in self.groups)
-
-    def is_backed_by(self, memory: Tensor) -> bool:
-        pointer = memory.untyped_storage().data_ptr()
-        return any(group.memory.bytes.untyped_storage().data_ptr() == pointer for group in self.groups)
-
     def check(self, *, writing: bool = False) -> bool:
         if self._lost:
             raise TableClosedError(
@@ -121,8 +105,8 @@ class LocalStore(RowStore):
             problem = (
                 f"rows were on their way to table {self.name!r} in process {parent} when this one was forked from it"
             )
-        elif writing or self.pinned:
-            limit = "not see its pinned memory" if self.pinned else "only read it"
+        elif writing or self.notes.pinned:
+            limit = "not see its pinned memory" if self.notes.pinned else "only read it"
             problem = f"table {self.name!r} belongs to process {parent}; a forked process can {limit}"
             remedy = "keep the table on disk (path=), and open its path there with mode='r'"
         else:
@@ -155,6 +139,8 @@ class LocalStore(RowStore):
     def _hold(self, *groups: RecordGroup) -> None:
         self.groups, self._by_names = groups, {}
         self._columns = {column.name: column for group in groups for column in group.layout.columns}
+        self.facts.nbytes = sum(group.nbytes for group in groups)
+        self.notes.pinned = any(group.memory.pinned for group in groups)
 
     def add_group(self, group: RecordGroup) -> None:
         """Take over the records of further columns."""
@@ -450,13 +436,13 @@ class LocalStore(RowStore):
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
-            self._closed = True
+            self.notes.closed = True
             return
         try:
-            if not self._closed:
+            if not self.notes.closed:
                 self.drain()
         finally:
             with self._replacing_memory():
-                self._closed = True
+                self.notes.closed, self.notes.pinned = True, False
                 for group in self.groups:
                     group.close()

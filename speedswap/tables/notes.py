@@ -31,7 +31,10 @@ class Notes:
         map_of: returns the map to keep for a given one: the same map, unless ranks own the rows.
         writes: the number of scatters so far, counted by the store.
         version: increases whenever rows or columns may have changed, through any table over these rows.
-        is_viewed: True if rows may change without a call, through a tensor over their memory.
+        closed: True once the store is closed.
+        pinned: True if CUDA kernels read and write the rows' host memory directly.
+        viewed: addresses of memory that tensors outside view; the rows there may change without a call.
+        listeners: called with the rows that are about to change.
         changes: the rows changed since :meth:`track_changes` was last called; None if unknown.
     """
 
@@ -41,7 +44,10 @@ class Notes:
     map_of: Callable[[IdMap], IdMap] = field(default=lambda id_map: id_map)
     writes: int = 0
     version: int = 0
-    is_viewed: bool = False
+    closed: bool = False
+    pinned: bool = False
+    viewed: set[int] = field(default_factory=set)
+    listeners: list[Callable[[Tensor | range | None], None]] = field(default_factory=list)
     changes: ChangedRows | None = None
 
     def up_to_date(self) -> dict[str, Any]:
@@ -74,10 +80,12 @@ class Notes:
         self.version += 1
         if self.changes is not None:
             self.changes.add(rows)
+        for listener in self.listeners:
+            listener(rows)
 
     def track_changes(self, num_rows: int) -> ChangedRows | None:
         """Start recording which of ``num_rows`` rows change, dropping any earlier record; None if unknown."""
-        self.changes = None if self.is_viewed else ChangedRows(num_rows)
+        self.changes = None if self.viewed else ChangedRows(num_rows)
         return self.changes
 
 

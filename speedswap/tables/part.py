@@ -34,21 +34,24 @@ class PartStore(WrappedStore):
 
     # Rows that another table trains are looked up when needed.
     prefetch = RowStore.prefetch
-    nbytes = RowStore.nbytes
-    origins = RowStore.origins
     written_rows = RowStore.written_rows
 
     def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
         super().__init__(inner)
-        self.first_row = first_row
-        self.num_embeddings = num_rows
-        self.name = self.part_name = name
-        self._closed = False
+        self.first_row, self.num_rows = first_row, num_rows
         self._columns: tuple[dict[str, Column], dict[str, Column]] = {}, {}
         weight = inner.columns["weight"].init
         own = weight.at(first_row) if isinstance(weight, InRanges) else None
-        if own is not None:
-            self.seed = own.seed
+        self.facts = replace(
+            inner.facts,
+            num_embeddings=num_rows,
+            seed=inner.facts.seed if own is None else own.seed,
+            name=name,
+            nbytes=None,
+            part_name=name,
+            first_row=inner.facts.first_row + first_row,
+            is_borrowed=True,
+        )
 
     # ------------------------------------------------------------------ description
 
@@ -69,18 +72,7 @@ class PartStore(WrappedStore):
             return column if own is None else replace(column, init=own.init, zero_row=own.zero_row)
         if zero_row is not None:
             zero_row -= self.first_row
-        return replace(column, zero_row=zero_row if zero_row in range(self.num_embeddings) else None)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed or self.inner.closed
-
-    def note_change(self, rows: Tensor | range | None) -> None:
-        if isinstance(rows, Tensor):
-            self.inner.note_change(self._there(rows))
-        else:
-            first, last = (0, self.num_embeddings) if rows is None else (rows.start, rows.stop)
-            self.inner.note_change(range(self.first_row + first, self.first_row + last))
+        return replace(column, zero_row=zero_row if zero_row in range(self.num_rows) else None)
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -110,30 +102,26 @@ class PartStore(WrappedStore):
         self.inner.write(column, self.first_row + start, values)
 
     def view(self, column: str) -> Tensor:
-        return self.inner.view(column)[self.first_row : self.first_row + self.num_embeddings]
+        return self.inner.view(column)[self.first_row : self.first_row + self.num_rows]
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         names = ", ".join(column.name for column in columns)
         raise TypeError(
-            f"table {self.name!r} lies in a store with others and cannot have columns of its own ({names}); train it "
-            "through the collection that it belongs to, or copy it with Table.save(path)"
+            f"table {self.facts.name!r} lies in a store with others and cannot have columns of its own ({names}); "
+            "train it through the collection that it belongs to, or copy it with Table.save(path)"
         )
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         for column in columns:
-            for rows in chunks_of(self.num_embeddings):
+            for rows in chunks_of(self.num_rows):
                 if isinstance(column.init, CopyOf):
                     values = self.read(column.init.column, rows.start, rows.stop)
                 else:
-                    values = column.initial(rows, self.num_embeddings, self.seed)
+                    values = column.initial(rows, self.num_rows, self.facts.seed)
                 self.write(column.name, rows.start, values)
 
     # ------------------------------------------------------------------ lifetime
 
-    def flush_at_end(self) -> None:
-        return None  # the other store's table closes it
-
     def close(self) -> None:
-        if not self.closed:
+        if not self.notes.closed:
             self.inner.flush()
-        self._closed = True

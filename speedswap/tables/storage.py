@@ -24,7 +24,7 @@ from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
 from speedswap.tables.record import Column
-from speedswap.tables.store import RowStore
+from speedswap.tables.store import RowStore, origins_in
 
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
@@ -302,7 +302,7 @@ def open_store(
     if (sharded := _opened_shards(path, mode, disk)) is not None:
         if commit is not None:
             sharded.close()
-            raise ValueError(f"commit is {commit}, but table {sharded.name!r} keeps no commits; leave it out")
+            raise ValueError(f"commit is {commit}, but table {sharded.facts.name!r} keeps no commits; leave it out")
         return sharded
     for last in (*[False] * _TRIES, True):
         directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+")
@@ -342,20 +342,20 @@ def lives_there(path: str | os.PathLike[str]) -> FileExistsError:
 
 def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
     """Write a copy of a store to a new table directory, which appears complete or not at all."""
-    with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.locked.lock:
-        if source.closed:
-            raise TableClosedError(f"table {source.name!r} was closed meanwhile; save it before")
+    with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.facts.locked.lock:
+        if source.notes.closed:
+            raise TableClosedError(f"table {source.facts.name!r} was closed meanwhile; save it before")
         save_store(source, copied)
 
 
 def save_store(source: RowStore, directory: TableDirectory) -> None:
     """Write a copy of a store's rows, attributes and id maps to a new directory, as one commit."""
-    layout, disk = layout_of(source), DiskOptions(cache_bytes=_SAVE_BYTES)
-    target = LogStore.create(directory, source.name, source.num_embeddings, source.seed, layout, disk, filled=False)
+    facts, layout, disk = source.facts, layout_of(source), DiskOptions(cache_bytes=_SAVE_BYTES)
+    target = LogStore.create(directory, facts.name, facts.num_embeddings, facts.seed, layout, disk, filled=False)
     try:
         for rows, held in source.written_rows():
             target.put(rows, held)
-        target.notes.take_over(source.notes, source.part_name)
+        target.notes.take_over(source.notes, facts.part_name)
         target.flush()
     finally:
         target.close_log()
@@ -363,7 +363,7 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
 
 def layout_of(store: RowStore) -> LogLayout:
     """Return a record layout on disk with a store's columns and the same values in untouched rows."""
-    return LogLayout.of([*store.columns.values()], store.origins)
+    return LogLayout.of([*store.columns.values()], origins_in(store))
 
 
 def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine: str | None = None) -> LocalStore:
@@ -373,18 +373,18 @@ def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine:
         source: the rows.
         kind, engine: the copy's memory; by default the source's, if that is in memory.
     """
-    own = next((each for each in get_args(storages.MemoryKind) if each == source.storage), storages.default_kind())
-    given = source.num_embeddings, kind or own, source.seed, source.name
-    copied = LocalStore(*given, engine=engine or source.engine)
+    facts = source.facts
+    own = next((each for each in get_args(storages.MemoryKind) if each == facts.storage), storages.default_kind())
+    copied = LocalStore(facts.num_embeddings, kind or own, facts.seed, facts.name, engine=engine or facts.engine)
     group = copied.add_unfilled(list(source.columns.values()))
-    fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)
+    fresh = FreshRows(layout_of(source), 1, facts.num_embeddings, facts.seed)
     if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # otherwise every row was written
-        for some in group.chunks(0, source.num_embeddings):
+        for some in group.chunks(0, facts.num_embeddings):
             rows = torch.arange(some.start, some.stop)
             fresh.fill(group.records(), torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))
     for rows, held in source.written_rows():
         parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
         kernels.scatter_records(group.records(), rows, parts)
-    copied.notes.take_over(source.notes, source.part_name)
+    copied.notes.take_over(source.notes, facts.part_name)
     copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
     return copied

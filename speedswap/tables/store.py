@@ -75,6 +75,40 @@ class _NotPrefetched(Prefetched):
         return None
 
 
+@dataclass
+class StoreFacts:
+    """Facts about a store, which hardly change.
+
+    Attributes:
+        num_embeddings: number of rows.
+        storage: where the rows live.
+        engine: how rows move between host memory and a GPU.
+        seed: of the initial values.
+        name: for messages.
+        nbytes: bytes of all rows as stored; None if they follow from the columns.
+        part_name: if the rows are part of another store's, the name of their id map in the notes.
+        first_row: then the number of the first row in that store.
+        is_borrowed: True if another store's table flushes and closes the rows.
+        reads_copies: True if :meth:`RowStore.read` always returns a copy, never a view of the store's memory.
+        ranks: the ranks that own the rows together, if any: all of them must make each call about rows, each with its
+            own rows or none.
+        locked: the lock of every table over these rows.
+    """
+
+    num_embeddings: int
+    storage: str
+    engine: str = "auto"
+    seed: int = 0
+    name: str = "table"
+    nbytes: int | None = None
+    part_name: str = ""
+    first_row: int = 0
+    is_borrowed: bool = False
+    reads_copies: bool = False
+    ranks: RankGroup | None = None
+    locked: Locked = field(default_factory=Locked)
+
+
 class RowStore(ABC):
     """A store of a table's records. :class:`Table` adds names, checks and a lock on top.
 
@@ -87,35 +121,12 @@ class RowStore(ABC):
     store, derive from :class:`WrappedStore`.
 
     Attributes:
-        num_embeddings: number of rows.
-        storage: where the rows live.
-        engine: how rows move between host memory and a GPU.
-        seed: of the initial values.
-        name: for messages.
-        notes: data kept with the rows, and the number of scatters, which the store counts.
-        part_name: if the rows are part of another store's, the name of their id map in the notes.
-        reads_copies: True if :meth:`read` always returns a copy, never a view of the store's memory.
-        commits: the store's held commits; None if it has no commits.
-        files: the files that hold the rows; None without files.
-        group: the ranks that own the rows together, if any: all of them must make each call about rows, each with its
-            own rows or none.
-        joint: operations specific to rows owned by ranks; None for other stores.
+        facts: facts about the store.
+        notes: data kept with the rows. The store counts scatters there, and notes that it is closed.
+        files: the files that hold the rows, and their commits; None without files.
     """
 
-    num_embeddings: int
-    storage: str
-    engine: str = "auto"
-    seed: int = 0
-    name: str = "table"
-    part_name: str = ""
-    reads_copies: bool = False
-    group: RankGroup | None = None
-    joint: JointRows | None = None
-
-    @cached_property
-    def locked(self) -> Locked:
-        """The lock of every table over these rows."""
-        return Locked()
+    facts: StoreFacts
 
     @cached_property
     def notes(self) -> Notes:
@@ -123,41 +134,14 @@ class RowStore(ABC):
         return Notes()
 
     @property
-    def commits(self) -> Commits | None:
-        """The store's held commits."""
-        return None
-
-    @property
     def files(self) -> Files | None:
         """The files that hold the rows."""
         return None
-
-    # ------------------------------------------------------------------ description
 
     @property
     @abstractmethod
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
-
-    @property
-    def origins(self) -> dict[str, Origin]:
-        """The origins of untouched rows' values, by column name."""
-        return origins_of(self.columns)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows as stored: every column, with the padding between records."""
-        return self.num_embeddings * sum(column.row_bytes for column in self.columns.values())
-
-    @property
-    @abstractmethod
-    def closed(self) -> bool:
-        """True once :meth:`close` was called."""
-
-    @property
-    def pinned(self) -> bool:
-        """True if CUDA kernels read and write this host memory directly."""
-        return False
 
     def check(self, *, writing: bool = False) -> bool:
         """Check that this process can use the rows, and catch up with another process that writes them.
@@ -169,14 +153,6 @@ class RowStore(ABC):
             TableClosedError: the rows cannot be read, or cannot be written if writing is requested.
         """
         return False
-
-    def is_backed_by(self, memory: Tensor) -> bool:
-        """Return whether a tensor's memory is the rows' memory."""
-        return False
-
-    def note_change(self, rows: Tensor | range | None) -> None:
-        """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
-        self.notes.note_change(rows)
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -246,7 +222,9 @@ class RowStore(ABC):
 
     def view(self, column: str) -> Tensor:
         """Return all rows of a column as a tensor over the store's memory; see :meth:`Table.view`."""
-        raise TypeError(f"the rows of table {self.name!r} are not in one memory; use Table.read() and Table.write()")
+        raise TypeError(
+            f"the rows of table {self.facts.name!r} are not in one memory; use Table.read() and Table.write()"
+        )
 
     @abstractmethod
     def add_columns(self, columns: Sequence[Column]) -> None:
@@ -264,17 +242,9 @@ class RowStore(ABC):
         Yields:
             Ids, int64, shape (n,), and the columns' bytes by name, uint8, shape (n, row_bytes), in host memory.
         """
-        for rows in chunks_of(self.num_embeddings):
+        for rows in chunks_of(self.facts.num_embeddings):
             held = {name: each.encode(self.read(name, rows.start, rows.stop)) for name, each in self.columns.items()}
             yield torch.arange(rows.start, rows.stop), held
-
-    def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
-        """Provide one process with a store that it can read alone; other ranks that share it serve it and get None.
-
-        Args:
-            outer: the store that wraps this one and will be read, if any.
-        """
-        return nullcontext(outer or self)
 
     # ------------------------------------------------------------------ lifetime
 
@@ -282,13 +252,12 @@ class RowStore(ABC):
         """Make everything written so far durable, if this store can."""
         return None
 
-    def flush_at_end(self) -> None:
-        """Flush because the table was freed, or the process is exiting, without a call of :meth:`close`."""
-        self.flush()
-
     @abstractmethod
     def close(self) -> None:
-        """Flush, and release everything held. Closing twice is harmless, and completes an interrupted close."""
+        """Flush, and release everything held; note it in ``notes.closed``.
+
+        Closing twice is harmless, and completes an interrupted close.
+        """
 
 
 class Commits(ABC):
@@ -341,12 +310,22 @@ class Files(ABC):
         return None
 
     @property
+    def commits(self) -> Commits | None:
+        """The held commits; None without commits."""
+        return None
+
+    @property
+    def origins(self) -> dict[str, Origin] | None:
+        """The origins of untouched rows' values, by column name; None if no column was reset after it was copied."""
+        return None
+
+    @property
     def is_untouched(self) -> bool:
         """True if every row is known to have its initial values, taking no space."""
         return False
 
-    def facts(self) -> dict[str, Any]:
-        """Return facts about the rows in files, as plain data for JSON, for ``speedswap info``."""
+    def details(self) -> dict[str, Any]:
+        """Return details of the rows in files, as plain data for JSON, for ``speedswap info``."""
         return {}
 
     @abstractmethod
@@ -377,6 +356,14 @@ class Files(ABC):
         """Reserve room so that consecutive scatters of n rows each cannot fail for lack of room."""
         return None
 
+    def leave(self, flush: Callable[[], None]) -> None:
+        """Flush because the table was freed, or the process is exiting, without a call of :meth:`RowStore.close`.
+
+        Args:
+            flush: flushes the table's store.
+        """
+        flush()
+
     def remove(self) -> None:
         """Remove the files of a closed store."""
         return None
@@ -391,16 +378,7 @@ class WrappedStore(RowStore):
 
     def __init__(self, inner: RowStore) -> None:
         self.inner = inner
-        self.num_embeddings, self.storage, self.engine = inner.num_embeddings, inner.storage, inner.engine
-        self.seed, self.name, self.part_name = inner.seed, inner.name, inner.part_name
-        self.notes = inner.notes
-        self.reads_copies = inner.reads_copies
-        self.group = inner.group
-        self.locked = inner.locked
-
-    @property
-    def commits(self) -> Commits | None:
-        return self.inner.commits
+        self.facts, self.notes = inner.facts, inner.notes
 
     @property
     def files(self) -> Files | None:
@@ -410,27 +388,8 @@ class WrappedStore(RowStore):
     def columns(self) -> dict[str, Column]:
         return self.inner.columns
 
-    @property
-    def origins(self) -> dict[str, Origin]:
-        return self.inner.origins
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
-    @property
-    def closed(self) -> bool:
-        return self.inner.closed
-
-    @property
-    def pinned(self) -> bool:
-        return self.inner.pinned
-
     def check(self, *, writing: bool = False) -> bool:
         return self.inner.check(writing=writing)
-
-    def is_backed_by(self, memory: Tensor) -> bool:
-        return self.inner.is_backed_by(memory)
 
     def gather(
         self,
@@ -471,14 +430,8 @@ class WrappedStore(RowStore):
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         return self.inner.written_rows()
 
-    def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
-        return self.inner.alone(outer or self)
-
     def flush(self) -> None:
         self.inner.flush()
-
-    def flush_at_end(self) -> None:
-        self.inner.flush_at_end()
 
     def close(self) -> None:
         self.inner.close()
@@ -498,6 +451,14 @@ class JointRows(ABC):
     own: Table
     owners: Owners
     torn: str | None = None
+
+    @abstractmethod
+    def alone(self, outer: RowStore) -> AbstractContextManager[RowStore | None]:
+        """Provide the first rank with a store that it can read alone, and the others, which serve it, with None.
+
+        Args:
+            outer: this store, or one that wraps it and will be read.
+        """
 
     @abstractmethod
     def make_step(self, table: Table, *arguments: Any) -> Any:
@@ -543,6 +504,23 @@ class JointRows(ABC):
         """Surround the writing of a file about the rows; yield True on the rank that writes it."""
 
 
+def read_alone(store: RowStore) -> AbstractContextManager[RowStore | None]:
+    """Provide one process with a store that it can read alone; other ranks that share it serve it and get None."""
+    if store.facts.ranks is None:
+        return nullcontext(store)
+    inner = store
+    while isinstance(inner, WrappedStore):
+        inner = inner.inner
+    assert isinstance(inner, JointRows)
+    return inner.alone(store)
+
+
+def origins_in(store: RowStore) -> dict[str, Origin]:
+    """Return the origins of untouched rows' values, by column name."""
+    known = None if store.files is None or store.facts.part_name else store.files.origins
+    return known or origins_of(store.columns)
+
+
 def begin_alike(
     one: RowStore,
     other: RowStore,
@@ -561,10 +539,10 @@ def begin_alike(
         """Return everything that the values depend on, except the table's seed."""
         if name not in store.columns:
             return None
-        origin = store.origins[name]
+        origin = origins_in(store)[name]
         return [
             (each.name, each.init.to_json(), each.zero_row, each.row_shape, each.dtype, each.stored_dtype)
             for each in map(seen_as, (origin.start, *origin.through, store.columns[name]))
         ]
 
-    return one.seed == other.seed and all(start(one, name) == start(other, name) for name in columns)
+    return one.facts.seed == other.facts.seed and all(start(one, name) == start(other, name) for name in columns)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._forks import Locked
 from speedswap._words import AVERAGE_OTHERS, a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
@@ -27,9 +26,9 @@ from speedswap.tables.formats import export_table, import_table
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
-from speedswap.tables.record import Block, Column, count, fitting, require_name, seed_of, whole_number
+from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
-from speedswap.tables.store import RowStore
+from speedswap.tables.store import Commits, JointRows, RowStore
 
 if TYPE_CHECKING:
     import enum
@@ -53,6 +52,7 @@ class Table:
     Attributes:
         store: the place that holds the rows.
         ranks: the ranks that own the rows together; None for a single process.
+        joint: operations specific to rows owned by ranks; None for other tables.
         num_embeddings: number of rows.
         storage: where the rows live.
         engine: how rows move between host memory and a GPU.
@@ -75,15 +75,16 @@ class Table:
     local_to_rank = False
 
     def __init__(self, store: RowStore) -> None:
-        self.store = store
-        self.ranks = store.group
-        self.num_embeddings = store.num_embeddings
-        self.storage = store.storage
-        self.engine = store.engine
-        self.name = store.name
+        self.store, facts = store, store.facts
+        self.ranks = facts.ranks
+        self.joint = store if isinstance(store, JointRows) else None
+        self.num_embeddings, self.name = facts.num_embeddings, facts.name
+        self.storage, self.engine = facts.storage, facts.engine
         self.attributes = store.notes.attributes
         self.live_attributes = store.notes.live_attributes
-        self._flush_at_end = weakref.finalize(self, _flush_at_end, store, store.locked)
+        self._locked = facts.locked
+        self._is_closed = False  # a table of another store's rows
+        self._flush_at_end = weakref.finalize(self, _flush_at_end, store)
 
     # ------------------------------------------------------------------ made, opened, loaded
 
@@ -289,7 +290,7 @@ class Table:
     @property
     def seed(self) -> int:
         """The seed of the initial values."""
-        return self.store.seed
+        return self.store.facts.seed
 
     @property
     def embedding_dim(self) -> int:
@@ -309,7 +310,8 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows as stored: every column, with the padding between records."""
-        return self.store.nbytes
+        known = self.store.facts.nbytes
+        return self.num_embeddings * RecordLayout.of([*self.columns.values()]).stride if known is None else known
 
     @property
     def writes(self) -> int:
@@ -319,7 +321,7 @@ class Table:
     @property
     def path(self) -> Path | None:
         """The directory of a table on disk."""
-        is_part = bool(self.store.part_name)  # the table that holds these files
+        is_part = bool(self.store.facts.part_name)  # the table that holds these files
         return None if self.store.files is None or is_part else self.store.files.path
 
     @property
@@ -330,17 +332,22 @@ class Table:
     @property
     def pinned(self) -> bool:
         """True if CUDA kernels read and write this host memory directly."""
-        return self.store.pinned
+        return self.store.notes.pinned
 
     @property
     def closed(self) -> bool:
         """True once the table is closed."""
-        return self.store.closed
+        return self._is_closed or self.store.notes.closed
+
+    @property
+    def commits(self) -> Commits | None:
+        """The held commits of a table on disk; None for others."""
+        return None if self.store.files is None else self.store.files.commits
 
     @property
     def id_map(self) -> IdMap | None:
         """The id map kept with the table; None without one."""
-        return self.store.notes.id_maps.get(self.store.part_name)
+        return self.store.notes.id_maps.get(self.store.facts.part_name)
 
     @of_all_ranks
     def set_id_map(self, id_map: IdMap) -> None:
@@ -373,12 +380,12 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             id_map.holder = weakref.ref(self.store)
-            self.store.notes.id_maps[self.store.part_name] = id_map
+            self.store.notes.id_maps[self.store.facts.part_name] = id_map
 
     @property
     def lock(self) -> threading.RLock:
         """The lock of all tables over these rows, held by the thread that uses one; free in a forked child."""
-        return self.store.locked.lock
+        return self._locked.lock
 
     @property
     def version(self) -> int:
@@ -525,7 +532,7 @@ class Table:
             columns, device: as for :meth:`gather`.
         """
         store = self.store
-        with store.locked.lock:
+        with self._locked.lock:
             self.check_open()
             return store.gather(rows, columns, device)
 
@@ -542,10 +549,10 @@ class Table:
             TableFullError: the disk has no room. Nothing was written.
         """
         store = self.store
-        with store.locked.lock:
+        with self._locked.lock:
             self.check_open(writing=True)
             if block.rows.shape[0] or self.ranks is not None:
-                store.note_change(block.rows)
+                self.note_change(block.rows)
                 store.scatter(block, values, None if commit is None else commit.transfers)
 
     @of_all_ranks
@@ -608,7 +615,7 @@ class Table:
     def commit(self) -> None:
         """Mark the end of a step: its writes and the live attributes are consistent."""
         store = self.store
-        with store.locked.lock:
+        with self._locked.lock:
             store.commit()
 
     # ------------------------------------------------------------------ whole columns
@@ -636,7 +643,7 @@ class Table:
                 (stop - start) * found.width * found.dtype.itemsize,
                 f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}",
             )
-            is_copy = found.compact or self.store.reads_copies
+            is_copy = found.compact or self.store.facts.reads_copies
             return self.store.read(column, start, stop).to("cpu", copy=not is_copy).contiguous()
 
     @of_all_ranks
@@ -685,9 +692,10 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             _column_of(self, column)
-            self.store.note_change(None)
-            self.store.notes.is_viewed = True
-            return self.store.view(column)
+            self.note_change(None)
+            view = self.store.view(column)
+            self.store.notes.viewed.add(view.untyped_storage().data_ptr())
+            return view
 
     @contextmanager
     def rows_between(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
@@ -727,7 +735,7 @@ class Table:
             if columns:
                 if commit:
                     self.store.flush()  # so that the columns are committed at once
-                self.store.note_change(None)
+                self.note_change(None)
                 self.store.add_columns(columns)
 
     @of_all_ranks
@@ -747,7 +755,7 @@ class Table:
                 _require_zero_row(column.zero_row, self.num_embeddings)
             require_sources(columns, self.columns, self.name)
             if columns:
-                self.store.note_change(None)
+                self.note_change(None)
                 self.store.reset_columns(columns)
 
     @of_all_ranks
@@ -787,8 +795,8 @@ class Table:
         """
         self.check_open()
         store = self.store
-        if store.joint is not None:
-            store.joint.save(Path(path), overwrite=overwrite)
+        if self.joint is not None:
+            self.joint.save(Path(path), overwrite=overwrite)
             return
         if store.files is not None and store.files.lives_at(path):
             raise lives_there(path)
@@ -865,13 +873,14 @@ class Table:
         with self.lock:
             try:
                 self.store.close()
+                self._is_closed = True
             finally:
                 if self.closed:
                     self._flush_at_end.detach()
 
     def remove(self) -> None:
         """Close the table and remove its files."""
-        if self.store.part_name:
+        if self.store.facts.part_name:
             raise TypeError(f"table {self.name!r} lies in a store with others and has no files of its own to remove")
         try:
             self.close()
@@ -888,10 +897,27 @@ class Table:
             TableClosedError: it is closed, or cannot be read here, or cannot be written if writing is requested.
         """
         store = self.store
-        if store.closed:
+        if self._is_closed or store.notes.closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
         if store.check(writing=writing):
-            store.note_change(None)
+            self.note_change(None)
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
+        facts = self.store.facts
+        if facts.ranks is not None:
+            return  # the owners' tables record changes where they are made
+        if facts.part_name:
+            if isinstance(rows, Tensor):
+                rows = rows.long() + facts.first_row
+            else:
+                some = range(self.num_embeddings) if rows is None else rows
+                rows = range(facts.first_row + some.start, facts.first_row + some.stop)
+        self.store.notes.note_change(rows)
+
+    def is_backed_by(self, memory: Tensor) -> bool:
+        """Return whether a tensor's memory is the rows', as that of :meth:`view` is."""
+        return memory.untyped_storage().data_ptr() in self.store.notes.viewed
 
     def check_resettable(self) -> None:
         """Raise ValueError unless :meth:`reset_rows` can compute every column's initial values."""
@@ -918,7 +944,7 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
     """
     with table.lock:
         table.check_open(writing=True)
-        table.store.note_change(range(start, start + len(values)))
+        table.note_change(range(start, start + len(values)))
         table.store.write(column, start, values)
 
 
@@ -977,7 +1003,7 @@ def _require_out(table: Table, out: Mapping[str, Tensor], rows: Tensor, device: 
     for name, tensor in fitting(out, table.columns, len(rows), table.name).items():
         kernels.require_apart(tensor, f"out[{name!r}]", rows, "rows")
         is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        if not is_plain or tensor.device != device or table.store.is_backed_by(tensor):
+        if not is_plain or tensor.device != device or table.is_backed_by(tensor):
             raise ValueError(
                 f"out[{name!r}], on {tensor.device} with strides {tensor.stride()}, cannot take the rows; give a "
                 f"contiguous tensor on {device} that is not a view of the table"
@@ -989,7 +1015,11 @@ def _opened_to_read(path: str, commit: int | None, local_to_rank: bool) -> Table
     return Table.open(Disk(path, local_to_rank=local_to_rank), "r", commit=commit)
 
 
-def _flush_at_end(store: RowStore, locked: Locked) -> None:
+def _flush_at_end(store: RowStore) -> None:
     """Flush a store whose table was not closed: it was freed, or the process is exiting."""
-    with locked.lock:
-        store.flush_at_end()
+    if not store.facts.is_borrowed:
+        with store.facts.locked.lock:
+            if store.files is None:
+                store.flush()
+            else:
+                store.files.leave(store.flush)

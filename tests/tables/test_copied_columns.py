@@ -195,12 +195,12 @@ def test_a_table_that_a_checkpoint_holds_is_not_written_anew(tmp_path: Path) -> 
     ours, other = pair(tmp_path / "table", 4)
     for table in (ours, other):
         write(table, 0, "weight")
-    commit = ours.store.commits.hold()
+    commit = ours.commits.hold()
     ours.flush()
     with pytest.raises(TableTooLargeError, match="checkpoints hold its rows as they were; copy it"):
         ours.add_columns([Column("wide", (1024,), torch.float32, initializers.zeros())])
     assert_same_wherever_it_is_read(ours, other, tmp_path)
-    ours.store.commits.let_go(commit)
+    ours.commits.let_go(commit)
     for table in (ours, other):
         table.add_columns([Column("wide", (1024,), torch.float32, initializers.zeros())])
     assert_same_wherever_it_is_read(ours, other, tmp_path)

@@ -48,7 +48,7 @@ def test_table_written_by_the_page_is_read(tmp_path: Path, mode: str) -> None:
         assert (table.name, table.seed, dict(table.attributes), table.writes) == ("by hand", 5, {"step": 17}, 8)
         assert table.id_map is not None
         assert table.id_map.lookup(torch.tensor([*KEYS, 200])).tolist() == [*KEYS.values(), 0]
-        assert table.store.commits.held == [3]
+        assert table.commits.held == [3]
 
 
 def test_held_commit_written_by_the_page_is_read(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_every_byte_that_is_written_is_as_the_page_has_it(tmp_path: Path) -> Non
     table.add_columns([Column("late", (2,), torch.float32, init.constant(4.0))])
     table.scatter(torch.tensor([4]), {"weight": torch.full((1, 64), 3.0), "late": torch.full((1, 2), 5.0)})
     table.id_map.add(["bee"])
-    assert table.store.commits.hold() == 3
+    assert table.commits.hold() == 3
     table.close()
     layouts.append({"number": 1, "stride": 288, "held": [[0, 0, 0, 0, None, []], [1, 256, 1, 1, None, []]]})
     files["MANIFEST"] = manifest({**described, "columns": [weight, late], "layouts": layouts})

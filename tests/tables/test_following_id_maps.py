@@ -219,7 +219,7 @@ def test_a_table_is_opened_to_read_while_columns_are_added(tmp_path: Path, monke
 
 def test_a_table_opened_at_a_commit_stays_at_it(tmp_path: Path) -> None:
     table = written(tmp_path / "t")
-    commit = table.store.commits.hold()
+    commit = table.commits.hold()
     table.flush()
     table.write(0, torch.full((1000, 64), 2.0))
     table.flush()

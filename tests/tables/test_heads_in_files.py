@@ -52,14 +52,14 @@ def test_a_commit_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkey
 
 def test_a_held_commit_keeps_its_attributes(tmp_path: Path) -> None:
     table = with_a_large_head(tmp_path / "t")
-    commit = table.store.commits.hold()
+    commit = table.commits.hold()
     table.close()
     table = Table.open(tmp_path / "t")
     table.attributes["step"] = 200
     table.write(0, torch.full((5, 64), 2.0))
     table.flush()
-    assert table.store.commits.attributes_of(commit)["step"] == 100
-    table.store.commits.return_to(commit)
+    assert table.commits.attributes_of(commit)["step"] == 100
+    table.commits.return_to(commit)
     assert table.attributes["step"] == 100
     assert table.read(0, 1)[0, 0] == 1.0
     table.close()
@@ -93,7 +93,7 @@ def test_columns_that_found_no_room_leave_the_table(tmp_path: Path, monkeypatch:
 
 def test_files_that_no_commit_needs_go_also_beside_a_held_one(tmp_path: Path) -> None:
     table = with_a_large_head(tmp_path / "t", rows=1000)
-    table.store.commits.hold()
+    table.commits.hold()
     table.flush()
     table.write(0, torch.ones(10, 64))
     table.close()

@@ -131,7 +131,7 @@ def save(training: Training) -> None:
 
 def hold(training: Training) -> None:
     """Keep a commit, as a checkpoint does, and go on."""
-    training.items.table.store.commits.hold()
+    training.items.table.commits.hold()
     training.items.table.flush()
     training.train(3)
 
@@ -141,7 +141,7 @@ def return_to(training: Training) -> None:
     table = training.items.table
     training.items._step.abandon()
     with table.lock:
-        table.store.commits.return_to(table.store.commits.held[0])
+        table.commits.return_to(table.commits.held[0])
     training.items._step.state.resume(training.optimizer, initial=False)
 
 

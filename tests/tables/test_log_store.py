@@ -479,7 +479,7 @@ def test_a_commit_that_is_held_can_be_opened_until_it_is_let_go(make: Callable[.
     table = make(cache_bytes=SMALL)
     table.scatter(torch.arange(ROWS), torch.ones(ROWS, 5))
     with table.lock:
-        held = table.store.commits.hold()
+        held = table.commits.hold()
     for value in range(2, 6):
         table.scatter(torch.arange(ROWS), torch.full((ROWS, 5), float(value)))
         table.flush()
@@ -491,7 +491,7 @@ def test_a_commit_that_is_held_can_be_opened_until_it_is_let_go(make: Callable[.
     table.close()
     with speedswap.Table.open(table.path, commit=held) as back:
         assert torch.equal(back.read(), torch.ones(ROWS, 5))
-        back.store.commits.let_go(held)
+        back.commits.let_go(held)
         back.scatter(torch.tensor([3]), torch.zeros(1, 5))
         now = back.read()
     with speedswap.Table.open(table.path) as again:
@@ -503,7 +503,7 @@ def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speed
     table = make(rows=2000, dim=64, cache_bytes=1)
     table.scatter(torch.arange(2000), torch.ones(2000, 64))
     with table.lock:
-        held = table.store.commits.hold()
+        held = table.commits.hold()
     table.flush()
     reads = {
         "gather": lambda reader: reader.gather(torch.arange(2000)),
@@ -511,7 +511,7 @@ def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speed
     }
     readers = [speedswap.Table.open(speedswap.Disk(table.path, cache_bytes=1), "r", commit=held) for _ in reads]
     with table.lock:
-        table.store.commits.let_go(held)
+        table.commits.let_go(held)
     for value in range(2, 6):
         table.scatter(torch.arange(2000), torch.full((2000, 64), float(value)))
         table.flush()
@@ -630,7 +630,7 @@ def test_settings_of_another_kind_are_refused(settings: dict[str, Any], remedy: 
     place = speedswap.Disk(tmp_path / "table", **right)
     speedswap.Table.create(5, 4, storage=place, seed=np.int64(3)).close()
     with speedswap.Table.open(dataclasses.replace(place, commit_seconds=Fraction(1, 2))) as table:
-        assert table.store.seed == 3
+        assert table.seed == 3
 
 
 # ---- processes and threads -------------------------------------------------------------------------------------------

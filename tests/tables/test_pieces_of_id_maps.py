@@ -128,19 +128,19 @@ def test_a_held_commit_keeps_its_map(tmp_path: Path) -> None:
     """The restored commit has the map of its time, whatever came after it, and takes new keys again."""
     path, table, users = grown(tmp_path)
     users.add(torch.tensor([10_000]))
-    held, then = table.store.commits.hold(), users.to_bytes()
+    held, then = table.commits.hold(), users.to_bytes()
     for key in range(10_001, 10_010):
         users.add(torch.tensor([key]))
         table.flush()
     table.close()
     with speedswap.Table.open(speedswap.Disk(path, commit_seconds=None)) as table:
-        table.store.commits.return_to(held)
+        table.commits.return_to(held)
         assert table.id_map is not None
         table.id_map.restore(then)
         table.id_map.add(torch.tensor([7_000_000]))
         table.flush()
         assert is_as_in_files(path, table.id_map)
-        table.store.commits.return_to(held)
+        table.commits.return_to(held)
         table.id_map.restore(then)
     with speedswap.Table.open(path, "r") as table:
         assert table.id_map is not None

@@ -19,6 +19,7 @@ from speedswap.tables.files.manifest import column_json, parse_column
 from speedswap.tables.init import CopyOf, chunks_of
 from speedswap.tables.initial import initial_values, is_lazy
 from speedswap.tables.storage import Storage
+from speedswap.tables.store import StoreFacts
 
 ROWS, DIM = 500, 4
 
@@ -32,13 +33,11 @@ class SqliteStore(RowStore):
         num_embeddings, seed, name: of a new table.
     """
 
-    storage, reads_copies = "sqlite", True
-
     def __init__(
         self, path: Path, weight: Column | None = None, num_embeddings: int = 0, *, seed: int = 0, name: str = "table"
     ) -> None:
         self._database = sqlite3.connect(path, check_same_thread=False)
-        self._closed, self._columns = False, {}
+        self._columns = {}
         self._database.execute(
             "CREATE TABLE IF NOT EXISTS rows (name, id INTEGER, held BLOB, PRIMARY KEY (name, id)) WITHOUT ROWID"
         )
@@ -48,7 +47,7 @@ class SqliteStore(RowStore):
             num_embeddings, seed, name = found["num_embeddings"], found["seed"], found["name"]
             self._columns = {each["name"]: parse_column(each, num_embeddings) for each in found["columns"]}
             self.notes.attributes, self.notes.writes = found["attributes"], found["writes"]
-        self.num_embeddings, self.seed, self.name = num_embeddings, seed, name
+        self.facts = StoreFacts(num_embeddings, "sqlite", seed=seed, name=name, reads_copies=True)
         if weight is not None:
             self.add_columns([weight])
             self.flush()
@@ -56,10 +55,6 @@ class SqliteStore(RowStore):
     @property
     def columns(self) -> dict[str, Column]:
         return self._columns
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def gather(
         self,
@@ -74,7 +69,7 @@ class SqliteStore(RowStore):
             name: each if is_lazy(each) else replace(each, init=speedswap.init.zeros())
             for name, each in self._columns.items()
         }
-        found = initial_values(known, ids, self.seed, self.num_embeddings)
+        found = initial_values(known, ids, self.facts.seed, self.facts.num_embeddings)
         query = "SELECT id, held FROM rows WHERE name = ? AND id IN (SELECT value FROM json_each(?))"
         for name in self._columns if columns is None else columns:
             for row, held in self._database.execute(query, (name, json.dumps([*places]))):
@@ -110,17 +105,19 @@ class SqliteStore(RowStore):
                 copied = "INSERT INTO rows SELECT ?, id, held FROM rows WHERE name = ?"
                 self._database.execute(copied, (column.name, column.init.column))
             elif not is_lazy(column):
-                for rows in chunks_of(self.num_embeddings):
-                    self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.seed))
+                for rows in chunks_of(self.facts.num_embeddings):
+                    self.write(
+                        column.name, rows.start, column.initial(rows, self.facts.num_embeddings, self.facts.seed)
+                    )
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         self.add_columns([replace(self._columns[e.name], init=e.init, zero_row=e.zero_row) for e in columns])
 
     def commit(self) -> None:
         description = {
-            "num_embeddings": self.num_embeddings,
-            "seed": self.seed,
-            "name": self.name,
+            "num_embeddings": self.facts.num_embeddings,
+            "seed": self.facts.seed,
+            "name": self.facts.name,
             "columns": [column_json(each) for each in self._columns.values()],
             "attributes": self.notes.up_to_date(),
             "writes": self.notes.writes,
@@ -130,12 +127,12 @@ class SqliteStore(RowStore):
         self._database.commit()
 
     def flush(self) -> None:
-        if not self._closed:
+        if not self.notes.closed:
             self.commit()
 
     def close(self) -> None:
         self.flush()
-        self._closed = True
+        self.notes.closed = True
         self._database.close()
 
 

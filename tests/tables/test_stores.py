@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,19 @@ import speedswap
 from speedswap.kernels import Lookup
 from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore, as_storage
 from speedswap.tables.storage import copy_rows, open_store
+from speedswap.tables.store import StoreFacts
 
 ROWS, DIM = 30, 4
+
+
+def test_the_door_is_narrow() -> None:
+    """What a store has for its users has a line each in the description of the architecture."""
+    members = {name for name in {*dir(RowStore), *RowStore.__annotations__} if not name.startswith("_")}
+    assert len(members) <= 18
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    lines = re.findall(r"^\| `(\w+)`", text.partition("## The door")[2].partition("\n## ")[0], re.MULTILINE)
+    assert {*lines} == members
+
 
 DOORS = (
     "gather",
@@ -308,15 +321,11 @@ def test_a_store_in_front_of_another_trains_to_the_same_bits(kind: str, ahead: b
 class Plain(RowStore):
     """A store of another kind: one whole tensor per column, without prefetch or files."""
 
-    storage, engine = "plain", "auto"
-
     def __init__(self, inner: RowStore) -> None:
-        self.num_embeddings, self.seed, self.name = inner.num_embeddings, inner.seed, inner.name
+        self.facts = replace(inner.facts, storage="plain", nbytes=None)
         self.kept = {name: (column, inner.read(name, 0, ROWS).clone()) for name, column in inner.columns.items()}
-        self.is_closed = False
 
     columns = property(lambda self: {name: column for name, (column, _) in self.kept.items()})
-    closed = property(lambda self: self.is_closed)
 
     def gather(self, rows: Tensor, columns: Any = None, device: Any = None, out: Any = None) -> Any:
         names, target = self.columns if columns is None else columns, rows.device if device is None else device
@@ -348,7 +357,7 @@ class Plain(RowStore):
         self.add_columns(columns)
 
     def close(self) -> None:
-        self.is_closed = True
+        self.notes.closed = True
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "lookahead"])
@@ -376,15 +385,12 @@ def test_a_store_of_another_kind_trains_and_is_saved(kind: str, ahead: bool, dev
 class Sharded(RowStore):
     """A store whose row ``i`` is row ``i // n`` of store ``i % n``."""
 
-    storage, engine = "sharded", "auto"
-
     def __init__(self, shards: list[LocalStore]) -> None:
         self.shards = shards
-        self.num_embeddings = sum(shard.num_embeddings for shard in shards)
-        self.seed, self.name = shards[0].seed, "sharded"
+        num_rows = sum(shard.num_embeddings for shard in shards)
+        self.facts = StoreFacts(num_rows, "sharded", seed=shards[0].seed, name="sharded")
 
     columns = property(lambda self: self.shards[0].columns)
-    closed = property(lambda self: all(shard.closed for shard in self.shards))
 
     def split(self, ids: Tensor) -> list[tuple[LocalStore, int, Tensor]]:
         """Return the shards that have some of these ids, with their number and a mask of those ids."""
@@ -440,6 +446,7 @@ class Sharded(RowStore):
     def close(self) -> None:
         for shard in self.shards:
             shard.close()
+        self.notes.closed = True
 
 
 class Gathered(Prefetched):

@@ -114,7 +114,7 @@ def _trains(tell: Any, run: Run) -> None:
         run.step(items, optimizer, step)
         if step % run.every == 0:
             run.save(items, optimizer, step)
-            tell(json.dumps({"saved": step, "held": items.table.store.commits.held}))
+            tell(json.dumps({"saved": step, "held": items.table.commits.held}))
 
 
 def _ended(trainer: Child, how: str, draw: random.Random, least: int) -> int:

@@ -46,7 +46,7 @@ def table_facts(path: Path) -> dict[str, Any]:
                 for name, id_map in table.store.notes.id_maps.items()
             },
             **facts,
-            **(table.store.files.facts() if table.store.files is not None else {}),
+            **(table.store.files.details() if table.store.files is not None else {}),
         }
 
 
@@ -167,7 +167,7 @@ def verify(path: Path, *, shown: bool = False) -> Verified:
         with Table.open(path, mode="r") as table:
             files = table.store.files
             assert files is not None
-            touched = files.facts().get("touched_rows")
+            touched = files.details().get("touched_rows")
             touched = touched if isinstance(touched, int) else None
             total = len(table) if touched is None else touched
             with show_progress(total, shown=shown, unit=" rows") as progress:

@@ -392,7 +392,7 @@ class TableToLoad:
             if commits is not None:
                 first.shard.table.close()
                 commits.return_to(first.saved.commit)
-                own.store.note_change(None)
+                own.note_change(None)
             else:
                 names = [name for name in own.columns if name in self.columns]
                 self._copy_to(own, ["weight"] if keeps_state else names)
@@ -401,12 +401,12 @@ class TableToLoad:
                 attributes = {key: value for key, value in attributes.items() if key not in own.live_attributes}
             own.attributes.clear()
             own.attributes.update(attributes)
-            if (joint := table.store.joint) is not None:
+            if (joint := table.joint) is not None:
                 joint.torn = None
 
     def _commits_to_return_to(self, table: Table) -> Commits | None:
         """Return the commits of a table that can be rolled back to the checkpoint's; None if a later one is held."""
-        source, files, commits = self._sources[0], table.store.files, table.store.commits
+        source, files, commits = self._sources[0], table.store.files, table.commits
         if not self._is_as_saved or not source.saved.path or files is None or not files.lives_at(source.path):
             return None
         let_go(table, Folders(self._folder.parent).manifests(), after=source.saved.commit)
@@ -415,7 +415,7 @@ class TableToLoad:
     def _copy_to(self, table: Table, names: list[str]) -> None:
         """Write columns of the rows to another table."""
         table.check_open(writing=True)
-        table.store.note_change(None)
+        table.note_change(None)
         files, found = table.store.files, self._sources[0].shard.table.store
         if not (self._is_as_saved and files is not None and files.take_rows(found, names)):
             take_shards(self._target, [source.shard for source in self._sources], names)

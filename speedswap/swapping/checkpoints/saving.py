@@ -298,7 +298,7 @@ class TablesToSave:
 
     def _held_by(self, table: Table) -> dict[str, Any]:
         """Begin a held commit of a table on disk; return its path and number, or nothing if it must be copied."""
-        commits = table.store.commits
+        commits = table.commits
         if self._copies or table.path is None or commits is None:
             return {}
         let_go(table, self._existing)
@@ -332,7 +332,7 @@ class TablesToSave:
         store = table.store
         before = self._before(name, table, shard)
         changed = None if before is None else copied[store].changes.rows()
-        self._changes[store] = store.notes.track_changes(store.num_embeddings)
+        self._changes[store] = store.notes.track_changes(store.facts.num_embeddings)
         if before is not None and changed is not None and self._previous is not None:
             row_bytes = sum(column.row_bytes for column in table.columns.values()) + 8
             exact = all(column.stored_dtype != torch.int8 or not column.compact for column in table.columns.values())

@@ -83,7 +83,7 @@ def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int =
         existing: the existing checkpoints.
         after: keep this commit and earlier ones.
     """
-    commits = table.store.commits
+    commits = table.commits
     if commits is None or not any(commit > after for commit in commits.held):
         return
     table.flush()

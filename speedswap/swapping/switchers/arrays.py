@@ -275,7 +275,7 @@ class _Nowhere(io.RawIOBase):
 @contextmanager
 def written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[Any]:
     """Yield a stream for a file that appears once complete; if ranks share a table, the first one writes it."""
-    joint = next((array.table.store.joint for array in arrays), None)
+    joint = next((array.table.joint for array in arrays), None)
     with (
         nullcontext(True) if joint is None else joint.saving() as writes,
         write_whole(path) if writes else _Nowhere() as stream,

@@ -178,7 +178,7 @@ class Collection:
         stored = {names[name]: rows.cuda() if _lives_on_gpu(self.table) else rows for name, rows in values.items()}
         if "weight" in stored:
             stored["weight"] = stored["weight"].reshape(len(stored["weight"]), math.prod(stored["weight"].shape[1:]))
-        if (joint := self.table.store.joint) is not None:
+        if (joint := self.table.joint) is not None:
             with self.table.lock:
                 last, rows = _last_of_each(ids, stored)
                 if joint.scatter_last(last, rows) or len(last) < len(ids):

@@ -169,7 +169,7 @@ class LogColumns(OpenedLog):
         with progress(self.num_embeddings, f"rows of {self.name}", shown=True) as advance:
             for rows in chunks_of(self.num_embeddings):
                 for column in columns:
-                    self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.seed))
+                    self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.facts.seed))
                 advance(len(rows))
         self._cache.set_aside(())
 

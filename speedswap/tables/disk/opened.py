@@ -23,7 +23,7 @@ from speedswap.tables.files.directory import LogFiles, TableDirectory, at_time
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.initial import Origin
 from speedswap.tables.record import Column
-from speedswap.tables.store import Checked, Files, RowStore
+from speedswap.tables.store import Checked, Files, RowStore, StoreFacts
 
 _FORK_SECONDS, _TRIES = 10.0, 100
 
@@ -41,10 +41,6 @@ class OpenedLog(RowStore, Files):
         commit: the commit to open; the last by default. A read-only store stays at it.
     """
 
-    storage = "disk"
-    engine = "auto"
-    reads_copies = True
-
     def __init__(
         self,
         directory: TableDirectory,
@@ -53,12 +49,12 @@ class OpenedLog(RowStore, Files):
         options: DiskOptions,
         commit: int | None = None,
     ) -> None:
-        self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
+        self.num_embeddings, self.name = manifest.num_embeddings, manifest.name
+        self.facts = StoreFacts(self.num_embeddings, "disk", seed=manifest.seed, name=self.name, reads_copies=True)
         self._directory = directory
         self._files = files
         self._options = replace(options, scratch=manifest.scratch)
         self._held = RowsHeld()
-        self._closed = False
         self._owner_pid = os.getpid()
         self._reads = not directory.writable
         self.stays_at = commit if self._reads else None
@@ -114,14 +110,6 @@ class OpenedLog(RowStore, Files):
         return self._cache.nbytes
 
     @property
-    def nbytes(self) -> int:
-        return self.num_embeddings * self._cache.layout.stride
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def path(self) -> Path | None:
         return self._directory.path
 
@@ -139,7 +127,7 @@ class OpenedLog(RowStore, Files):
         """The description of the table, up to the layout in use."""
         return self._cache.manifest
 
-    def facts(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         log, group_rows, stats = self.log, self.manifest.group_rows, self.log.stats()
         return {
             "touched_rows": min(log.touched * group_rows, self.num_embeddings),
@@ -258,7 +246,7 @@ class OpenedLog(RowStore, Files):
     def _open_again(self, manifest: LogManifest, files: LogFiles) -> None:
         before, self._files = self._cache, files
         self._cache = self._opened(manifest)
-        self.seed = manifest.seed
+        self.facts.seed = manifest.seed
         self._commits.keys.forget_files()
         before.log.close()
 

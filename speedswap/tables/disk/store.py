@@ -113,7 +113,7 @@ class LogStore(LogColumns, Commits):
         """Round columns with stochastic rounding; the random numbers depend on the row's number, not on its place."""
         if not column.compact or column.rounding == "nearest":
             return block
-        form = column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
+        form = column.form(kernels.rounding_key(self.facts.seed, column.key, self.notes.writes))
         assert form is not None
         rounded = block.clone(memory_format=torch.contiguous_format)
         kernels.round_rows(rounded, rows, form)
@@ -123,7 +123,7 @@ class LogStore(LogColumns, Commits):
         return self._held.add(self._cache, lookup, transfers)
 
     def commit(self) -> None:
-        if not self._reads and not self._closed:
+        if not self._reads and not self.notes.closed:
             self._commits.step(self._cache.log)
 
     @property
@@ -290,20 +290,20 @@ class LogStore(LogColumns, Commits):
             self._cache.give_up_room()
             self._commits.finish(self._cache.log)
 
-    def flush_at_end(self) -> None:
+    def leave(self, flush: Callable[[], None]) -> None:
         # A directory removed in the meantime stays removed.
-        if not self._closed and os.getpid() == self._owner_pid and self._directory.files.exists:
+        if not self.notes.closed and os.getpid() == self._owner_pid and self._directory.files.exists:
             if self._options.scratch:
                 self._directory.remove()
             else:
-                self.flush()
+                flush()
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
-            self._closed = True
+            self.notes.closed = True
             return
         failures = []
-        for last in () if self._closed else (self._held.stop, self.flush):
+        for last in () if self.notes.closed else (self._held.stop, self.flush):
             try:
                 last()
             except Exception as error:
@@ -322,7 +322,7 @@ class LogStore(LogColumns, Commits):
 
     def _shut(self) -> None:
         """Close all files, dropping what is not committed."""
-        self._closed = True
+        self.notes.closed = True
         self.close_log()
         self._directory.release()
         if self._options.scratch and not self._reads:
@@ -330,5 +330,5 @@ class LogStore(LogColumns, Commits):
 
     def remove(self) -> None:
         self._directory.remove()
-        if not self._closed:  # a full disk kept it from being closed
+        if not self.notes.closed:  # a full disk kept it from being closed
             self._shut()

@@ -244,7 +244,7 @@ class Outgoing:
 
     def __init__(self, store: RowStore, columns: Sequence[str], keys: RowKeys | None) -> None:
         self.keys = keys
-        self.rows = range(store.num_embeddings) if keys is None else keys.rows
+        self.rows = range(store.facts.num_embeddings) if keys is None else keys.rows
         self._columns = {name: store.columns[name] for name in columns}
         self.forms = {name: ColumnForm(each.dtype, each.row_shape) for name, each in self._columns.items()}
         self._store = store

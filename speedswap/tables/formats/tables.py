@@ -34,6 +34,7 @@ from speedswap.tables.formats.pieces import (
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.record import Column
 from speedswap.tables.storage import Disk, Storage
+from speedswap.tables.store import read_alone
 from speedswap.tables.whole_table import numpy_dtype
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def export_table(
     if table.ranks is not None and kind.keys != "never":  # each rank holds part of the keys
         id_map = table.id_map if keys is None else keys
         keys = keys_of_map(id_map, table.num_embeddings) if isinstance(id_map, IdMap) else keys
-    with table.store.alone() as store:
+    with read_alone(table.store) as store:
         if store is not None:
             _write(table if store is table.store else type(table)(store), Path(path), name, columns, keys, overwrite)
 

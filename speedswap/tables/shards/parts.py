@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,8 @@ from speedswap.tables.notes import Notes
 from speedswap.tables.record import Block, Column
 from speedswap.tables.shards.owners import InOrder, Owners, whole_column, whole_columns
 from speedswap.tables.storage import open_store
-from speedswap.tables.store import Checked, Files, RowStore, begin_alike
+from speedswap.tables.store import Checked, Files, RowStore, StoreFacts, begin_alike
 from speedswap.tables.table import Table
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_manifest(path: Path) -> ShardsManifest | None:
@@ -83,14 +80,10 @@ class ShardsInFiles(RowStore, Files):
         TableFormatError: it is damaged, or its shards are at different steps.
     """
 
-    storage = "disk"
-    engine = "auto"
-    reads_copies = True
-
     def __init__(self, path: Path, manifest: ShardsManifest, disk: DiskOptions) -> None:
-        self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
+        self.num_embeddings, self.name = manifest.num_embeddings, manifest.name
+        self.facts = StoreFacts(self.num_embeddings, "disk", seed=manifest.seed, name=self.name, reads_copies=True)
         self.owners = Owners(manifest.num_embeddings, manifest.world_size)
-        self._closed = False
         with ExitStack() as opened:
             self.shards: list[LogStore] = []
             for rank in range(manifest.world_size):
@@ -126,14 +119,6 @@ class ShardsInFiles(RowStore, Files):
         return whole_columns(self.shards[0].columns)
 
     @property
-    def nbytes(self) -> int:
-        return sum(shard.nbytes for shard in self.shards)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def files(self) -> Files:
         return self
 
@@ -144,15 +129,15 @@ class ShardsInFiles(RowStore, Files):
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
         return False
 
-    def facts(self) -> dict[str, Any]:
-        facts = [shard.facts() for shard in self.shards]
+    def details(self) -> dict[str, Any]:
+        details = [shard.details() for shard in self.shards]
         added = ("touched_rows", "log_bytes", "reusable_bytes")
         return {
-            "shards": len(facts),
-            **{name: sum(each[name] for each in facts) for name in added},
-            "bytes_on_disk": sum(each["log_bytes"] for each in facts),
-            "last_commit_at": max(each["last_commit_at"] for each in facts),
-            "access": facts[0]["access"],
+            "shards": len(details),
+            **{name: sum(each[name] for each in details) for name in added},
+            "bytes_on_disk": sum(each["log_bytes"] for each in details),
+            "last_commit_at": max(each["last_commit_at"] for each in details),
+            "access": details[0]["access"],
         }
 
     def verify(self, advance: Callable[[float], object]) -> Checked:
@@ -226,7 +211,7 @@ class ShardsInFiles(RowStore, Files):
     # ------------------------------------------------------------------ lifetime
 
     def close(self) -> None:
-        self._closed = True
+        self.notes.closed = True
         for shard in self.shards:
             shard.close()
 
@@ -262,7 +247,7 @@ class Shard(NamedTuple):
 
 def own_shard(table: Table) -> Shard:
     """Return the rows of a table held by this process: all rows, or those that this rank owns."""
-    joint = table.store.joint
+    joint = table.joint
     if joint is None:
         return Shard(table, InOrder(table.num_embeddings), 0)
     return Shard(joint.own, joint.owners, joint.group.rank)

@@ -102,7 +102,7 @@ def test_ctrl_c_anywhere_leaves_a_checkpoint(
         training.save(3)
         later = training.state()
         if storage == "disk":
-            assert len(training.items.table.store.commits.held) == 1, where
+            assert len(training.items.table.commits.held) == 1, where
         training.items.table.close()
         again = Training(training.path, storage, opens=True)
         assert again.load() == 3, where

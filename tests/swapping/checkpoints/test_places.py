@@ -63,7 +63,7 @@ def test_a_training_goes_on_from_a_checkpoint_behind_links(linked: str, tmp_path
         expected = step(*trained, first)
         speedswap.save_checkpoint(run / "saved", *trained)
         step(*trained, first + 1)
-    assert len(trained[0][0].table.store.commits.held) == 1
+    assert len(trained[0][0].table.commits.held) == 1
 
 
 def test_a_link_to_a_checkpoint_is_loaded(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_commits_are_let_go_with_their_checkpoints(tmp_path: Path) -> None:
     for step in range(1, 5):
         training.run([step])
         training.save(tmp_path / "saved", step)
-        assert [len(table.store.commits.held) for table in tables] == [1, 1]
+        assert [len(table.commits.held) for table in tables] == [1, 1]
     training.close()
 
 
@@ -270,7 +270,7 @@ def test_a_process_killed_at_any_instant_leaves_checkpoints_and_their_commits(ol
             assert items.read().unique().tolist() == [value]
         found.append(value)
         save(items, optimizer, folder, 4, keep)
-        assert len(items.table.store.commits.held) in (1, keep)
+        assert len(items.table.commits.held) in (1, keep)
         items.table.close()
         step += 1
     assert len(found) > 10
