@@ -377,8 +377,7 @@ class Table:
                 f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
                 "its own, or one with evict=None"
             )
-        with self.lock:
-            self.check_open(writing=True)
+        with self._held(writing=True):
             id_map.holder = weakref.ref(self.store)
             self.store.notes.id_maps[self.store.facts.part_name] = id_map
 
@@ -440,8 +439,7 @@ class Table:
                 "another model with storage=speedswap.Ranks() that loads this one's state_dict(). To average dense "
                 "layers (AveragedModel), take a module without the embedding"
             )
-        with self.lock:
-            self.check_open()
+        with self._held():
             twin = type(self)(copy_rows(self.store))
             twin.local_to_rank = self.local_to_rank
             return twin
@@ -480,8 +478,7 @@ class Table:
         self.check_rows(rows)
         if out and target is not None:
             _require_out(self, out, rows, target)
-        with self.lock:
-            self.check_open()
+        with self._held():
             block = self.store.gather(rows, columns, target, out)
         for tensor in (out or {}).values():
             if not tensor.is_inference():
@@ -590,22 +587,20 @@ class Table:
         if len(rows) or self.ranks is not None:
             place = rows.device if device is None else torch.device(device)
             ordered = rows.to("cpu", torch.int64).sort().values
-            with self.lock:
-                self.check_open(writing=True)
+            with self._held(writing=True):
                 initial = initial_values(self.columns, ordered, self.seed, self.num_embeddings)
                 values = {name: column.to(place) for name, column in initial.items()}
                 self.give_back(Block(ordered.to(place), {}), values, commit)
 
-    def reserve_rows(self, rows: int) -> None:
-        """Reserve room so that a scatter of ``rows`` rows cannot fail for lack of it.
+    def reserve_rows(self, rows: int, times: int = 1) -> None:
+        """Reserve room so that consecutive scatters of ``rows`` rows each cannot fail for lack of it.
 
         Raises:
             TableFullError: the disk has no room. Nothing was written.
         """
-        with self.lock:
-            self.check_open(writing=True)
+        with self._held(writing=True):
             if self.store.files is not None:
-                self.store.files.reserve(rows)
+                self.store.files.reserve(rows, times)
 
     def drain(self) -> None:
         """Wait until every pending write of this process has arrived."""
@@ -636,8 +631,7 @@ class Table:
                 )
         start, stop, _ = slice(start, stop).indices(self.num_embeddings)
         stop = max(start, stop)
-        with self.lock:
-            self.check_open()
+        with self._held():
             found = _column_of(self, column)
             whole_table.require_memory(
                 (stop - start) * found.width * found.dtype.itemsize,
@@ -689,8 +683,7 @@ class Table:
             TypeError: the column is stored as int8 with scales.
             TableFullError: the disk has no room for every row.
         """
-        with self.lock:
-            self.check_open(writing=True)
+        with self._held(writing=True):
             _column_of(self, column)
             self.note_change(None)
             view = self.store.view(column)
@@ -705,8 +698,7 @@ class Table:
             Shape (stop - start, embedding_dim): a view of the table's memory if that is on the device and has this
             dtype; otherwise a copy.
         """
-        with self.lock:
-            self.check_open()
+        with self._held():
             yield self.store.read("weight", start, stop, device)
 
     @of_all_ranks
@@ -725,13 +717,11 @@ class Table:
             ValueError: a column of that name exists, its zero_row is not a row, or it should start as a copy of a
                 column that does not exist or has another row shape.
         """
-        with self.lock:
-            self.check_open(writing=True)
+        with self._held(writing=True):
             for column in columns:
                 if column.name in self.columns:
                     raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
-                _require_zero_row(column.zero_row, self.num_embeddings)
-            require_sources(columns, self.columns, self.name)
+            self._check_columns(columns)
             if columns:
                 if commit:
                     self.store.flush()  # so that the columns are committed at once
@@ -748,15 +738,18 @@ class Table:
         Raises:
             ValueError: as for :meth:`add_columns`.
         """
-        with self.lock:
-            self.check_open(writing=True)
+        with self._held(writing=True):
             for column in columns:
                 _column_of(self, column.name)
-                _require_zero_row(column.zero_row, self.num_embeddings)
-            require_sources(columns, self.columns, self.name)
+            self._check_columns(columns)
             if columns:
                 self.note_change(None)
                 self.store.reset_columns(columns)
+
+    def _check_columns(self, columns: Sequence[Column]) -> None:
+        for column in columns:
+            _require_zero_row(column.zero_row, self.num_embeddings)
+        require_sources(columns, self.columns, self.name)
 
     @of_all_ranks
     def reserve(self, columns: Collection[str]) -> None:
@@ -765,10 +758,7 @@ class Table:
         Raises:
             TableFullError: the disk has no room. Nothing was written.
         """
-        with self.lock:
-            self.check_open(writing=True)
-            if self.store.files is not None:
-                self.store.files.reserve(self.num_embeddings, len(columns))
+        self.reserve_rows(self.num_embeddings, len(columns))
 
     __array__ = whole_table.to_numpy
     __dlpack__ = whole_table.to_dlpack
@@ -859,8 +849,7 @@ class Table:
 
         A table that is not closed is flushed when it is freed, or when the process exits normally.
         """
-        with self.lock:
-            self.check_open()
+        with self._held():
             self.store.flush()
 
     def close(self) -> None:
@@ -918,6 +907,13 @@ class Table:
     def is_backed_by(self, memory: Tensor) -> bool:
         """Return whether a tensor's memory is the rows', as that of :meth:`view` is."""
         return memory.untyped_storage().data_ptr() in self.store.notes.viewed
+
+    @contextmanager
+    def _held(self, *, writing: bool = False) -> Iterator[None]:
+        """Hold the lock of a table that this process can use; errors are those of :meth:`check_open`."""
+        with self.lock:
+            self.check_open(writing=writing)
+            yield
 
     def check_resettable(self) -> None:
         """Raise ValueError unless :meth:`reset_rows` can compute every column's initial values."""

@@ -183,29 +183,6 @@ def test_a_failed_save_leaves_the_table_of_before(tmp_path: Path, monkeypatch: p
     assert len(files_in(path)) == 1
 
 
-def test_a_map_that_an_earlier_version_saved_is_opened_and_added_to(tmp_path: Path) -> None:
-    """It is one file, of the bytes that to_bytes() returns, which the head names without their number."""
-    path = tmp_path / "table"
-    keyed(path).close()
-    (file,) = files_in(path)
-    with speedswap.Table.open(path) as table:
-        assert table.id_map is not None
-        (path / file).write_bytes(table.id_map.to_bytes().numpy().tobytes())
-        keys = table.store._commits.keys
-        keys.files = LogHead.parse(
-            json.dumps({"layout": 0, "writes": 0, "attributes": {}, "id_maps": {"": file}}).encode(), "t"
-        ).id_maps
-        assert keys.files == {"": ((file, None),)}
-        table.write(0, torch.zeros(1, 2))
-        table.flush()
-    for added in (99, 100):
-        with speedswap.Table.open(path) as table:
-            assert table.id_map is not None
-            table.id_map.add(torch.tensor([added]))
-    with speedswap.Table.open(path, "r") as table:
-        assert rows_of(table, torch.tensor([10**12, -4, 0, 99, 100])) == [1, 2, 3, 4, 5]
-
-
 KILLED = """
 import os, sys, torch, speedswap
 items = speedswap.Embedding(8, 2, seed=1, path=sys.argv[1], id_map=speedswap.IdMap(7))

@@ -16,19 +16,16 @@ from torch import Tensor
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.keys_file import PIECE_BYTES, SavedMap, Sweep, assembled, decode, encode, pieces
-from speedswap.tables.files.manifest import (
-    MAX_BYTES,
-    is_keys_name,
-)
+from speedswap.tables.files.keys_file import PIECE_BYTES, SavedMap, Sweep, assembled, encode, pieces
+from speedswap.tables.files.manifest import MAX_BYTES, is_keys_name
 from speedswap.tables.files.open_directory import OpenFile, says_if_full, write_all
 from speedswap.tables.id_map import IdMap
 
 HEAD_BYTES = 65_000  # a longer commit head goes to a file that it names
 
 
-KeyFiles = tuple[tuple[str, int | None], ...]
-"""The files of an id map, and the bytes of each that count; None for all of it, as earlier versions wrote them."""
+KeyFiles = tuple[tuple[str, int], ...]
+"""The files of an id map, and the bytes of each that count."""
 
 
 def names_of(id_maps: dict[str, KeyFiles]) -> set[str]:
@@ -41,10 +38,7 @@ def _id_maps(found: object) -> dict[str, KeyFiles]:
     problem = f"its id maps are {found!r}"
     require(isinstance(found, dict), problem)
     assert isinstance(found, dict)
-    id_maps = {
-        name: ((files, None),) if isinstance(files, str) else _key_files(files, problem)
-        for name, files in found.items()
-    }
+    id_maps = {name: _key_files(files, problem) for name, files in found.items()}
     names = [file for files in id_maps.values() for file, _ in files]
     require(all(map(is_keys_name, names)) and len(names) == len(set(names)), problem)
     return id_maps
@@ -54,7 +48,7 @@ def _key_files(found: object, problem: str) -> KeyFiles:
     is_list = isinstance(found, list) and found and all(isinstance(each, list) and len(each) == 2 for each in found)
     require(bool(is_list), problem)
     assert isinstance(found, list)
-    require(all(nbytes is None or is_int(nbytes, 1, 2**62) for _, nbytes in found), problem)
+    require(all(is_int(nbytes, 1, 2**62) for _, nbytes in found), problem)
     return tuple((file, nbytes) for file, nbytes in found)
 
 
@@ -128,8 +122,7 @@ def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[Lo
             require(is_keys_name(entry["file"]), f"it is in {entry['file']!r}")
         body = read(entry["file"])
         with says_damaged(f"the HEAD of table {table!r}, {entry['file']},", "; restore it from a copy"):
-            # Earlier versions wrote no checksum.
-            require(entry.get("crc32", zlib.crc32(body)) == zlib.crc32(body), "its checksum is wrong")
+            require(entry["crc32"] == zlib.crc32(body), "its checksum is wrong")
         names.add(entry["file"])
     head = LogHead.parse(body, table)
     return head, names | names_of(head.id_maps)
@@ -237,14 +230,11 @@ class LogKeys:
         found, what = [], ""
         for file, nbytes in files:
             what, raw = f"{self._directory.path / file}", self._directory.read_keys(file)
-            if nbytes is None:  # written by earlier versions: a whole map
-                found.append(decode(raw, what))
-            elif nbytes <= len(raw):
-                found += pieces(raw[:nbytes], what)
-            else:
+            if nbytes > len(raw):
                 raise TableFormatError(
                     f"{what} is damaged: it has {len(raw)} bytes, not the {nbytes} that count; restore it from a copy"
                 )
+            found += pieces(raw[:nbytes], what)
         return assembled(found, what)
 
     # ------------------------------------------------------------------ saving
@@ -290,7 +280,7 @@ class LogKeys:
             (new, file), begin, room, first = self.new_file(saving), 0, 0, len(files)
             files = (*files, (new, 0))
         else:
-            file, begin = self._directory.open_keys(before.file), files[-1][1] or 0
+            file, begin = self._directory.open_keys(before.file), files[-1][1]
             room, first = before.room, before.first
         end = begin + len(raw)
         with says_if_full(self._directory.files.path / files[-1][0]):

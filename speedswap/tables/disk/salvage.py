@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -283,7 +282,7 @@ class _Damaged:
     def _contents(self, slot: _Slot, name: str) -> bytes:
         """Return the file that holds a commit's contents."""
         raw = _content(self._files, name, _MOST_MANIFEST, self.found)
-        stored = json.loads(slot.contents).get("crc32", zlib.crc32(raw))
+        stored = json.loads(slot.contents)["crc32"]
         text = mended_text(b"%08x\n" % stored + raw)
         body = raw if text is None else text[9:]
         _note_mended(self.found, name, raw, body)
@@ -322,7 +321,7 @@ class _Damaged:
         for name, files in self.head.id_maps.items():
             parts = []
             for file, nbytes in files:
-                raw = _content(self._files, file, 2**62 if nbytes is None else nbytes, self.found)
+                raw = _content(self._files, file, nbytes, self.found)
                 parts += pieces_left(raw, nbytes, file, self.found.problems)
             what = f"id map {name!r}"
             try:

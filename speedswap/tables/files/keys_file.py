@@ -129,20 +129,22 @@ def pieces(raw: Tensor, what: str) -> list[SavedMap]:
     return found
 
 
-def pieces_left(raw: bytes, nbytes: int | None, what: str, problems: list[str]) -> list[SavedMap]:
+def pieces_left(raw: bytes, nbytes: int, what: str, problems: list[str]) -> list[SavedMap]:
     """Return the pieces of a file that may be damaged, and record a problem for each loss.
 
     Args:
         raw: what is left of the file.
-        nbytes: its valid length in bytes; None for a whole map.
+        nbytes: its valid length in bytes.
         what: the file's name, for problems.
         problems: the list that problems are added to.
     """
     found, magic = [], int.from_bytes(_MAGIC, "little")
-    blocks = range(0, len(raw), PIECE_BYTES) if nbytes is not None else [0]
-    flips = {at: (int.from_bytes(raw[at : at + len(_MAGIC)], "little") ^ magic).bit_count() for at in blocks}
-    begins = [at for at in blocks if flips[at] <= 1]
-    if begins[:1] != [0] or len(raw) < (nbytes or 0):
+    begins = [
+        at
+        for at in range(0, len(raw), PIECE_BYTES)
+        if (int.from_bytes(raw[at : at + len(_MAGIC)], "little") ^ magic).bit_count() <= 1
+    ]
+    if begins[:1] != [0] or len(raw) < nbytes:
         problems.append(f"{what} has lost keys at its beginning or its end")
     for begin, end in pairwise([*begins, len(raw)]):
         data = mended_text(raw[begin:end], _MAGIC)
@@ -150,9 +152,7 @@ def pieces_left(raw: bytes, nbytes: int | None, what: str, problems: list[str]) 
         data = data or _MAGIC + b"%08x\n" % zlib.crc32(body) + body
         try:
             with says_damaged(what):
-                saved, stop = _parsed(
-                    torch.frombuffer(bytearray(data), dtype=torch.uint8), PIECE_BYTES if nbytes else 1
-                )
+                saved, stop = _parsed(torch.frombuffer(bytearray(data), dtype=torch.uint8), PIECE_BYTES)
                 require(stop == len(data), f"a piece ends at byte {begin + stop}, not {end}")
                 if not is_sound:
                     saved, rows = _doubted(saved)

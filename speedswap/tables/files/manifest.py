@@ -306,8 +306,7 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
 def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
     number, stride, held = item["number"], item["stride"], []
     require(is_int(number, 0, 2**31), f"a layout has number {number!r}")
-    for own, offset, birth, start, source, *rest in item["held"]:
-        passed = rest[0] if rest else []
+    for own, offset, birth, start, source, passed in item["held"]:
         require(isinstance(passed, list), f"a column is copied through {passed!r}")
         for index in (own, start, *passed):
             require(is_int(index, 0, len(columns) - 1), f"a column is {index!r}")
@@ -317,8 +316,6 @@ def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
             all(each.row_shape == column.row_shape for each in (first, *through)),
             f"column {column.name!r} starts as {first.name!r}",
         )
-        if not rest and first.name != column.name:
-            through = (column,)  # from before copies of copies were distinguished
         last, is_copy = (first, *through)[-1], bool(through)
         require(
             last.name == column.name and is_copy >= (source is not None), f"column {column.name!r} is a copy of none"

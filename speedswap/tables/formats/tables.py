@@ -61,10 +61,6 @@ class Format(NamedTuple):
     item_bytes: Callable[[torch.dtype], float]
 
 
-def _as_float(dtype: torch.dtype) -> int:
-    return torch.float32.itemsize
-
-
 _exact = operator.attrgetter("itemsize")
 
 
