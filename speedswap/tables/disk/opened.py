@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from speedswap.tables.record import Column
 from speedswap.tables.store import Checked, Files, RowStore, StoreFacts
 
 _FORK_SECONDS, _TRIES = 10.0, 100
+_Found = TypeVar("_Found")
 
 _of_parents: list[LogCache] = []  # a forked child lacks their threads and never closes them
 
@@ -63,7 +64,7 @@ class OpenedLog(RowStore, Files):
         head = self._head_of(self._cache)
         self._commits = LogCommits(directory, self.name, head, self._options, self.notes)
         self._commits.start(self._cache.log)
-        self._read_id_maps()
+        self._retried(self._cache, self._read_commit)
         promise(self)
 
     def _opened(self, manifest: LogManifest, commit: int | None = None) -> LogCache:
@@ -79,13 +80,17 @@ class OpenedLog(RowStore, Files):
 
     def _head_of(self, cache: LogCache) -> LogHead:
         """Return the head of the commit that was opened, or became durable last."""
-        for _ in range(_TRIES):
+        return self._retried(cache, lambda: self._parsed(cache.log.head))
+
+    def _retried(self, cache: LogCache, read: Callable[[], _Found]) -> _Found:
+        """Read files that a commit names; if a writer has removed them in the meantime, those of its next commit."""
+        for last in (*[False] * _TRIES, True):
             try:
-                return self._parsed(cache.log.head)
-            except TableFormatError:  # or a writer has removed the head's file
-                if not self._reads or not cache.log.refresh():
+                return read()
+            except TableFormatError:
+                if last or not self._reads or not cache.log.refresh():
                     raise
-        return self._parsed(cache.log.head)
+        raise AssertionError
 
     def _parsed(self, body: bytes) -> LogHead:
         return read_head(body, self.name, self._directory.read_bytes)[0]
@@ -228,20 +233,12 @@ class OpenedLog(RowStore, Files):
         """Take over the attributes and id maps of the log's commit; what fails is retried by the next call."""
         self._adopted = -1
         commit = self._cache.log.durable
-        self._commits.adopt(self._head_of(self._cache))
-        self._read_id_maps()
+        self._retried(self._cache, self._read_commit)
         self._adopted = commit
 
-    def _read_id_maps(self) -> None:
-        """Read the id maps of the open commit, which a writer may remove in the meantime."""
-        for last in (*[False] * _TRIES, True):
-            try:
-                self._commits.keys.read(self.num_embeddings, frozen=self._reads)
-                return
-            except TableFormatError:
-                if last or not self._reads or not self._cache.log.refresh():
-                    raise
-            self._commits.adopt(self._head_of(self._cache))
+    def _read_commit(self) -> None:
+        self._commits.adopt(self._head_of(self._cache))
+        self._commits.keys.read(self.num_embeddings, frozen=self._reads)
 
     def _open_again(self, manifest: LogManifest, files: LogFiles) -> None:
         before, self._files = self._cache, files
