@@ -511,8 +511,7 @@ class Table:
             TableFullError: the disk has no room. In all cases nothing was written.
         """
         self.check_open(writing=True)
-        self.check_rows(rows)
-        _require_unique(self, rows)
+        self._check_unique(rows)
         if commit is not None and not bool((rows[1:] > rows[:-1]).all()):
             raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
         values = fitting(values, self.columns, len(rows), self.name)
@@ -581,8 +580,7 @@ class Table:
             >>> table.read(2, 5)[:, 0].tolist()
             [1.0, 0.5, 1.0]
         """
-        self.check_rows(rows)
-        _require_unique(self, rows)
+        self._check_unique(rows)
         self.check_resettable()
         if len(rows) or self.ranks is not None:
             place = rows.device if device is None else torch.device(device)
@@ -932,6 +930,16 @@ class Table:
             raise ValueError(f"rows has shape {tuple(ids.shape)}; give one-dimensional ids, rows.flatten()")
         kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
 
+    def _check_unique(self, rows: Tensor) -> None:
+        """Check ids as :meth:`check_rows` does; raise DuplicateIdError if one occurs twice."""
+        self.check_rows(rows)
+        position = kernels.first_duplicate(rows, self.num_embeddings)
+        if position >= 0:
+            raise DuplicateIdError(
+                f"rows[{position}] is {int(rows[position])}, which occurs before it; each row of table {self.name!r} "
+                "can be written once: sum or select the values of equal ids first"
+            )
+
 
 def put(table: Table, start: int, values: Tensor, column: str = "weight") -> None:
     """Overwrite rows of a column as :meth:`Table.write` does, with checked values, as part of a step.
@@ -961,15 +969,6 @@ def require_alike(table: Table, given: object, what: str) -> None:
     """
     if table.ranks is not None:
         table.ranks.require_alike(given, f"{what} table {table.name!r}")
-
-
-def _require_unique(table: Table, rows: Tensor) -> None:
-    position = kernels.first_duplicate(rows, table.num_embeddings)
-    if position >= 0:
-        raise DuplicateIdError(
-            f"rows[{position}] is {int(rows[position])}, which occurs before it; each row of table {table.name!r} "
-            "can be written once: sum or select the values of equal ids first"
-        )
 
 
 def _column_of(table: Table, name: str) -> Column:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
     from speedswap.tables.table import Table
 
 CHUNK_BYTES = 64 * 2**20
-_LOG_SECONDS = 10.0
-
-_log = logging.getLogger("speedswap")
 
 
 def to_numpy(table: Table, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -112,34 +107,12 @@ def require_memory(nbytes: int, what: str) -> None:
 
 
 @contextmanager
-def progress(total_rows: int, what: str, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the number of rows done since its last call.
-
-    With tqdm installed and standard error on a terminal it moves a bar; otherwise progress is logged every 10 seconds.
-    """
-    if not shown:
-        yield lambda rows: None
-        return
+def progress(total_rows: int, what: str) -> Iterator[Callable[[int], object]]:
+    """Show a bar where tqdm is installed and standard error is a terminal; yield its function for rows just done."""
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        yield _logged(total_rows, what)
+        yield lambda rows: None
         return
     with tqdm(total=total_rows, desc=what, unit="row", unit_scale=True, disable=None, leave=False) as bar:
-        if bar.disable:
-            yield _logged(total_rows, what)
-        else:
-            yield lambda rows: bar.update(rows)
-
-
-def _logged(total_rows: int, what: str) -> Callable[[int], None]:
-    done, last = 0, time.monotonic()
-
-    def advance(rows: int) -> None:
-        nonlocal done, last
-        done += rows
-        if time.monotonic() - last > _LOG_SECONDS:
-            last = time.monotonic()
-            _log.info("%s: %d of %d rows", what, done, total_rows)
-
-    return advance
+        yield bar.update

@@ -166,7 +166,7 @@ class LogColumns(OpenedLog):
             return
         self._cache.make_room(self.num_embeddings)
         self._cache.set_aside(column.name for column in columns)
-        with progress(self.num_embeddings, f"rows of {self.name}", shown=True) as advance:
+        with progress(self.num_embeddings, f"rows of {self.name}") as advance:
             for rows in chunks_of(self.num_embeddings):
                 for column in columns:
                     self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.facts.seed))

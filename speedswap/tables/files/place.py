@@ -259,8 +259,7 @@ class Place:
 
 def is_ours(directory: OpenDirectory, name: str) -> bool:
     """Return whether a name in a table's directory can be a file of the table, or a rank's table."""
-    found = directory.status(name)
-    if found is not None and stat.S_ISDIR(found.st_mode):
+    if _is_folder(directory, name):
         shard = _shard(directory, name)
         return shard is not None and all(
             _OURS.fullmatch(each) and not _is_folder(shard, each) for each in shard.names()
