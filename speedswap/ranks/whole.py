@@ -33,12 +33,11 @@ _PIECE_BYTES = 8 << 20
 class _Alone(WrappedStore):
     """A store that one rank reads at its own pace."""
 
+    read = RowStore.read
+
     def __init__(self, inner: RowStore) -> None:
         super().__init__(inner)
         self.facts = replace(inner.facts, ranks=None, is_borrowed=True)
-
-    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        return self.gather(torch.arange(start, stop), [column], device)[column]
 
 
 @contextmanager

@@ -207,7 +207,6 @@ class RowStore(ABC):
 
     # ------------------------------------------------------------------ whole columns
 
-    @abstractmethod
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Return rows ``start`` to ``stop`` of a column, for reading while the table's lock is held.
 
@@ -215,6 +214,7 @@ class RowStore(ABC):
             Shape (stop - start, ...), in the blocks' dtype: a view of the store's memory or a copy, on ``device`` if
             given.
         """
+        return self.gather(torch.arange(start, stop), [column], device)[column]
 
     @abstractmethod
     def write(self, column: str, start: int, values: Tensor) -> None:

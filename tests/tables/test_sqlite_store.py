@@ -91,9 +91,6 @@ class SqliteStore(RowStore):
         written = ((name, row, each) for row, each in zip(rows, held, strict=True))
         self._database.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", written)
 
-    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        return self.gather(torch.arange(start, stop), [column], device)[column]
-
     def write(self, column: str, start: int, values: Tensor) -> None:
         self._put(column, range(start, start + len(values)), values)
 

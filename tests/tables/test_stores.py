@@ -26,7 +26,7 @@ ROWS, DIM = 30, 4
 
 
 def test_the_door_is_narrow() -> None:
-    """What a store has for its users has a line each in the description of the architecture."""
+    """Each member has a line in the description of the architecture."""
     members = {name for name in {*dir(RowStore), *RowStore.__annotations__} if not name.startswith("_")}
     assert len(members) <= 18
     text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
@@ -426,9 +426,6 @@ class Sharded(RowStore):
     def drain(self) -> None:
         for shard in self.shards:
             shard.drain()
-
-    def read(self, column: str, start: int, stop: int, device: Any = None) -> Tensor:
-        return self.gather(torch.arange(start, stop), [column], device)[column]
 
     def write(self, column: str, start: int, values: Tensor) -> None:
         for number, shard in enumerate(self.shards):

@@ -160,9 +160,6 @@ class LogStore(LogColumns, Commits):
 
     # ------------------------------------------------------------------ whole columns
 
-    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        return self.gather(torch.arange(start, stop), [column], device).columns[column]
-
     def write(self, column: str, start: int, values: Tensor) -> None:
         self._held.stop()
         count = start % self._cache.manifest.group_rows + len(values)

@@ -192,9 +192,6 @@ class ShardsInFiles(RowStore, Files):
             found[name] = into.copy_(found[name])
         return Block(rows, {name: found[name].to(device) for name in names})
 
-    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        return self.gather(torch.arange(start, stop), [column], device)[column]
-
     def _refuse(self, *given: Any, **more: Any) -> None:
         self.check(writing=True)
 
