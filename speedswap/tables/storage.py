@@ -20,6 +20,7 @@ from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.layout import FreshRows, LogLayout
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
@@ -213,8 +214,9 @@ class Disk(Storage, DiskOptions):
         directory = TableDirectory.create(self.folder)
         store = None
         try:
-            layout = LogLayout.of([weight])
-            store = LogStore.create(directory, name or directory.path.name, num_embeddings, seed, layout, self)
+            name, layout = name or directory.path.name, LogLayout.of([weight])
+            manifest = LogManifest.of(name, num_embeddings, seed, layout, scratch=self.scratch)
+            store = LogStore.create(directory, manifest, self)
             directory.publish()
         except BaseException:
             if store is not None:
@@ -350,8 +352,9 @@ def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
 
 def save_store(source: RowStore, directory: TableDirectory) -> None:
     """Write a copy of a store's rows, attributes and id maps to a new directory, as one commit."""
-    facts, layout, disk = source.facts, layout_of(source), DiskOptions(cache_bytes=_SAVE_BYTES)
-    target = LogStore.create(directory, facts.name, facts.num_embeddings, facts.seed, layout, disk, filled=False)
+    facts = source.facts
+    manifest = LogManifest.of(facts.name, facts.num_embeddings, facts.seed, layout_of(source))
+    target = LogStore.create(directory, manifest, DiskOptions(cache_bytes=_SAVE_BYTES), filled=False)
     try:
         for rows, held in source.written_rows():
             target.put(rows, held)

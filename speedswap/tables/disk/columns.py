@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 import torch
@@ -114,7 +113,7 @@ class LogColumns(OpenedLog):
                 f"table {self.name!r} would have to be written anew for columns {[each.name for each in columns]}, and "
                 "checkpoints hold its rows as they were; copy it with Table.save, and add the columns to the copy"
             )
-        manifest = before.manifest.renewed(layout, secrets.randbits(64))
+        manifest = before.manifest.renewed(layout)
         kept = [name for name in layout.columns if name not in {column.name for column in columns}]
         try:
             self._files = new_log(self._directory, manifest)

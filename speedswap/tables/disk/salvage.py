@@ -303,10 +303,8 @@ class _Damaged:
         manifest, slot, found = self._manifest, self._slot, self.found
         last, index = (None, None) if slot is None else (slot.last, slot.sums)
         log = DamagedLog(manifest, self._rows.fd, last, index)
-        layout, disk = collapsed(manifest.layouts[-1]), DiskOptions(cache_bytes=_CACHE_BYTES)
-        target = LogStore.create(
-            directory, manifest.name, manifest.num_embeddings, manifest.seed, layout, disk, filled=False
-        )
+        saved = LogManifest.of(manifest.name, manifest.num_embeddings, manifest.seed, collapsed(manifest.layouts[-1]))
+        target = LogStore.create(directory, saved, DiskOptions(cache_bytes=_CACHE_BYTES), filled=False)
         try:
             _save_rows(log, target, found)
             target.notes.attributes.update(self.head.attributes)

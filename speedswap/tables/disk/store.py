@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,10 +16,8 @@ from speedswap.kernels import Lookup, Transfers, deferred_interrupts
 from speedswap.tables.disk.ahead import HeldRows, RowsAheadOfStep
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.columns import LogColumns, new_log
-from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
-from speedswap.tables.initial import is_lazy
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import Commits, RowStore, begin_alike
 
@@ -240,34 +237,22 @@ class LogStore(LogColumns, Commits):
 
     @classmethod
     def create(
-        cls,
-        directory: TableDirectory,
-        name: str,
-        num_embeddings: int,
-        seed: int,
-        layout: LogLayout,
-        options: DiskOptions,
-        *,
-        filled: bool = True,
+        cls, directory: TableDirectory, manifest: LogManifest, options: DiskOptions, *, filled: bool = True
     ) -> LogStore:
         """Create a store in a new directory.
 
         Args:
             directory: the table's, empty.
-            name: for messages.
-            num_embeddings: number of rows.
-            seed: of the initial values.
-            layout: the layout of the records.
+            manifest: the description of the table.
             options: cache and commits.
             filled: True to write the initial values that cannot be computed again.
         """
-        manifest = LogManifest.of(name, num_embeddings, seed, layout, secrets.randbits(64), scratch=options.scratch)
         files, store = new_log(directory, manifest), None
         try:
             directory.write_manifest(manifest)
             store = cls(directory, manifest, files, options)
             if filled:
-                store._write_initial([column for column in layout.columns.values() if not is_lazy(column)])
+                store._write_initial([*manifest.columns.values()])
                 store._commits.finish(store._cache.log)
         except BaseException:
             if store is not None:

@@ -154,15 +154,13 @@ class LogManifest:
     log: int = 0
 
     @classmethod
-    def of(
-        cls, name: str, num_embeddings: int, seed: int, layout: LogLayout, salt: int, *, scratch: bool = False
-    ) -> LogManifest:
+    def of(cls, name: str, num_embeddings: int, seed: int, layout: LogLayout, *, scratch: bool = False) -> LogManifest:
         """Return the manifest of a new table.
 
         Raises:
             TableTooLargeError: it has too many rows, or rows are too long.
         """
-        return cls(name, num_embeddings, seed, 1, 0, salt, (), scratch).with_layout(layout)
+        return cls(name, num_embeddings, seed, 1, 0, secrets.randbits(64), (), scratch).with_layout(layout)
 
     def with_layout(self, layout: LogLayout) -> LogManifest:
         """Return the manifest with a new layout; number 0 is for a table without rows on disk.
@@ -199,13 +197,13 @@ class LogManifest:
             return None
         return manifest
 
-    def renewed(self, layout: LogLayout, salt: int) -> LogManifest:
+    def renewed(self, layout: LogLayout) -> LogManifest:
         """Return the manifest of a new log whose rows are all in this layout.
 
         Raises:
             TableTooLargeError: no log can hold rows this long, or this many.
         """
-        made = LogManifest.of(self.name, self.num_embeddings, self.seed, collapsed(layout), salt, scratch=self.scratch)
+        made = LogManifest.of(self.name, self.num_embeddings, self.seed, collapsed(layout), scratch=self.scratch)
         return replace(made, log=self.log + 1)
 
     @property
