@@ -21,7 +21,7 @@ from speedswap.tables import Column, LocalStore, Table
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.memory import Memory, RecordGroup
 from speedswap.tables.record import RecordLayout
-from speedswap.tables.store import Checked, Files
+from speedswap.tables.store import Checked, Files, StoreFacts
 from speedswap.tables.whole_table import as_numpy, numpy_dtype
 
 
@@ -155,7 +155,7 @@ class NpyStore(LocalStore, Files):
     """
 
     def __init__(self, path: Path, num_embeddings: int, name: str, seed: int = 0) -> None:
-        super().__init__(num_embeddings, "disk", seed, name, written=True)
+        super().__init__(StoreFacts(num_embeddings, "disk", seed=seed, name=name), written=True)
         self._path = path
 
     def adopt(self, column: Column, array: np.memmap[Any, Any]) -> None:

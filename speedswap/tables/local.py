@@ -29,11 +29,7 @@ class LocalStore(RowStore):
     """Records in device, pinned or pageable memory.
 
     Args:
-        num_embeddings: rows.
-        storage: the kind of memory.
-        seed: of the initial values.
-        name: for messages.
-        engine: how rows move between it and a GPU.
+        facts: facts about the store; ``storage`` is the kind of memory.
         written: True if rows may differ from their initial values.
 
     Attributes:
@@ -41,19 +37,9 @@ class LocalStore(RowStore):
             columns added after the first write get another group.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        storage: str,
-        seed: int,
-        name: str,
-        *,
-        engine: str = "auto",
-        written: bool = False,
-    ) -> None:
-        self.num_embeddings, self.storage, self.seed, self.name = num_embeddings, storage, seed, name
-        self.engine = engine
-        self.facts = StoreFacts(num_embeddings, storage, engine, seed, name)
+    def __init__(self, facts: StoreFacts, *, written: bool = False) -> None:
+        self.facts = facts
+        self.num_embeddings, self.seed, self.name = facts.num_embeddings, facts.seed, facts.name
         self.groups: tuple[RecordGroup, ...] = ()
         self._columns: dict[str, Column] = {}
         self._by_names: dict[tuple[str, ...], _Fields] = {}  # cached for these groups, since every batch needs it
@@ -76,7 +62,7 @@ class LocalStore(RowStore):
     ) -> LocalStore:
         """Return a new store filled with initial values; arguments and errors are those of :meth:`Table.create`."""
         require_size(num_embeddings, [weight])
-        store = cls(num_embeddings, storage, seed, name or "table", engine=engine, written=weight.init.is_given)
+        store = cls(StoreFacts(num_embeddings, storage, engine, seed, name or "table"), written=weight.init.is_given)
         store._hold(store._new_group([weight]))
         return store
 
@@ -155,8 +141,8 @@ class LocalStore(RowStore):
     def _new_group(self, columns: Sequence[Column], *, filled: bool = True) -> RecordGroup:
         """Return memory for these columns, filled with initial values unless it should stay zero."""
         layout = RecordLayout.of(columns)
-        memory = allocate(self.storage, self.num_embeddings * layout.stride)
-        group = RecordGroup(layout, memory, self.num_embeddings, self.engine)
+        memory = allocate(self.facts.storage, self.num_embeddings * layout.stride)
+        group = RecordGroup(layout, memory, self.num_embeddings, self.facts.engine)
         try:
             # Fresh memory is zero already.
             self._fill(group, [column for column in columns if filled and not column.init.is_zero])

@@ -25,7 +25,7 @@ from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
 from speedswap.tables.record import Column
-from speedswap.tables.store import RowStore, origins_in
+from speedswap.tables.store import RowStore, StoreFacts, origins_in
 
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
@@ -378,7 +378,8 @@ def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine:
     """
     facts = source.facts
     own = next((each for each in get_args(storages.MemoryKind) if each == facts.storage), storages.default_kind())
-    copied = LocalStore(facts.num_embeddings, kind or own, facts.seed, facts.name, engine=engine or facts.engine)
+    place = kind or own, engine or facts.engine
+    copied = LocalStore(StoreFacts(facts.num_embeddings, *place, facts.seed, facts.name))
     group = copied.add_unfilled(list(source.columns.values()))
     fresh = FreshRows(layout_of(source), 1, facts.num_embeddings, facts.seed)
     if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # otherwise every row was written
