@@ -127,7 +127,7 @@ def _one_group(
     came = task.send(mine.repeat(size, 1), [len(mine)] * size, sizes)
     values = torch.full((len(came), k), -math.inf, dtype=came.dtype)
     ids = torch.full((len(came), k), -1, dtype=torch.int64)
-    most, begin = min(k, own.num_embeddings), 0
+    most, begin = min(k, own.facts.num_embeddings), 0
     for some, theirs in zip(torch.split(came, sizes) if most else [], left_out, strict=False):
         found = best_rows(Table(own), some.to(theirs.ids.device), most, chunk, theirs)
         values[begin : begin + len(some), :most] = found.values.cpu()
@@ -181,7 +181,7 @@ def _share_masks(task: Task, own: _RowsInOrder, mask: Tensor | None) -> list[Ten
             begin, end = (own.owners.count_below(row, rank) for row in (own.first_row, own.first_row + len(mask)))
             parts[rank] = mask[own.owners.ids_in_order(rank, begin, end) - own.first_row]
     sent, given = [len(part) for part in parts], torch.cat(parts)
-    received = [own.num_embeddings * has for has in has_mask]
+    received = [own.facts.num_embeddings * has for has in has_mask]
     came = torch.split(task.send(given, sent, received), received)
     return [part if has else None for part, has in zip(came, has_mask, strict=True)]
 

@@ -107,7 +107,7 @@ class Storage(ABC):
         raise ValueError(f"path is {str(path)!r}, a directory, but storage is {self!r}; give a place on disk")
 
     def __repr__(self) -> str:
-        settings = sorted(fields(self), key=lambda each: bool(each.kw_only))  # type: ignore[arg-type]
+        settings = sorted(fields(self), key=lambda each: bool(each.kw_only))
         values = [
             (each.name, getattr(self, each.name)) for each in settings if getattr(self, each.name) != each.default
         ]

@@ -504,15 +504,20 @@ class JointRows(ABC):
         """Surround the writing of a file about the rows; yield True on the rank that writes it."""
 
 
+def innermost(store: RowStore) -> RowStore:
+    """Return the store that others wrap."""
+    while isinstance(store, WrappedStore):
+        store = store.inner
+    return store
+
+
 def read_alone(store: RowStore) -> AbstractContextManager[RowStore | None]:
     """Provide one process with a store that it can read alone; other ranks that share it serve it and get None."""
     if store.facts.ranks is None:
         return nullcontext(store)
-    inner = store
-    while isinstance(inner, WrappedStore):
-        inner = inner.inner
-    assert isinstance(inner, JointRows)
-    return inner.alone(store)
+    joint = innermost(store)
+    assert isinstance(joint, JointRows)
+    return joint.alone(store)
 
 
 def origins_in(store: RowStore) -> dict[str, Origin]:

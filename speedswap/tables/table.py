@@ -28,7 +28,7 @@ from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
 from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
-from speedswap.tables.store import Commits, JointRows, RowStore
+from speedswap.tables.store import Commits, JointRows, RowStore, innermost
 
 if TYPE_CHECKING:
     import enum
@@ -77,13 +77,13 @@ class Table:
     def __init__(self, store: RowStore) -> None:
         self.store, facts = store, store.facts
         self.ranks = facts.ranks
-        self.joint = store if isinstance(store, JointRows) else None
+        self.joint: JointRows | None = store if isinstance(store, JointRows) else None
         self.num_embeddings, self.name = facts.num_embeddings, facts.name
         self.storage, self.engine = facts.storage, facts.engine
         self.attributes = store.notes.attributes
         self.live_attributes = store.notes.live_attributes
         self._locked = facts.locked
-        self._is_closed = False  # a table of another store's rows
+        self._is_closed = False  # by this table, though another one may have the rows still
         self._flush_at_end = weakref.finalize(self, _flush_at_end, store)
 
     # ------------------------------------------------------------------ made, opened, loaded
@@ -306,6 +306,16 @@ class Table:
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
         return self.store.columns
+
+    def column_of(self, name: str) -> Column:
+        """Return a column.
+
+        Raises:
+            ValueError: no column has that name.
+        """
+        if name not in self.columns:
+            raise ValueError(f"column {name!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
+        return self.columns[name]
 
     @property
     def nbytes(self) -> int:
@@ -630,7 +640,7 @@ class Table:
         start, stop, _ = slice(start, stop).indices(self.num_embeddings)
         stop = max(start, stop)
         with self._held():
-            found = _column_of(self, column)
+            found = self.column_of(column)
             whole_table.require_memory(
                 (stop - start) * found.width * found.dtype.itemsize,
                 f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}",
@@ -682,7 +692,7 @@ class Table:
             TableFullError: the disk has no room for every row.
         """
         with self._held(writing=True):
-            _column_of(self, column)
+            self.column_of(column)
             self.note_change(None)
             view = self.store.view(column)
             self.store.notes.viewed.add(view.untyped_storage().data_ptr())
@@ -738,7 +748,7 @@ class Table:
         """
         with self._held(writing=True):
             for column in columns:
-                _column_of(self, column.name)
+                self.column_of(column.name)
             self._check_columns(columns)
             if columns:
                 self.note_change(None)
@@ -971,17 +981,6 @@ def require_alike(table: Table, given: object, what: str) -> None:
         table.ranks.require_alike(given, f"{what} table {table.name!r}")
 
 
-def _column_of(table: Table, name: str) -> Column:
-    """Return a column.
-
-    Raises:
-        ValueError: no column has that name.
-    """
-    if name not in table.columns:
-        raise ValueError(f"column {name!r} is not in table {table.name!r}; it has {', '.join(table.columns)}")
-    return table.columns[name]
-
-
 def _require_zero_row(zero_row: int | None, num_embeddings: int) -> int | None:
     """Return a column's zero_row as an int, or None.
 
@@ -1014,7 +1013,8 @@ def _flush_at_end(store: RowStore) -> None:
     """Flush a store whose table was not closed: it was freed, or the process is exiting."""
     if not store.facts.is_borrowed:
         with store.facts.locked.lock:
-            if store.files is None:
-                store.flush()
+            own = innermost(store)
+            if own.files is None:
+                own.flush()
             else:
-                store.files.leave(store.flush)
+                own.files.leave(own.flush)

@@ -996,7 +996,6 @@ def test_the_documented_signatures() -> None:
         ("datatype", "float32"),
         ("CPUPinn", False),
         ("storage", None),
-        ("former", REQUIRED),
     ]
     assert arguments_of(OptimizerFactory) == [
         ("given_optimizer", REQUIRED),
@@ -1008,7 +1007,6 @@ def test_the_documented_signatures() -> None:
         ("CPUPinn", False),
         ("diskname", None),
         ("storage", None),
-        ("former", REQUIRED),
     ]
     assert arguments_of(ModelFactory.zerosInit) == []
     assert arguments_of(ModelFactory.uniformDistributionInit) == [("low", REQUIRED), ("high", REQUIRED)]

@@ -488,7 +488,7 @@ def test_a_store_over_several_others_trains_and_is_saved(kind: str, ahead: bool,
         assert columns(saved) == columns(usual.table)
         assert saved.attributes["optimizer"]["scalars"]["step"] == 6
     other.table.close()
-    assert all(shard.closed for shard in shards)
+    assert all(shard.notes.closed for shard in shards)
 
 
 @pytest.mark.parametrize("order", ["failing first", "failing last"])

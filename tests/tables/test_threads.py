@@ -159,11 +159,6 @@ def test_a_table_closed_twice_at_once_is_closed_once(tmp_path: Path):
             assert again.gather(torch.tensor([7])).weight.tolist() == [[1.0] * 4]
 
 
-def test_the_lock_is_made_with_the_table() -> None:
-    """Threads that are the first to use it would make one each."""
-    assert "locked" in vars(speedswap.Table.create(3, 2).store)
-
-
 class _Cache:
     """A store that another thread finds while its cache is counted."""
 

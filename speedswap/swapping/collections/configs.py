@@ -125,8 +125,8 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     pooling: str = "sum"
 
-    def __post_init__(self, engine: str | None) -> None:
-        super().__post_init__(engine)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         pooling = getattr(self.pooling, "value", self.pooling)
         pooling = pooling.lower() if isinstance(pooling, str) else pooling
         if pooling not in _POOLINGS:

@@ -175,8 +175,7 @@ def outgoing(table: Table, format: str, columns: Sequence[str], keys: KeySource 
     with table.lock, ExitStack() as held:
         table.check_open()
         for name in columns:
-            if name not in table.columns:
-                raise ValueError(f"column {name!r} is not in table {table.name!r}; it has {', '.join(table.columns)}")
+            table.column_of(name)
         if keys is None and kind.keys != "never":
             keys = table.id_map if table.id_map is not None else "rows" if kind.keys == "always" else None
         found = None if keys is None else held.enter_context(opened_keys(keys, table.num_embeddings))
