@@ -128,6 +128,9 @@ def walk(group):
     call("reserve_rows", lambda: table.reserve_rows(5))
     for name in ("drain", "commit", "flush", "check_open", "check_resettable", "__len__", "__repr__"):
         call(name, getattr(table, name))
+    call("column_of", lambda: table.column_of("weight").width)
+    call("is_backed_by", lambda: table.is_backed_by(values))
+    call("note_change", lambda: table.note_change(None))
     call("check_rows", lambda: table.check_rows(torch.tensor([ROWS])))
     call("set_id_map", lambda: table.set_id_map(speedswap.IdMap(ROWS - 1)))
     call("view", table.view)
@@ -141,7 +144,9 @@ def walk(group):
     return {name: value if isinstance(value, bool | float | int | str) else None for name, value in found.items()}
 
 
-PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned id_map lock version was_found".split()
+PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned id_map lock version was_found commits".split()
+PROPERTIES.append("local_to_rank")
+)
 
 
 def _between(table, values):
