@@ -58,7 +58,7 @@ class BlockBatch(NamedTuple):
     contexts: Tensor
     """Ids, shape (blocks, BLOCK + 2 * window + NOISE): the words around, then the negatives."""
     left: Tensor
-    """Number of words before each center that are its contexts, int64, shape (blocks, BLOCK)."""
+    """Number of words before each center that are its contexts, shape (blocks, BLOCK)."""
     right: Tensor
     """The same after it."""
     pairs: Tensor
@@ -91,7 +91,7 @@ class HostDraws:
 
     def of_blocks(self, words: int, window: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a window from 1 to ``window`` for each word, the order of the blocks, and NOISE numbers for each."""
-        windows = self._random.integers(1, window + 1, words)
+        windows = self._random.integers(1, window + 1, words).astype(np.int32)
         noise = self._random.random((blocks, NOISE))
         order = self._random.permutation(blocks)
         return torch.from_numpy(windows), torch.from_numpy(order), torch.from_numpy(noise[order])
@@ -246,10 +246,14 @@ class Sampler:
 
 def reach(sentences: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the reach of each word's window to the left and to the right, within its sentence."""
-    place = torch.arange(len(sentences), device=sentences.device)
-    before = place - torch.searchsorted(sentences, sentences)
-    after = torch.searchsorted(sentences, sentences, right=True) - 1 - place
-    return torch.minimum(before, windows), torch.minimum(after, windows)
+    place = torch.arange(len(sentences), dtype=torch.int32, device=sentences.device)
+    begins = torch.zeros_like(sentences)
+    begins[1:] = sentences[1:] != sentences[:-1]
+    number = begins.cumsum(0, dtype=torch.int32)
+    sizes = torch.zeros_like(sentences).index_add_(0, number, torch.ones_like(sentences))
+    size, end = (each.index_select(0, number) for each in (sizes, sizes.cumsum(0, dtype=torch.int32)))
+    after = end - 1 - place
+    return torch.minimum(size - 1 - after, windows), torch.minimum(after, windows)
 
 
 def kept_share(counts: NDArray[np.int64], sample: float) -> NDArray[np.float32]:
