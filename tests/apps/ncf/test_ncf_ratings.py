@@ -80,6 +80,10 @@ MISTAKES = {
         b"1\t2\t3\t4\n5\t6\t3\tx\n",
         r"line 2: time \(column 4\) is 'x', neither a number nor a date",
     ),
+    "letters for a time after a fraction": (
+        b"1\t2\t3\t4\n5\t6\t3\t1.5\n5\t7\t3\tx\n",
+        "line 3: time .* is 'x', neither",
+    ),
     "too few fields": (b"1::2::3::4\n1::2::3\n", "line 2: Expected 4 columns, got 3: 1::2::3; correct the line"),
     "too many fields": (b"1,2,3,4\n1,2,3,4,5\n", "line 2: Expected 4 columns, got 5: 1,2,3,4,5; correct the line"),
     "other separator": (b"1::2::3::4\n\n1\t2\t3\t4\n", "line 3"),
