@@ -146,7 +146,6 @@ def walk(group):
 
 PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned id_map lock version was_found commits".split()
 PROPERTIES.append("local_to_rank")
-)
 
 
 def _between(table, values):
