@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -171,28 +172,25 @@ def _take_back(state: dict[str, Any]) -> None:
         step.undo()
 
 
+@dataclass(eq=False)
 class _UnderWay:
     """A step of an optimizer, from torch's hook before it to the one after it.
 
-    Args:
+    Attributes:
         steps: the row steps that take part.
         sharded: those whose rows are owned by ranks.
         args: the step's arguments, which distinguish its end from that of a nested step.
         has_closure: True if rows take part only once a closure has been called.
-
-    Attributes:
+        thread: the thread that steps.
         inner: nested steps of the same optimizer, such as ``super().step()``, that have begun and not ended.
     """
 
-    def __init__(
-        self, steps: Sequence[RowStep], sharded: Sequence[RowStep], args: tuple[Any, ...], has_closure: bool
-    ) -> None:
-        self.steps = steps
-        self.sharded = sharded
-        self.args = args
-        self.has_closure = has_closure
-        self.thread = threading.get_ident()
-        self.inner = 0
+    steps: Sequence[RowStep]
+    sharded: Sequence[RowStep]
+    args: tuple[Any, ...]
+    has_closure: bool
+    thread: int = field(default_factory=threading.get_ident)
+    inner: int = 0
 
     @property
     def is_real(self) -> bool:
