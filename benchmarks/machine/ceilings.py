@@ -25,7 +25,7 @@ from speedswap import kernels
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
-from speedswap.kernels.cuda import pinning
+from speedswap.kernels.cuda import modules, pinning
 
 __all__ = ["Plan", "run"]
 
@@ -179,7 +179,7 @@ def registration(nbytes: int, device: str) -> list[dict[str, Any]]:
         seconds = {"fault in": _seconds(pinning.prefault, memory.data_ptr(), nbytes)} if faulted else {}
         if device == "cuda":
             seconds["register"] = _seconds(_register, memory.data_ptr(), nbytes)
-            seconds["unregister"] = _seconds(pinning.unregister, memory.data_ptr())
+            seconds["unregister"] = _seconds(_unregister, memory.data_ptr())
         found.append({"bytes": nbytes, "huge_pages": huge, "faulted_in_before": faulted, "seconds": seconds})
         first = "faulted in before" if faulted else "not faulted in"
         print(f"  {'huge' if huge else 'small'} pages, {first}: {_as_text(seconds)}", flush=True)
@@ -192,6 +192,11 @@ def _register(pointer: int, nbytes: int) -> None:
     failure = pinning.pin(pointer, nbytes)
     if failure is not None:
         raise BenchmarkError(f"{nbytes / _GIB:.2f} GiB could not be registered: {failure}")
+
+
+def _unregister(pointer: int) -> None:
+    with modules.on_device(torch.cuda.current_device()):
+        modules.cupy().cuda.runtime.hostUnregister(pointer)
 
 
 def cpu(link: Link, footprint: int, plan: Plan, late: _Late) -> list[dict[str, Any]]:

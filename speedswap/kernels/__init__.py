@@ -41,7 +41,7 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
-from speedswap.kernels.lines import Lines, Vectors, read_lines, read_vectors, write_vectors
+from speedswap.kernels.lines import Lines, read_lines, read_vectors, write_vectors
 from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
     ENGINES,

@@ -93,12 +93,6 @@ def pin(pointer: int, nbytes: int) -> str | None:
     return None
 
 
-def unregister(pointer: int) -> None:
-    """Undo :func:`pin` at once, for memory without queued work on any GPU."""
-    with modules.on_device(torch.cuda.current_device()):
-        modules.cupy().cuda.runtime.hostUnregister(pointer)
-
-
 def unpin(pointer: int, owner_pid: int, owner: object) -> None:
     """Undo :func:`pin`, after all work queued on GPUs is done. Does nothing for memory that is not pinned.
 
