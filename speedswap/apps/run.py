@@ -58,6 +58,7 @@ class Training(ABC, Generic[Settings, Batch]):
         step: steps taken in the next one.
         training_seconds: the time of the steps and of making their batches, without evaluations and checkpoints.
         interrupted: True if the training ended early, on request or by a failure.
+        steps_per_epoch: set where it is known beforehand, and an epoch ends with an evaluation; otherwise 0.
         total: the extent of the whole training, in the unit of ``done``.
         unit: that of both, for the progress bar.
     """
@@ -69,6 +70,7 @@ class Training(ABC, Generic[Settings, Batch]):
     model: nn.Module
     optimizer: Optimizer
     lr: float
+    steps_per_epoch: int = 0
     total: int
     unit = " steps"
 
@@ -92,9 +94,9 @@ class Training(ABC, Generic[Settings, Batch]):
         """Make the model, with its initial values."""
 
     @property
-    @abstractmethod
     def done(self) -> float:
-        """The extent of the training so far."""
+        """The extent of the training so far; by default in steps."""
+        return self.epoch * self.steps_per_epoch + self.step
 
     @abstractmethod
     def batches(self) -> Iterable[Batch]:
@@ -114,7 +116,7 @@ class Training(ABC, Generic[Settings, Batch]):
 
     def is_due(self) -> bool:
         """Return whether an evaluation is due after this step. One always is after the last of the batches."""
-        return False
+        return 0 < self.steps_per_epoch == self.step
 
     @abstractmethod
     def evaluate(self) -> str | None:

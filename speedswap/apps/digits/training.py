@@ -115,8 +115,8 @@ class DigitsRun(Training[DigitsSettings, Images]):
     def read(self) -> None:
         split = read_split(self.settings.seed)
         self.split = DigitsSplit(split.train.to(self.device), split.test.to(self.device))
-        self._steps_per_epoch = -(-len(split.train) // self.settings.batch)
-        self.total = self._steps_per_epoch * self.settings.epochs
+        self.steps_per_epoch = -(-len(split.train) // self.settings.batch)
+        self.total = self.steps_per_epoch * self.settings.epochs
 
     def make_model(self) -> DigitsNet:
         return DigitsNet(self.settings.width, seed=self.settings.seed)
@@ -131,10 +131,6 @@ class DigitsRun(Training[DigitsSettings, Images]):
         self._splitter = speedswap.BatchSplitter(
             self.model, micro_batch_size=size, grow_after=self.settings.grow_after, callbacks=[self._trace]
         )
-
-    @property
-    def done(self) -> float:
-        return len(self.steps)
 
     @property
     def accuracy(self) -> float | None:
@@ -175,9 +171,6 @@ class DigitsRun(Training[DigitsSettings, Images]):
         sizes, failed = self._trace.sizes, tuple(self._trace.failed)
         self.steps.append(DigitsStep(loss, len(batch), max(sizes), len(sizes), failed, self._memory.peak_bytes))
         self.step += 1
-
-    def is_due(self) -> bool:
-        return self.step == self._steps_per_epoch
 
     def evaluate(self) -> str:
         loss = sum(step.loss * step.batch for step in self.steps[-self.step :]) / len(self.split.train)

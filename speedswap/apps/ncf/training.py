@@ -110,10 +110,6 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
         return self.model.dense().values()
 
     @property
-    def done(self) -> int:
-        return self.epoch * self.steps_per_epoch + self.step
-
-    @property
     def best(self) -> NcfEpoch | None:
         """The epoch with the best HR@10, of equal ones with the best NDCG@10; None before the first."""
         return max(self.epochs, key=lambda epoch: (epoch.hr, epoch.ndcg, -epoch.number), default=None)
@@ -135,9 +131,6 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
         self._loss += train_step(self.model, self.optimizer, batch) * batch.size
         self.step += 1
         self.steps += 1
-
-    def is_due(self) -> bool:
-        return self.step == self.steps_per_epoch
 
     def evaluate(self) -> str:
         loss = self._summed_loss() / len(self.split.train)
