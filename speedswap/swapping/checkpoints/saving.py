@@ -202,8 +202,8 @@ def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | Non
     if not found:
         return 1
     number, newest = found[-1].number + 1, found[-1].manifest()
-    if newest is not None and newest.token == Folders.known_sound:
-        folders.remove_but(keep)  # left undone by a killed process
+    if newest is not None and newest.token == Folders.known_sound and isinstance(keep, int):
+        folders.remove_but(keep)  # left undone by a killed process; steps to keep are not those of an earlier run
     if number >= 10**18:
         raise CheckpointError(
             f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"

@@ -126,6 +126,22 @@ def test_a_damaged_checkpoint_counts_for_none(keep: Any, left: str, tmp_path: Pa
     assert "".join(saved_in(tmp_path, [5], keep=keep)) == left
 
 
+class Unwritable(nn.Module):
+    """A module whose state no checkpoint holds."""
+
+    def get_extra_state(self) -> Any:
+        return lambda: None
+
+
+def test_steps_kept_of_an_earlier_run_stay_until_another_is_saved(tmp_path: Path) -> None:
+    """The steps that a run over them keeps say nothing about theirs."""
+    assert "".join(saved_in(tmp_path, [3, 6, 9], keep={3})) == "39"
+    with pytest.raises(TypeError, match="is a function"):
+        speedswap.save_checkpoint(tmp_path, nn.Sequential(model(1.0), Unwritable()), step=1, keep=())
+    assert speedswap.load_checkpoint(tmp_path, model(-1.0), step=3).step == 3
+    assert "".join(saved_in(tmp_path, [1], keep=())) == "1"
+
+
 def test_the_highest_number_is_not_the_end(tmp_path: Path) -> None:
     def renamed(number: int) -> None:
         (newest,) = tmp_path.iterdir()
