@@ -229,8 +229,7 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        is_made = "storage" in kwargs or "process_group" in kwargs
-        ranks = False if not args or is_made else getattr(args[0], "ranks", False)
+        ranks = False if not args or "storage" in kwargs else getattr(args[0], "ranks", False)
         if ranks is not None and not isinstance(ranks, RankGroup):
             ranks = _ranks_among(args, kwargs)
         if ranks is None:
@@ -242,8 +241,6 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | None:
-    if kwargs.get("process_group") is not None:
-        return RankGroup.of(kwargs["process_group"])
     if isinstance(ranks := getattr(kwargs.get("storage"), "ranks", None), RankGroup):
         return ranks
     for given in (*args[:2], kwargs.get("model"), kwargs.get("table")):
