@@ -62,7 +62,7 @@ int64_t first_duplicate(Ids ids, int64_t num_rows);
 // the number of rows. Ids may be negative.
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads);
 
-// How rows are spread over ranks: the arithmetic of tables/ranks/owners.py, which has the reasons.
+// How rows are spread over ranks: the arithmetic of speedswap/tables/shards/owners.py, which has the reasons.
 struct Owners {
     int bits;
     uint64_t factor;

@@ -192,7 +192,7 @@ class RowStore(ABC):
         """Start gathering every column of a later batch's rows.
 
         Args:
-            lookup: the batch's ids, which are first checked and deduplicated.
+            lookup: the batch's ids, which the transfer checks and deduplicates when it begins.
             transfers: the transfers of all tables of the batch, started by the caller.
         """
         return _NotPrefetched()

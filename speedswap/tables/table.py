@@ -28,7 +28,7 @@ from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
 from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
-from speedswap.tables.store import Commits, JointRows, RowStore, innermost
+from speedswap.tables.store import Commits, JointRows, RowStore
 
 if TYPE_CHECKING:
     import enum
@@ -78,6 +78,11 @@ class Table:
         self.store, facts = store, store.facts
         self.ranks = facts.ranks
         self.joint: JointRows | None = store if isinstance(store, JointRows) else None
+        if self.ranks is not None and self.joint is None and not facts.is_borrowed:
+            raise TypeError(
+                f"store is a {type(store).__name__} in front of rows that ranks own; wrap each rank's store instead: "
+                "storage=Ranks(each=…)"
+            )
         self.num_embeddings, self.name = facts.num_embeddings, facts.name
         self.storage, self.engine = facts.storage, facts.engine
         self.attributes = store.notes.attributes
@@ -1013,8 +1018,7 @@ def _flush_at_end(store: RowStore) -> None:
     """Flush a store whose table was not closed: it was freed, or the process is exiting."""
     if not store.facts.is_borrowed:
         with store.facts.locked.lock:
-            own = innermost(store)
-            if own.files is None:
-                own.flush()
+            if store.files is None:
+                store.flush()
             else:
-                own.files.leave(own.flush)
+                store.files.leave(store.flush)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import re
 import time
 from collections import Counter
@@ -215,6 +216,7 @@ def test_a_failure_at_any_call_leaves_the_last_completed_step(kind: str, ahead: 
         except StoreError:
             failed_in.add(store.failed_in)
         if not store.failed_in:
+            store.fails_at = -1  # nor when it is flushed at the end
             break
         done = items.table.writes  # one per completed step
         assert columns(items.table) == expected[done], store.failed_in
@@ -316,6 +318,31 @@ def test_a_store_in_front_of_another_trains_to_the_same_bits(kind: str, ahead: b
     for _ in range(3):
         cached.table.gather(torch.arange(5))
     assert store.misses <= before + 5
+
+
+class Behind(Cached):
+    """A store that writes rows when it is flushed."""
+
+    def scatter(self, block: speedswap.tables.Block, values: Any, transfers: Any = None) -> None:
+        for place, row in enumerate(block.rows.tolist()):
+            self.kept[row] = {name: each[place].clone() for name, each in values.items()}
+
+    def flush(self) -> None:
+        for row, values in self.kept.items():
+            rows = torch.tensor([row])
+            self.inner.scatter(speedswap.tables.Block(rows, {}), {name: each[None] for name, each in values.items()})
+        self.inner.flush()
+
+
+def test_what_a_wrapper_holds_is_flushed_when_its_table_is_freed(tmp_path: Path) -> None:
+    Table.create(ROWS, DIM, storage="disk", path=tmp_path / "files").close()
+    table = Table(Behind(open_store(tmp_path / "files")))
+    rows = torch.tensor([3, 5])
+    table.scatter(rows, torch.ones(2, DIM))
+    del table
+    gc.collect()
+    with Table.open(tmp_path / "files") as opened:
+        assert torch.equal(opened.gather(rows).weight, torch.ones(2, DIM))
 
 
 class Plain(RowStore):
