@@ -32,6 +32,17 @@ def test_checkpoint_of_divided_layers_goes_on_anywhere(ranks: RankPool, tmp_path
         close(found, trained)
 
 
+def test_split_tensors_are_refused_as_extra(ranks: RankPool, tmp_path: Path) -> None:
+    """The first rank alone writes extra: it would wait for the others to gather them."""
+    first, *others = ranks.run(scenarios.save_split_extra, 2, tmp_path)
+    assert (
+        first
+        == "TypeError: extra.average.weight is a tensor split over ranks; give its full_tensor(), called on every rank"
+    )
+    assert [each.split(":")[0] for each in others] == ["PeerError"]
+    assert not any(tmp_path.iterdir())
+
+
 _splits = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"),
     reason="torch before 2.12 cannot bring layers under fully_shard back from a failure",

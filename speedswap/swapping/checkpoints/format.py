@@ -292,6 +292,7 @@ class Encoder:
 
     Args:
         drops: True to collect none.
+        gathers: False to refuse tensors that are split over ranks, which the other ranks would not gather with this one.
 
     Attributes:
         tensors: detached tensors by name, of dtypes that a file of tensors can hold.
@@ -304,9 +305,9 @@ class Encoder:
         ['optimizer.sum']
     """
 
-    def __init__(self, *, drops: bool = False) -> None:
+    def __init__(self, *, drops: bool = False, gathers: bool = True) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._drops = drops
+        self._drops, self._gathers = drops, gathers
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Any:
         """Encode a value as plain data for JSON.
@@ -364,6 +365,8 @@ class Encoder:
 
     def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
         if hasattr(value, "full_tensor"):  # split by fully_shard
+            if not self._gathers:
+                raise TypeError(f"{name} is a tensor split over ranks; give its full_tensor(), called on every rank")
             value = value.full_tensor().cpu()
         if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
             kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}, on {value.device}"

@@ -197,7 +197,7 @@ def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | Non
     Raises:
         CheckpointError: no number is left.
     """
-    Encoder().encode(extra, "extra")  # report what cannot be written before writing tables
+    Encoder(gathers=False).encode(extra, "extra")  # report what cannot be written before writing tables
     found = folders.found()
     if not found:
         return 1
