@@ -40,7 +40,7 @@ class _RowsInOrder(WrappedStore):
         self.first_row = first_row
         self._begin = self.owners.count_below(first_row, self._rank)
         count = self.owners.count_below(first_row + num_rows, self._rank) - self._begin
-        self.facts = replace(self.facts, num_embeddings=count, is_borrowed=True)
+        self.facts = replace(self.facts, num_embeddings=count, nbytes=None, is_borrowed=True)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         ids = self.owners.ids_in_order(self._rank, self._begin + start, self._begin + stop)

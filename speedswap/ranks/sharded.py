@@ -67,7 +67,13 @@ class ShardedStore(RowStore, Files, JointRows):
         self.owners, self.group, self.name, self.reduction = owners, group, name, reduction
         self.num_embeddings = owners.num_embeddings
         self.facts = replace(
-            own.facts, num_embeddings=owners.num_embeddings, name=name, reads_copies=True, ranks=group, locked=Locked()
+            own.facts,
+            num_embeddings=owners.num_embeddings,
+            name=name,
+            nbytes=None,  # of all ranks' rows
+            reads_copies=True,
+            ranks=group,
+            locked=Locked(),
         )
         self.notes = own.notes  # this rank's part of the maps is kept with its rows
         self.notes.listeners.append(partial(_note_lent, self.lent))

@@ -80,6 +80,7 @@ def test_every_method_of_a_table_is_right_or_refuses(ranks: RankPool) -> None:
         for name in ("gather", "lease", "read", "__array__", "__dlpack__", "written", "columns", "rows_between"):
             assert found.pop(name) is True, name
         assert found.pop("zeros") == 0.0
+        assert found.pop("nbytes") == 2 * scenarios.ROWS * scenarios.WIDTH * 4
         refused = {name: text for name, text in found.items() if isinstance(text, str) and "Error: " in text}
         remedies = {
             "view": "use Table.read() and Table.write()",
