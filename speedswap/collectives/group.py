@@ -92,14 +92,15 @@ class RankGroup:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def require_same_settings(self, what: str, settings: Mapping[str, object]) -> None:
+    def require_same_settings(self, what: str, settings: Mapping[str, object], kind: Kind = Kind.MAKE) -> None:
         """Raise ValueError on every rank unless all of them pass the same settings; every rank must call this.
 
         Args:
             what: the object they belong to, for messages.
             settings: the settings by name, compared as text.
+            kind: what the ranks do with them.
         """
-        with self.main.task(Kind.MAKE) as task:
+        with self.main.task(kind) as task:
             found = task.difference_of({"": {name: str(value) for name, value in settings.items()}})
         if found is not None:
             raise ValueError(f"{what} has {found[1]}; give the same on all ranks")

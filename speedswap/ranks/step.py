@@ -179,7 +179,7 @@ class ShardedStep(RowStep):
         return None
 
     def begin_lookahead(self, depth: int) -> None:
-        self.group.require_same_settings("lookahead", {"depth": depth})
+        self.group.require_same_settings("lookahead", {"depth": depth}, Kind.BEGIN)
         self.group.ahead.begin()
         super().begin_lookahead(depth)
 

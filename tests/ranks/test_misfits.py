@@ -67,6 +67,7 @@ def test_batch_that_one_rank_leaves_out_before_its_lookup(ranks: RankPool, how) 
     ("lookup", "a lookup without a gradient in table 'items' of step 1", "let the others make the call, too"),
     ("state_dict", "state_dict() or load_state_dict() in table 'items' of step 1", "make them on every rank"),
     ("norm", "a norm or sum of a gradient in table 'items' of step 1", "take it on every rank"),
+    ("lookahead", "the beginning of a lookahead of step 1", "in the same order"),
 ])  # fmt: skip
 def test_what_one_rank_does_alone_is_named_with_its_remedy(ranks: RankPool, what, place, remedy) -> None:
     for rank, said in enumerate(ranks.run(scenarios.classics, 3, what)):
