@@ -292,7 +292,7 @@ class Encoder:
 
     Args:
         drops: True to collect none.
-        gathers: False to refuse tensors that are split over ranks, which the other ranks would not gather with this one.
+        gathers: False to refuse tensors that are split over ranks, where the other ranks do not encode them too.
 
     Attributes:
         tensors: detached tensors by name, of dtypes that a file of tensors can hold.
