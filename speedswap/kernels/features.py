@@ -57,7 +57,7 @@ def merge_ids(asked: FeatureIds) -> Tensor:
     wanted = count if begins is None else int(counts.sum())
     rows = torch.empty(wanted, dtype=torch.int64)
     starts = 0 if begins is None else begins.data_ptr()
-    features = (counts.shape[0], starts, counts.data_ptr(), asked.bases.data_ptr(), asked.limits.data_ptr())
+    features = (counts.shape[0], starts, address(counts), asked.bases.data_ptr(), asked.limits.data_ptr())
     if not _C.merge_ids(ids.data_ptr(), count, size, features, address(rows), wanted, threads_for(8 * wanted)):
         raise ValueError(
             f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "

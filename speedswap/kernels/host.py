@@ -86,11 +86,17 @@ def as_read(tensor: Tensor) -> Tensor:
 
     A tensor may lie at any address (slices of NumPy's structured arrays), and torch negates and conjugates lazily: the
     gradient of a conjugate's imaginary part is a view of memory that holds the opposite numbers.
+
+    Raises:
+        TypeError: a copy has no memory, as under FakeTensorMode.
     """
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % tensor.dtype.itemsize else tensor
+    if address(tensor) % tensor.dtype.itemsize:
+        tensor = tensor.clone()
+        address(tensor)
+    return tensor
 
 
 def as_ids(ids: Tensor) -> Tensor:

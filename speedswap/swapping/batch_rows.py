@@ -63,7 +63,9 @@ class Padding:
         rows = self._on.get(device)
         if rows is None:
             with torch.inference_mode(False):  # used later in other modes
-                rows = self._on[device] = torch.tensor(self.rows, dtype=torch.int64, device=device)
+                rows = torch.tensor(self.rows, dtype=torch.int64, device=device)
+            if kernels.has_memory(rows):  # not FakeTensorMode's
+                self._on[device] = rows
         return rows
 
 

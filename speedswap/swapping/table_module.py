@@ -507,6 +507,7 @@ class TableModule(nn.Module):
     def _in_place_of_table(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return all rows of a tensor that replaces the table's, and each id's index among them."""
         if not in_transform():  # torch's own lookup checks them
+            kernels.require_id_dtype(ids)
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
             kernels.require_dense(weight, "weight")
         if self._step.padding:

@@ -62,6 +62,7 @@ CASES = {
     "a subclass without memory": ("gather_rows(Wrapper(), IDS)", "source"),
     "gather_rows among fakes": ("among_fakes(lambda: gather_rows(SOURCE, IDS))", "a result"),
     "a lookup among fakes": ("among_fakes(lambda: ITEMS(IDS))", "a result"),
+    "a lookup of int32 among fakes": ("among_fakes(lambda: ITEMS(SHORT_IDS))", "a result"),
     "table.gather among fakes": ("among_fakes(lambda: ITEMS.table.gather(IDS))", "a result"),
     "a functionalized lookup of what is not": (
         "functionalize(lambda x: gather_rows(SOURCE, IDS) + x)(ROWS)",
@@ -93,7 +94,7 @@ torch.set_num_threads(1)  # others are missing in the forked children
 IDS, BAGS, ENDS = torch.tensor([1, 2, 0]), torch.tensor([0, 1]), torch.tensor([0, 3])
 SOURCE, ROWS = torch.arange(12.0).view(4, 3), torch.ones(3, 3)
 MEMORY = torch.zeros(64, dtype=torch.int64)
-ITEMS = Embedding(9, 3)
+ITEMS, SHORT_IDS = Embedding(9, 3), IDS.int()
 
 def resized(tensor, nbytes):
     copy = tensor.clone()

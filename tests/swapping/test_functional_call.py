@@ -63,3 +63,5 @@ def test_rows_that_do_not_fit_are_refused():
         functional_call(module, {"weight": torch.ones(3, 2)}, (IDS,))
     with pytest.raises(IdError):
         functional_call(module, {"weight": torch.ones(4, 2)}, (torch.tensor([4]),))
+    with pytest.raises(TypeError, match="ids is a list; pass a tensor"):
+        functional_call(module, {"weight": torch.ones(4, 2)}, ([1, 2],))

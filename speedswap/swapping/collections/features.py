@@ -98,6 +98,7 @@ class Slots:
             count, size = stride * per_bag, len(self.features)
             with torch.inference_mode(False):  # used later in other modes
                 counts = torch.full((size,), count, dtype=torch.int64, device="cpu")
+            kernels.require_memory(counts, "counts")  # FakeTensorMode's would stay
             self._alike[key] = counts, [slot * count for slot in range(size + 1)], size * stride + 1
         return self._alike[key]
 
@@ -126,6 +127,7 @@ class Slots:
                 self._orders.clear()
             with torch.inference_mode(False):  # used later in other modes
                 places = torch.tensor([keys.index(name) for name in self.features], device="cpu")
+            kernels.require_memory(places, "places")
             self._orders[keys] = None if keys == self.features else places
         return self._orders[keys]
 
@@ -412,7 +414,9 @@ def steps(count: int, step: int, device: torch.device) -> Tensor:
 
 def _new_steps(count: int, step: int, device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):  # used later in other modes
-        return torch.arange(count, device=device) * step
+        made = torch.arange(count, device=device) * step
+    kernels.require_memory(made, "offsets")  # FakeTensorMode's would stay
+    return made
 
 
 # Cache only the last of the large ones: a few would fill memory that batches need.

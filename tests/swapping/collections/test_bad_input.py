@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
@@ -103,6 +104,18 @@ def test_ids_of_keyed_tensors_are_named(moved: bool, collection: Any, device: st
     source = keyed("cpu" if moved else device, values=tensor(6, 0, 5, 1, 2, 8, 8, device="cpu" if moved else device))
     with pytest.raises(IdError, match=r"values\(\)\[1\] of feature 'item' is 5, but table 'items' has rows 0 to 4"):
         collection(source.to(device))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_a_lookup_among_fakes_is_refused_and_leaves_nothing_behind(collection: Any) -> None:
+    """No FakeTensor, whose memory is at address 0, is kept for later batches of a shape."""
+    ids = torch.tensor([1, 2])
+    batches = [dict.fromkeys(["user", "friend", "item", "word"], ids), fitting(), keyed("cpu")]
+    for batch in batches:
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((TypeError, RuntimeError)):
+            collection(batch)
+    for batch in batches:
+        collection(batch)
 
 
 def strided(*lists: Tensor) -> Tensor:
