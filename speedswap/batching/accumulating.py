@@ -41,6 +41,8 @@ class Window:
         weight: the sum of their weights.
         gradients: mean or sum so far; float32 for half-precision gradients.
         found_inf: number of micro-steps that a gradient scaler found not finite, on its device.
+        values: what each parameter stood for when its first gradient came, kept so that no other values get its
+            address; a copy begins without.
     """
 
     def __init__(self, length: int, mean: bool) -> None:
@@ -50,6 +52,30 @@ class Window:
         self.weight = 0.0
         self.gradients: dict[Tensor, Tensor] = {}
         self.found_inf: Tensor | float = 0.0
+        self.values: dict[Tensor, Tensor] = {}
+
+    def refuse_other_values(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse gradients of other values than those before, which cannot be averaged by position.
+
+        Raises:
+            OptimizerError: a parameter stands for other values than in the previous micro-steps.
+        """
+        for parameter in parameters:
+            if parameter.grad is None or parameter not in self.gradients:
+                continue
+            before = self.values.get(parameter)
+            if not has_memory(parameter) or (before is not None and before.data_ptr() != parameter.data_ptr()):
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} stands for other values than in the previous "
+                    "micro-step, as the weight of a speedswap.Embedding or of a ModelFactory's model does, so its "
+                    "gradients cannot be averaged by position; let an optimizer with accumulation_steps=1 hold it, and "
+                    "call loss.backward() several times, each loss divided by their number, or BatchSplitter.backward, "
+                    "before each step"
+                )
+
+    def _keep_values(self, parameter: Tensor) -> None:
+        if type(parameter) in (torch.nn.Parameter, Tensor):  # others may have no address
+            self.values.setdefault(parameter, parameter.detach())
 
     @torch.no_grad()
     def add(self, parameters: Iterable[Tensor], weight: float, grad_scale: Tensor | None = None) -> None:
@@ -73,6 +99,7 @@ class Window:
         for parameter, given in present.items():
             gradient = _unscaled(given, inverse)
             before = self.gradients.get(parameter)
+            self._keep_values(parameter)
             if before is None:
                 self.gradients[parameter] = gradient.clone() if share == 1 else gradient * share
             elif before.is_sparse or gradient.is_sparse:
@@ -113,7 +140,11 @@ class Window:
         for place, gradient in state["gradients"].items():
             parameter = parameters[place]
             window.gradients[parameter] = gradient.detach().clone().to(parameter.device)
+            window._keep_values(parameter)
         return window
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "values": {}}  # a copy's parameters have other addresses
 
 
 def _clear(parameters: Iterable[Tensor]) -> None:
@@ -287,9 +318,9 @@ class AccumulatingOptimizer(Optimizer):
 
         Raises:
             BatchError: ``weight`` is not positive, or a sum's micro-step has one. Nothing was accumulated.
-            OptimizerError: a parameter stands for other rows in each micro-step, as the weight of a
-                :class:`speedswap.Embedding` does: call ``backward`` several times before one step instead. Nothing was
-                accumulated.
+            OptimizerError: a parameter stands for other values than in the previous micro-step, as the weight of a
+                :class:`speedswap.Embedding` or of a :class:`speedswap.ModelFactory`'s model does: call ``backward``
+                several times before one step instead. Nothing was accumulated.
         """
         if not 0 < weight < float("inf"):
             raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
@@ -306,7 +337,7 @@ class AccumulatingOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = self._parameters()
-        _refuse_rows(parameter for parameter in parameters if parameter in window.gradients)
+        window.refuse_other_values(parameters)
         self.micro_steps += 1
         if self.skip_nonfinite and not _are_finite(parameters, found_inf):
             self.skipped += 1
@@ -428,18 +459,6 @@ class AccumulatingOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulation_steps={self.accumulation_steps}, {self.optimizer!r})"
-
-
-def _refuse_rows(parameters: Iterable[Tensor]) -> None:
-    """Raise if a parameter has gradients of other rows than in the previous micro-step."""
-    for parameter in parameters:
-        if parameter.grad is not None and not has_memory(parameter):
-            raise OptimizerError(
-                f"a parameter of shape {tuple(parameter.shape)} stands for other rows in each batch, as the weight of "
-                "a speedswap.Embedding does, so its gradients cannot be averaged by position; let an optimizer with "
-                "accumulation_steps=1 hold it, and call loss.backward() several times, each loss divided by their "
-                "number, or BatchSplitter.backward, before each step"
-            )
 
 
 def _are_finite(parameters: list[Tensor], found_inf: Tensor | None) -> bool:

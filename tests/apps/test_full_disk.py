@@ -124,13 +124,14 @@ def test_a_run_over_an_older_one_without_room_leaves_that(small_disk, capsys):
     assert torch.equal(load(small_disk / "out").user.table.read(), before)
 
 
-def test_vectors_are_kept_when_the_disk_of_their_tables_fills_up(corpus, tmp_path, monkeypatch, capsys):
-    """In the middle of the training: the results up to the step before are saved, and the run says why it ended."""
+@pytest.mark.parametrize("failing", [1, 3])
+def test_vectors_are_kept_when_the_disk_of_their_tables_fills_up(failing, corpus, tmp_path, monkeypatch, capsys):
+    """The results up to the step before are saved, also before the first, and the run says why it ended."""
     real, taken = training.step, []
 
     def full(*arguments):
         taken.append(1)
-        if len(taken) == 3:
+        if len(taken) == failing:
             raise TableFullError(28, "table center: the disk is full; free space")
         return real(*arguments)
 

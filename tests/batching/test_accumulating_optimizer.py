@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from children import run_script
@@ -935,6 +936,25 @@ def test_rows_of_different_batches_are_not_averaged_by_position(second, device):
     with pytest.raises(OptimizerError, match=r"speedswap.Embedding.*call loss.backward\(\) several times"):
         optimizer.step()
     assert torch.equal(table_of(items), before)
+    assert (optimizer.pending, optimizer.updates) == (1, 0)
+
+
+@pytest.mark.parametrize("between", ["nothing", "a saved state"])
+def test_rows_that_a_switcher_puts_into_a_weight_are_not_averaged_by_position(between):
+    """As many rows of another batch have the same shape, and were averaged with those before without a word."""
+    model = nn.Embedding(3, 4)
+    rows = speedswap.ModelFactory(model, total_classes=20, embed_dimension=4)
+    rows.uniformDistributionInit(-0.1, 0.1)
+    optimizer = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    rows.beforeForwardPass(np.array([4, 5, 6]))
+    model(torch.arange(3)).sum().backward()
+    optimizer.step()
+    if between == "a saved state":
+        optimizer.load_state_dict(optimizer.state_dict())
+    rows.beforeForwardPass(np.array([1, 2, 3]))
+    model(torch.arange(3)).sum().backward()
+    with pytest.raises(OptimizerError, match=r"ModelFactory.*cannot be averaged by position"):
+        optimizer.step()
     assert (optimizer.pending, optimizer.updates) == (1, 0)
 
 

@@ -105,8 +105,8 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
 
     @property
     def words_per_second(self) -> float:
-        """Words of the corpus trained on per second."""
-        return self.trained_words / self.training_seconds
+        """Words of the corpus trained on per second; 0 if the first step failed."""
+        return self.trained_words / self.training_seconds if self.trained_words else 0.0
 
     def batches(self) -> Iterable[BlockBatch]:
         settings = self.settings
