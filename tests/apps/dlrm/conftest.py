@@ -25,7 +25,7 @@ def criteo(tmp_path):
 
 
 @pytest.fixture
-def cut_short(monkeypatch):
+def cut_short(monkeypatch, usual_signals):
     """Train until Ctrl-C in the given step."""
 
     def cut_short(settings, output, steps, **more):
