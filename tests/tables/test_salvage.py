@@ -33,6 +33,7 @@ from disk_format import (
     VALUES,
     LogBytes,
     by_hand,
+    head_slot,
     place_of,
     ranks_by_hand,
 )
@@ -244,6 +245,15 @@ def test_rows_that_a_crash_left_behind_do_not_come_back(damaged: Damaged) -> Non
     with Table.open(found.out) as table:
         assert not (table.read() == 60).any()
         assert not (table.read() == 9).any()
+
+
+@pytest.mark.parametrize("body", [b'{"file": "keys-40.bin"}', b'{"file": "keys-40.bin", "crc32": "1"}', b'{"file": 1}'])
+def test_a_HEAD_that_names_its_file_wrongly_leaves_the_rows(damaged: Damaged, body: bytes) -> None:
+    log = damaged.log
+    overwrite(damaged.path / HEAD, SLOT, head_slot(log.salt, 4, LAST, log.index(LAST), body))
+    found = damaged.save()
+    assert (found.commit, found.complete) == (4, True)
+    assert "attributes and id maps are lost: the HEAD of table" in " ".join(found.problems)
 
 
 def test_a_lost_HEAD_leaves_the_rows(damaged: Damaged) -> None:

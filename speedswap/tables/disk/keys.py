@@ -119,7 +119,7 @@ def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[Lo
     if body.startswith(b'{"file": '):
         with says_damaged(f"the HEAD of table {table!r}"):
             entry = json.loads(body)
-            require(is_keys_name(entry["file"]), f"it is in {entry['file']!r}")
+            require(is_keys_name(entry["file"]) and is_int(entry["crc32"], 0, 2**32 - 1), f"it is in {entry!r}")
         body = read(entry["file"])
         with says_damaged(f"the HEAD of table {table!r}, {entry['file']},", "; restore it from a copy"):
             require(entry["crc32"] == zlib.crc32(body), "its checksum is wrong")
