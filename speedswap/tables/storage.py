@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _Self = TypeVar("_Self", bound="Storage")
 
 
-@dataclass(frozen=True, repr=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Storage(ABC):
     """A place where a table's rows live; it creates the table's store.
 

@@ -29,6 +29,19 @@ def test_places_are_values() -> None:
         Disk("items").cache_bytes = 5  # type: ignore[misc]
 
 
+def test_places_of_other_kinds_are_equal_as_their_class_says() -> None:
+    class Elsewhere(speedswap.tables.Storage):
+        def __init__(self, address: str) -> None:
+            self.address = address
+
+        def create(self, num_embeddings: int, weight: Any, *, seed: int, name: str | None) -> Any:
+            raise NotImplementedError
+
+    here = Elsewhere("here")
+    assert here == here != Elsewhere("there")
+    assert not here.local_to_rank
+
+
 @pytest.mark.parametrize(
     ("name", "path", "place"),
     [
