@@ -248,8 +248,13 @@ class Buffers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Note the buffers of each module just before it runs inside, and restore everything noted at the end."""
-        hook = register_module_forward_pre_hook(lambda module, args: self.note_module(module))
+        """Note the buffers of each module, and of all below it, just before it runs inside; restore them at the end."""
+
+        def note(module: nn.Module, args: Any) -> None:
+            for part in module.modules():  # one that never runs itself may have a buffer that its parent writes
+                self.note_module(part)
+
+        hook = register_module_forward_pre_hook(note)
         try:
             yield
         finally:

@@ -94,6 +94,27 @@ def check_p15_fewer_samples_than_micro_batches(rank, world_size):
     assert_same(gradients(model), wanted)
 
 
+class Tally(nn.Module):
+    """A layer that counts its passes in a buffer of a part that never runs itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.counts = nn.Linear(6, 6).double(), nn.Module()
+        self.counts.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.counts.passes += 1
+        return self.layer(x)
+
+
+def check_passes_without_effect_leave_all_buffers(rank, world_size):
+    """Check that a pass that only the other ranks need changes no buffer, whichever module writes it."""
+    inputs, targets = data([1, 9, 2][:world_size])
+    _, model, splitter = sharded(world_size, nn.Sequential(Tally(), nn.Linear(6, 4).double()), micro_batch_size=2)
+    splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    assert model[0].counts.passes == [1, 5, 2][rank]
+
+
 def check_aux_is_each_ranks_own(rank, world_size):
     """Check that a rank with extra passes, or with padding for targets, returns each of its samples once."""
     inputs, targets = data([1, 9, 2][:world_size])

@@ -538,6 +538,24 @@ def test_size_must_be_positive():
         an_estimate().total(0)
 
 
+def test_loss_whose_module_writes_a_buffer_of_another_leaves_no_trace():
+    """The other module never runs itself, so that nothing else tells that it is part of the loss."""
+
+    class Tally(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.counts = nn.Module()
+            self.counts.register_buffer("passes", torch.zeros(()))
+
+        def forward(self, outputs):
+            self.counts.passes += 1
+            return outputs.mean()
+
+    model, loss = nn.Linear(4, 1), Tally()
+    speedswap.batching.estimate_memory(model, torch.randn(4, 4), loss_fn=lambda inputs: loss(model(inputs)))
+    assert loss.counts.passes == 0
+
+
 def test_failure_of_the_model_is_its_own_and_leaves_no_trace():
     model, example = mlp(), torch.randn(4, 63)
     before = torch.get_rng_state()
