@@ -49,7 +49,8 @@ class OwnPace:
         Args:
             number: identifies the kind of work; it must be the same on all ranks.
         """
-        if self._lane.pending is not None:
+        before = self._meetings, self.is_active  # the work may be part of other work at each rank's pace
+        if self._lane.pending is not None and not self.is_active:
             self._lane.pending.settle()  # gradients left by earlier passes are weighted differently
         failures, self._meetings, self.is_active = self._lane.failures, number << 32, True
         try:
@@ -62,7 +63,7 @@ class OwnPace:
                 raise PeerError(f"{error}, and the batch cannot be split further here") from None
             raise
         finally:
-            self.is_active = False
+            self._meetings, self.is_active = before
 
     def look_up(self, number: int, asked: Any, part: int = 0) -> Tensor:
         """Fetch rows of a table from their owners, or the rows of keys.

@@ -70,6 +70,13 @@ def test_first_rank_exports_what_one_process_does(ranks: RankPool, tmp_path: Pat
     assert torch.equal(whole.lookup(words), one.lookup(words))
 
 
+def test_export_within_a_split_batch_leaves_its_gradients_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks run its passes at their own pace, and serve the first one's export at its pace within them."""
+    expected = ranks.run(scenarios.export_while_splitting, 2)[0]
+    for found in ranks.run(scenarios.export_while_splitting, 2, tmp_path / "items.npy"):
+        assert torch.equal(found, expected)
+
+
 def test_every_method_of_a_table_is_right_or_refuses(ranks: RankPool) -> None:
     """No public method of a table that ranks own is left out: its result is one process's, or it names a remedy."""
     construction = {"create", "open", "load", "from_file", "salvage"}

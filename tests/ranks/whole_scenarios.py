@@ -84,6 +84,25 @@ def export(group, folder):
         return type(error).__name__, items.read(torch.tensor([1])).tolist(), state
 
 
+def export_while_splitting(group, path=None):
+    """Train on split batches; the loss function may export the table in the second. Return the rows."""
+    items = speedswap.Embedding(50, WIDTH, seed=2, dtype=torch.float64, storage=owned(group))
+    optimizer = torch.optim.SGD(items.parameters(), 0.1)
+    splitter = speedswap.BatchSplitter(items, micro_batch_size=2)
+    batches = 0
+
+    def loss_of(ids):
+        if path is not None and batches == 1:
+            items.table.export(path, overwrite=True)
+        return items(ids).square().mean()
+
+    for batches in range(3):
+        splitter.backward(loss_of, torch.arange(6) + batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    return items.read()
+
+
 def walk(group):
     """Call every method of a table, and return what it did: a value, or the error's name and message."""
     rank = group.rank()
