@@ -116,7 +116,12 @@ class TorchMethods(Collection):
 
         def load(arrays: dict[str, ColumnArray]) -> None:
             for name, array in arrays.items():
-                array.check(f"{name} in {file!r}", tuple(loaded[name].shape), as_numpy(loaded[name].new_empty(0)).dtype)
+                found, dtype = loaded[name], array.table.columns[array.column].dtype
+                array.check(f"{name} in {file!r}", tuple(found.shape), array.dtype)
+                if found.dtype != dtype:  # of torch, since NumPy has none for bfloat16
+                    raise TypeError(
+                        f"{name} in {file!r} is {found.dtype}, but the collection is {dtype}; convert it with Tensor.to"
+                    )
             for name, array in arrays.items():
                 array.fill(functools.partial(_rows_of, loaded[name]))
 

@@ -421,7 +421,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
         (
             torch.zeros(ROWS, DIM, dtype=torch.float64),
             TypeError,
-            "holds float64, but the collection is saved as float32",
+            r"is torch\.float64, but the collection is torch\.float32; convert it with Tensor\.to",
         ),
         ([torch.zeros(ROWS, DIM)] * 2, ValueError, "2 tensors"),
         ({"other": torch.zeros(ROWS, DIM)}, ValueError, r"has \['other'\], but \['weight'\] is needed"),
@@ -433,6 +433,16 @@ def test_files_of_torch(tmp_path: Path) -> None:
     torch.save(Path("/"), "pickle.pt")
     with pytest.raises(Exception, match=r"(?i)weights_only|unsupported"):
         fresh.loadTorch("pickle.pt")
+
+
+def test_a_file_of_torch_is_not_rounded_to_bfloat16() -> None:
+    """NumPy has no bfloat16, so that its arrays cannot tell the two apart."""
+    factory = SpeedTorch.PytorchModelFactory(nn.Embedding(2, DIM, dtype=torch.bfloat16), ROWS, DIM, torch.bfloat16)
+    factory.zerosInit()
+    torch.save(torch.ones(ROWS, DIM), "wrong.pt")
+    with pytest.raises(TypeError, match=r"is torch\.float32, but the collection is torch\.bfloat16"):
+        factory.loadTorch("wrong.pt")
+    assert not factory.getTorchVar().any()
 
 
 def test_files_of_torch_for_optimizers() -> None:
