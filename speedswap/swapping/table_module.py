@@ -92,6 +92,8 @@ class TableModule(nn.Module):
         if table is not None:
             require_table(table)
             refuse_place(table, storage, path)
+            if table.ranks is not None and local_to_rank:
+                raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
             ranks, local_to_rank = table.ranks, local_to_rank or table.local_to_rank
         else:
             where = as_storage(storage, path)

@@ -155,6 +155,7 @@ def refused(group):
     for call in (
         lambda: speedswap.Embedding(ROWS, DIM, storage=owned(group, reduction="max")),
         lambda: speedswap.Embedding(ROWS, DIM, storage=replace(owned(group), local_to_rank=True)),
+        lambda: speedswap.Embedding(ROWS, DIM, table=items.table, local_to_rank=True),
         lambda: speedswap.Embedding(ROWS, DIM, table=items.table, storage=owned(group)),
         lambda: speedswap.Embedding(ROWS + group.rank(), DIM, storage=owned(group)),
         lambda: copy.deepcopy(items),
