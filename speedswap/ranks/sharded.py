@@ -210,7 +210,7 @@ class ShardedStore(RowStore, Files, JointRows):
         """Fetch rows from their owners; every rank must call this, with its own rows."""
         device, order = device or rows.device, [*self.columns]
         if (pace := self.group.own_pace).is_active:
-            asked = order if columns is None else columns
+            asked = [self.own.column_of(name).name for name in (order if columns is None else columns)]
             came = {name: pace.look_up(self.number, rows, order.index(name)).to(device) for name in asked}
         else:
             with self.task(Kind.GATHER) as task:

@@ -77,6 +77,11 @@ def test_export_within_a_split_batch_leaves_its_gradients_alone(ranks: RankPool,
         assert torch.equal(found, expected)
 
 
+def test_unknown_column_within_a_split_batch_is_named(ranks: RankPool) -> None:
+    for said in ranks.run(scenarios.unknown_column_while_splitting, 2):
+        assert said == {"column 'none' is not in table 'items'; it has weight"}
+
+
 def test_every_method_of_a_table_is_right_or_refuses(ranks: RankPool) -> None:
     """No public method of a table that ranks own is left out: its result is one process's, or it names a remedy."""
     construction = {"create", "open", "load", "from_file", "salvage"}

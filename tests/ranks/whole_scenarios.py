@@ -103,6 +103,22 @@ def export_while_splitting(group, path=None):
     return items.read()
 
 
+def unknown_column_while_splitting(group):
+    """Ask for a column that is not there while the ranks run passes at their own pace; return the error."""
+    items = speedswap.Embedding(50, WIDTH, storage=owned(group), name="items")
+    found = []
+
+    def loss_of(ids):
+        try:
+            items.table.gather(ids, columns=["none"])
+        except ValueError as error:
+            found.append(str(error))
+        return items(ids).square().mean()
+
+    speedswap.BatchSplitter(items, micro_batch_size=2).backward(loss_of, torch.arange(6))
+    return {*found}
+
+
 def walk(group):
     """Call every method of a table, and return what it did: a value, or the error's name and message."""
     rank = group.rank()
