@@ -3,36 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from speedswap._warnings import users_level
 from speedswap._words import a_kind
 from speedswap.tables import IdMap, Storage, Table
-
-
-def is_local_to_rank(callee: str, moved: Mapping[str, Any]) -> bool:
-    """Return whether a call's remaining arguments ask for a table per rank, which a place does now, and warn of it.
-
-    Args:
-        callee: the name of what was called.
-        moved: its remaining keyword arguments.
-
-    Raises:
-        TypeError: an argument is unknown, worded as Python does.
-    """
-    for name in moved:
-        if name != "local_to_rank":
-            raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
-    if moved:
-        warnings.warn(
-            f"local_to_rank= of {callee} will be removed; give it to the place, as in "
-            "storage=speedswap.Pinned(local_to_rank=True)",
-            DeprecationWarning,
-            stacklevel=users_level(),
-        )
-    return bool(moved.get("local_to_rank"))
 
 
 def refuse_place(table: Table, storage: Storage | str, path: str | os.PathLike[str] | None) -> None:

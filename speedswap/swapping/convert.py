@@ -21,6 +21,7 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Storage, as_storage
+from speedswap.tables.former import takes_former
 
 _log = logging.getLogger("speedswap")
 
@@ -31,6 +32,7 @@ _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 
 
+@takes_former()
 @of_all_ranks
 def convert(
     model: Model,

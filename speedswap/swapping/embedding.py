@@ -69,7 +69,6 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             weight that requires a gradient, with gradients enabled) adds new keys. A row that passes to another key is
             reset, and drops out of a step under way for its old key. The map is kept with the table: an existing
             ``table`` comes with its map.
-        moved: ``local_to_rank``, an argument of the place now, with a DeprecationWarning.
 
     Shape:
         input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device. With an id map: keys,

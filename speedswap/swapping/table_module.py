@@ -19,7 +19,7 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
-from speedswap.swapping.arguments import is_local_to_rank, refuse_place, refuse_torchs, require_id_map, require_table
+from speedswap.swapping.arguments import refuse_place, refuse_torchs, require_id_map, require_table
 from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
@@ -40,6 +40,7 @@ from speedswap.swapping.whole_rows import (
 from speedswap.swapping.wrappers import is_in_job, require_own_table
 from speedswap.tables import Block, IdMap, Storage, Table, as_storage, is_single_key
 from speedswap.tables import init as initializers
+from speedswap.tables.former import takes_former
 from speedswap.tables.record import ROUNDINGS, count
 
 _Found = TypeVar("_Found")
@@ -64,6 +65,7 @@ class TableModule(nn.Module):
     _map_to_keep: IdMap | None = None
     _assigned: weakref.ref[nn.Parameter] | None = None  # the parameter that the rows came from
 
+    @takes_former()
     @of_all_ranks
     def __init__(
         self,
@@ -83,23 +85,19 @@ class TableModule(nn.Module):
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
         id_map: IdMap | None = None,
-        **moved: Any,
+        **torchs_by_name: Any,
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would create a weight
         callee = type(self).__name__
-        refuse_torchs(callee, torchs, moved)
-        local_to_rank = is_local_to_rank(callee, moved)
+        refuse_torchs(callee, torchs, torchs_by_name)
+        for unknown in torchs_by_name:
+            raise TypeError(f"{callee}() got an unexpected keyword argument {unknown!r}")
         if table is not None:
             require_table(table)
             refuse_place(table, storage, path)
-            if table.ranks is not None and local_to_rank:
-                raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
-            ranks, local_to_rank = table.ranks, local_to_rank or table.local_to_rank
         else:
             where = as_storage(storage, path)
-            if local_to_rank:
-                where = replace(where, local_to_rank=True)
-            ranks, local_to_rank = where.ranks, where.local_to_rank
+        ranks = where.ranks if table is None else table.ranks
         if id_map is not None:
             require_id_map(id_map)
         if padding_idx is not None:
@@ -119,7 +117,7 @@ class TableModule(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
-        self.local_to_rank = local_to_rank
+        self.local_to_rank = where.local_to_rank if table is None else table.local_to_rank
         if ranks is not None:
             # The name reveals ranks that create tables in a different order.
             settings = {"class": callee, "name": name, "rounding": rounding}

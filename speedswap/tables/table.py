@@ -23,6 +23,7 @@ from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.formats import export_table, import_table
+from speedswap.tables.former import takes_former
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
@@ -100,6 +101,7 @@ class Table:
         return table
 
     @classmethod
+    @takes_former()
     @of_all_ranks
     def create(
         cls,
@@ -159,6 +161,7 @@ class Table:
         return cls._at(place, place.create(num_embeddings, weight, seed=seed, name=name))
 
     @classmethod
+    @takes_former(place="path", path=None)
     @of_all_ranks
     def open(
         cls,
@@ -194,6 +197,7 @@ class Table:
         return table
 
     @classmethod
+    @takes_former(path=None)
     def load(cls, /, path: str | os.PathLike[str] | Storage, *, storage: Storage | str = "auto") -> Table:
         """Load a copy of a saved table, or of a table on disk, into memory.
 
@@ -209,6 +213,7 @@ class Table:
             return cls._at(place, place.copy(source.store))
 
     @classmethod
+    @takes_former()
     @of_all_ranks
     def from_file(
         cls,

@@ -78,12 +78,12 @@ SWITCHERS = {
 CALLERS = {
     *("padding_idx", "device", "id_map"),  # lookups and gradients are the caller's
     *("stored_dtype", "state_dtype", "rounding"),  # a collection has the bits that it is given
-    "torchs",  # refused anyway
+    *("torchs", "torchs_by_name"),  # refused anyway
 }
 
 
 def keywords(of: Any) -> set[str]:
-    return set(inspect.signature(of).parameters) - {"self", "args", "moved"}
+    return set(inspect.signature(of).parameters) - {"self", "args"}
 
 
 @pytest.mark.parametrize("switcher", SWITCHERS)
@@ -96,7 +96,7 @@ def test_switchers_take_all_that_embeddings_take(switcher: str) -> None:
 
 
 def test_an_embedding_has_few_arguments() -> None:
-    assert len(keywords(speedswap.Embedding) - {"torchs"}) <= 15
+    assert len(keywords(speedswap.Embedding) - {"torchs", "torchs_by_name"}) <= 15
 
 
 def switchers(path: Path, **settings: Any) -> tuple[speedswap.ModelFactory, speedswap.OptimizerFactory]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
-from speedswap.swapping.arguments import is_local_to_rank
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
 from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features
 from speedswap.swapping.collections.group import TableInGroup, TablesByName, groups_of
@@ -34,6 +33,7 @@ from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced, Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
+from speedswap.tables.former import takes_former
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
 _Found = TypeVar("_Found")
@@ -50,6 +50,7 @@ class TableCollection(nn.Module, Generic[Config]):
     module_types: ClassVar[tuple[type[nn.Module], ...]]  # the classes that from_modules takes
     tables_name: ClassVar[str]  # the attribute with the tables by name, which is their prefix in a state_dict
 
+    @takes_former()
     @of_all_ranks
     def __init__(
         self,
@@ -61,12 +62,9 @@ class TableCollection(nn.Module, Generic[Config]):
         path: str | os.PathLike[str] | None = None,
         _existing: Sequence[Group] | None = None,  # all groups, with their tables
         _values: Mapping[str, Tensor] | None = None,  # rows by table, in place of initial values
-        **moved: Any,
     ) -> None:
         super().__init__()
         place = as_storage(storage, path)
-        if is_local_to_rank(type(self).__name__, moved):
-            place = replace(place, local_to_rank=True)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
         id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
         # Groups hold the maps, which are copied with them.
@@ -168,6 +166,7 @@ class TableCollection(nn.Module, Generic[Config]):
         )
 
     @classmethod
+    @takes_former(place="path", path=None)
     def open(
         cls: type[_Self],
         tables: Iterable[Config],
@@ -194,6 +193,7 @@ class TableCollection(nn.Module, Generic[Config]):
         return cls._over(tables, lambda name: Table.open(place.of_table(name), mode), settings)
 
     @classmethod
+    @takes_former(path=None)
     def load(
         cls: type[_Self],
         tables: Iterable[Config],

@@ -32,7 +32,6 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         storage: of the tables whose config has none, as for :class:`speedswap.Embedding`. A directory gets a
             subdirectory for each group of tables, each with its own cache; :meth:`open` opens it again.
         path: a directory for tables on disk, for short.
-        moved: ``local_to_rank``, an argument of the place now, with a DeprecationWarning.
 
     Attributes:
         embeddings: the tables by name: ``embeddings["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be filled
@@ -118,7 +117,6 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         storage: of the tables whose config has none, as for :class:`speedswap.Embedding`. A directory gets a
             subdirectory for each group of tables, each with its own cache; :meth:`open` opens it again.
         path: a directory for tables on disk, for short.
-        moved: ``local_to_rank``, an argument of the place now, with a DeprecationWarning.
 
     Attributes:
         embedding_bags: the tables by name: ``embedding_bags["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be

@@ -17,9 +17,10 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, RowField, place_of
+from speedswap.swapping.switchers.collection import Collection, RowField, memory_of, place_of
 from speedswap.tables import Storage
 from speedswap.tables import init as initializers
+from speedswap.tables.former import takes_former
 from speedswap.tables.record import count
 
 
@@ -75,6 +76,7 @@ class ModelFactory(Collection):
 
     init_methods = "zerosInit, uniformDistributionInit, normalDistributionInit, customInit or loadCupy"
 
+    @takes_former(path="diskname", default=memory_of)
     @of_all_ranks
     def __init__(
         self,

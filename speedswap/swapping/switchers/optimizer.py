@@ -18,9 +18,10 @@ from speedswap.swapping.optimizers import holds, probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, RowField, place_of
+from speedswap.swapping.switchers.collection import Collection, RowField, memory_of, place_of
 from speedswap.swapping.switchers.model import check_rows
 from speedswap.tables import Storage
+from speedswap.tables.former import takes_former
 from speedswap.tables.init import CopyOf
 from speedswap.tables.record import count
 
@@ -53,6 +54,7 @@ class OptimizerFactory(Collection):
     file_suffix = ".npz"
     by_name = True
 
+    @takes_former(path="diskname", default=memory_of)
     @of_all_ranks
     def __init__(
         self,
