@@ -161,7 +161,9 @@ def refused(group):
         lambda: copy.deepcopy(items),
     ):
         try:
-            call()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                call()
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
         else:
