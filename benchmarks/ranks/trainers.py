@@ -76,7 +76,7 @@ class Ours:
             shape.dim,
             dtype=dtype,
             seed=1,
-            storage=speedswap.Pinned(local_to_rank=True) if group is None else speedswap.Ranks(group=group),
+            storage=speedswap.Pageable(local_to_rank=True) if group is None else speedswap.Ranks(group=group),
         )
         self._optimizer = torch.optim.Adagrad(self.items.parameters(), lr=LEARNING_RATE, eps=EPS)
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,8 +23,8 @@ class _Training:
     """A model on disk, or its equal in memory."""
 
     def __init__(self, path: Path | None) -> None:
-        disk: dict[str, Any] = {} if path is None else {"path": path, "cache_bytes": 1, "commit_every": 1}
-        self.items = speedswap.Embedding(ROWS, DIM, seed=3, **disk)
+        place = "auto" if path is None else speedswap.Disk(path, cache_bytes=1, commit_every=1)
+        self.items = speedswap.Embedding(ROWS, DIM, seed=3, storage=place)
         self.optimizer = torch.optim.Adagrad(self.items.parameters(), lr=0.1)
 
     def step(self, number: int) -> None:
