@@ -32,8 +32,8 @@ _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 
 
-@takes_former()
 @of_all_ranks
+@takes_former()
 def convert(
     model: Model,
     min_rows: int = 100_000,

@@ -65,8 +65,8 @@ class TableModule(nn.Module):
     _map_to_keep: IdMap | None = None
     _assigned: weakref.ref[nn.Parameter] | None = None  # the parameter that the rows came from
 
-    @takes_former()
     @of_all_ranks
+    @takes_former()
     def __init__(
         self,
         num_embeddings: int,

@@ -101,8 +101,8 @@ class Table:
         return table
 
     @classmethod
-    @takes_former()
     @of_all_ranks
+    @takes_former()
     def create(
         cls,
         /,
@@ -161,8 +161,8 @@ class Table:
         return cls._at(place, place.create(num_embeddings, weight, seed=seed, name=name))
 
     @classmethod
-    @takes_former(place="path", path=None)
     @of_all_ranks
+    @takes_former(place="path", path=None)
     def open(
         cls,
         /,
@@ -213,8 +213,8 @@ class Table:
             return cls._at(place, place.copy(source.store))
 
     @classmethod
-    @takes_former()
     @of_all_ranks
+    @takes_former()
     def from_file(
         cls,
         /,

@@ -50,8 +50,8 @@ class TableCollection(nn.Module, Generic[Config]):
     module_types: ClassVar[tuple[type[nn.Module], ...]]  # the classes that from_modules takes
     tables_name: ClassVar[str]  # the attribute with the tables by name, which is their prefix in a state_dict
 
-    @takes_former()
     @of_all_ranks
+    @takes_former()
     def __init__(
         self,
         tables: Iterable[Config],

@@ -76,8 +76,8 @@ class ModelFactory(Collection):
 
     init_methods = "zerosInit, uniformDistributionInit, normalDistributionInit, customInit or loadCupy"
 
-    @takes_former(path="diskname", default=memory_of)
     @of_all_ranks
+    @takes_former(path="diskname", default=memory_of)
     def __init__(
         self,
         model_variable: nn.Module,

@@ -54,8 +54,8 @@ class OptimizerFactory(Collection):
     file_suffix = ".npz"
     by_name = True
 
-    @takes_former(path="diskname", default=memory_of)
     @of_all_ranks
+    @takes_former(path="diskname", default=memory_of)
     def __init__(
         self,
         given_optimizer: Optimizer,
