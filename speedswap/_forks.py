@@ -11,7 +11,7 @@ __all__ = ["Locked", "in_child"]
 
 
 def in_child(action: Callable[[], object]) -> None:
-    """Have every process that is forked from this one begin with an action, on systems where processes fork."""
+    """Have every process that is forked from this one begin with an action."""
     os.register_at_fork(after_in_child=action)
 
 

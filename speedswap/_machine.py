@@ -1,4 +1,4 @@
-"""This machine and this process, as the operating system describes them: another system differs here alone."""
+"""This machine and this process, as the operating system describes them."""
 
 from __future__ import annotations
 

@@ -48,17 +48,20 @@ def takes_former(
             if not former:
                 return function(*args, **kwargs)
             bound = parameters.bind_partial(*args, **kwargs)
-            given = bound.arguments
+            given, remedy = bound.arguments, ""
             changed = {name: value for name, value in former.items() if value != _FORMER[name]}
             if (table := given.get("table")) is not None:
-                if changed.get("local_to_rank") and table.ranks is not None:
+                is_local = changed.pop("local_to_rank", False)
+                if is_local and getattr(table, "ranks", None) is not None:
                     raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
-                table.local_to_rank |= changed.pop("local_to_rank", False)
                 for name, value in changed.items():
                     raise ValueError(
                         f"{name} is {value!r}, but table is {table!r}, which exists; give it to Table.create or "
                         "Table.open"
                     )
+                if is_local and hasattr(table, "local_to_rank"):  # otherwise the function refuses it
+                    table.local_to_rank = True
+                    remedy = "storage=speedswap.Pinned(local_to_rank=True), or another place, to its Table.create"
             else:
                 stands_for = default(given)
                 directory = None if path is None else given.pop(path, None)
@@ -66,12 +69,11 @@ def takes_former(
                 if place == "path" and not isinstance(storage, Storage):
                     storage, directory = "disk", storage
                 given[place] = _place_of(stands_for if storage is None else storage, directory, changed)
-                warnings.warn(
-                    f"{', '.join(f'{name}=' for name in former)} of {callee} will be removed; give "
-                    f"{place}=speedswap.{given[place]!r}",
-                    DeprecationWarning,
-                    stacklevel=users_level(),
-                )
+                remedy = f"{place}=speedswap.{given[place]!r}"
+            if remedy:
+                names = ", ".join(f"{name}=" for name in former)
+                message = f"{names} of {callee} will be removed; give {remedy}"
+                warnings.warn(message, DeprecationWarning, stacklevel=users_level())
             return function(*bound.args, **bound.kwargs)
 
         return call  # type: ignore[return-value]

@@ -263,4 +263,13 @@ def test_former_arguments_are_refused_beside_an_existing_table() -> None:
 
 def test_an_existing_table_takes_the_word_for_a_table_per_process() -> None:
     table = Table.create(9, 4)
-    assert speedswap.Embedding(9, 4, table=table, local_to_rank=True).local_to_rank
+    with pytest.warns(
+        DeprecationWarning, match=r"local_to_rank= of Embedding will be removed; give .* to its Table\.cr"
+    ):
+        assert speedswap.Embedding(9, 4, table=table, local_to_rank=True).local_to_rank
+    other = Table.create(9, 4)
+    with pytest.raises(ValueError, match="cache_bytes is 5, but table is Table"):
+        speedswap.Embedding(9, 4, table=other, local_to_rank=True, cache_bytes=5)
+    assert not other.local_to_rank
+    with pytest.raises(TypeError, match=r"table is 'items', a path; give speedswap\.Table\.open"):
+        speedswap.Embedding(9, 4, table="items", local_to_rank=True)  # type: ignore[arg-type]

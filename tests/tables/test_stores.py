@@ -345,6 +345,15 @@ def test_what_a_wrapper_holds_is_flushed_when_its_table_is_freed(tmp_path: Path)
         assert torch.equal(opened.gather(rows).weight, torch.ones(2, DIM))
 
 
+def test_a_wrapper_of_rows_that_ranks_own_is_refused() -> None:
+    """Its table would train without the exchange between the ranks."""
+    store = Counting(local())
+    group: Any = object()
+    store.facts = replace(store.facts, ranks=group)
+    with pytest.raises(TypeError, match=r"store is a Counting in front of rows that ranks own; .*Ranks\(each=…\)"):
+        Table(store)
+
+
 class Plain(RowStore):
     """A store of another kind: one whole tensor per column, without prefetch or files."""
 

@@ -206,6 +206,16 @@ def test_the_second_of_two_calls_counts():
     assert calls == list(range(8))
 
 
+@pytest.mark.parametrize("gib", [4, 12, 24, 500])
+def test_all_stores_of_the_transfer_benchmark_fit_in_memory(gib, monkeypatch):
+    """Also where a virtual machine reports its host's cache, of hundreds of MiB."""
+    monkeypatch.setattr(transfer, "spare_bytes", lambda: gib * 2**30)
+    monkeypatch.setattr(transfer, "cache_bytes", lambda: 480 * 2**20)
+    size = transfer.TransferPlan.of("cpu", quick=False).table_bytes
+    assert 0 < 6 * size <= gib * 2**30
+    assert size <= 8 * 480 * 2**20
+
+
 def test_a_slow_candidate_is_called_less_often(monkeypatch):
     monkeypatch.setattr(measure, "ENOUGH_SECONDS", 0.15)
     calls = {"slow": 0, "fast": 0}
