@@ -1,7 +1,8 @@
-"""One point of the transfer benchmark: stores of the same rows, verified and then timed in turn with the floor."""
+"""One point of the transfer benchmark: stores of the same rows, verified and then timed with the floor."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ def measure(
     *,
     repeats: int,
 ) -> dict[str, Any]:
-    """Verify the stores, and time them in turn with their floors.
+    """Verify the stores, and time them: those in memory in turn with their floors, then each in a file.
 
     Args:
         stores: ours and the peers'.
@@ -91,11 +92,18 @@ def measure(
     def move(way: Callable[[IdBatch], object], call: int) -> object:
         return way(batches[call % len(batches)])
 
+    # The system writes files back beside what runs next, for seconds: each of those in files is timed alone.
+    in_files = [[store] for store in stores if store.storage in ("disk", "memmap")]
     candidates = {(place, way): floor[way] for place, floor in floors.items() for way in DIRECTIONS}
-    for store in stores:
-        candidates[store.name, "to_device"] = partial(move, store.gather)
-        candidates[store.name, "from_device"] = partial(move, store.scatter)
-    seconds = in_turn(candidates, repeats=repeats)
+    seconds: dict[tuple[str, str], float] = {}
+    for group in [[store for store in stores if [store] not in in_files], *in_files]:
+        for store in group:
+            candidates[store.name, "to_device"] = partial(move, store.gather)
+            candidates[store.name, "from_device"] = partial(move, store.scatter)
+        if in_files:
+            os.sync()
+        seconds |= in_turn(candidates, repeats=repeats)
+        candidates = {}
     payload = buffers.out.nbytes
 
     def figures(name: str, floor: str | None = None) -> dict[str, Any]:
