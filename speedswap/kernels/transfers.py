@@ -123,6 +123,7 @@ class _Entry(NamedTuple, Generic[T]):
     device: torch.device
     inputs: list[Tensor]
     lookup: Lookup | None
+    follows: bool
     work: Future[T]
 
 
@@ -157,6 +158,7 @@ class Transfers:
         *,
         inputs: Iterable[Tensor] = (),
         lookup: Lookup | None = None,
+        follows: bool = True,
     ) -> None:
         """Add a transfer to those that :meth:`start` will start.
 
@@ -168,14 +170,15 @@ class Transfers:
             inputs: tensors that the functions read; they stay valid until those are done with them.
             lookup: ids whose rows are found first, for all transfers with one sort and one round trip. Where one is
                 out of range the result is None, and ``begin`` is not called.
+            follows: False if nothing queued on torch's current stream so far has to precede the transfer.
         """
-        entry = _Entry(transfer, begin, device, list(inputs), lookup, Future())
+        entry = _Entry(transfer, begin, device, list(inputs), lookup, follows, Future())
         transfer.transfers = self
         transfer.give(entry.work)
         self._waiting.append(entry)
 
     def start(self) -> None:
-        """Start each added transfer once, after the work queued on torch's current stream.
+        """Start each added transfer once, after the work queued on torch's current stream if it follows that.
 
         If this raises or is interrupted, the next call, or :meth:`Transfer.result`, starts the remaining ones.
         """
@@ -209,7 +212,8 @@ def _run(
             for tensor in [tensor for entry in entries for tensor in entry.inputs if tensor.is_cuda]:
                 tensor.record_stream(ids_stream)
                 tensor.record_stream(rows_stream)
-            ids_stream.wait_event(ready)
+            if any(entry.follows for entry in entries):
+                ids_stream.wait_event(ready)
         # A profile shows what overlaps the computation by the names of these ranges.
         with record_function(f"swap {direction}"):
             with _on(ids_stream), record_function("ids"):

@@ -299,19 +299,18 @@ class LocalStore(RowStore):
         Rows of pending writes, and rows of the previous prefetch, which its step will write, do not cross the bus: they
         are forwarded when the prefetch is taken.
         """
-        previous = self._pending.previous(transfers)
+        previous, is_on_host = self._pending.previous(transfers), self._in_host_memory(_CPU)
 
         def begin() -> Callable[[], Gathered]:
             assert lookup.found is not None
             rows, local = lookup.found
             expected = previous.block_so_far() if previous is not None else None
-            others = [(write.block, write.rows) for write in writes if write.has(self.columns)]
+            others = [(write.block, write.rows_here()) for write in writes if write.has(self.columns)]
             if expected is not None:
                 others.append((expected, expected.rows))
             to_read, known = rows, []
-            for block, other in others if self._in_host_memory(_CPU) and rows.is_cuda else []:
+            for block, other in others if is_on_host and rows.is_cuda else []:
                 if len(other) and len(rows):
-                    kernels.used_here([other])  # without prefetch, another stream made them
                     places = kernels.places_among(other.to(rows.device), rows)
                     to_read = torch.where(places < 0, to_read, -1)
                     known.append((block, places))
@@ -325,7 +324,9 @@ class LocalStore(RowStore):
 
         prefetch = Prefetch(self._pending, writes)
         memories = [group.memory.bytes for group in self.groups]
-        transfers.add(prefetch, begin, lookup.device, inputs=[lookup.ids, *memories], lookup=lookup)
+        # Nothing queued makes ids in host memory, and fences order what GPUs do with records there.
+        follows = lookup.ids.device.type != "cpu" or not is_on_host
+        transfers.add(prefetch, begin, lookup.device, inputs=[lookup.ids, *memories], lookup=lookup, follows=follows)
         return prefetch
 
     def _in_host_memory(self, device: torch.device) -> bool:

@@ -53,6 +53,19 @@ class PendingWrite(Transfer[None]):
         self.rows = block.rows.to(torch.int64).contiguous()  # in the form that is forwarded
         self._values = values
         self._forms = forms
+        self._rows_made: torch.cuda.Event | None = None
+
+    def note_rows_made(self) -> None:
+        """Record that the rows are made by what torch's current stream has queued, and not by a prefetch."""
+        if self.rows.is_cuda:
+            self._rows_made = torch.cuda.current_stream(self.rows.device).record_event()
+
+    def rows_here(self) -> Tensor:
+        """Return the rows once torch's current stream may read them."""
+        if self._rows_made is not None:
+            torch.cuda.current_stream(self.rows.device).wait_event(self._rows_made)
+        kernels.used_here([self.rows])
+        return self.rows
 
     def has_arrived(self) -> bool:
         """Return whether the rows have reached the store. A failed write never arrives."""
@@ -118,9 +131,13 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         result = self.result_so_far()
         return None if result is None else result.found[0]
 
+    def has_made(self, block: Block) -> bool:
+        """Return whether this has gathered a block, and found its rows on the stream for ids."""
+        return self._taken is block
+
     def is_written_by(self, write: PendingWrite) -> bool:
         """Return whether a step has written every column of the taken block."""
-        return self._taken is write.block and write.has(write.block.columns)
+        return self.has_made(write.block) and write.has(write.block.columns)
 
 
 class PendingTransfers:
@@ -148,7 +165,10 @@ class PendingTransfers:
     def add_write(self, write: PendingWrite) -> None:
         """Add a step's write, which is forwarded to prefetches under way."""
         self._writes = [*self.writes(), write]
-        for prefetch in self._alive():
+        alive = self._alive()
+        if not any(prefetch.has_made(write.block) for prefetch in alive):
+            write.note_rows_made()
+        for prefetch in alive:
             if prefetch.is_written_by(write):
                 self.steps_write_what_they_read = True
             elif not prefetch.is_taken and not prefetch.is_stale:

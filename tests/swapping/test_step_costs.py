@@ -18,8 +18,9 @@ import speedswap
 from speedswap import kernels
 from speedswap.errors import LostUpdateError
 from speedswap.kernels import Transfer, Transfers
+from speedswap.kernels.cuda.modules import side_stream
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Block
+from speedswap.tables import Block, Commit, prefetch
 from speedswap.tables.pending import Gathered, PendingTransfers, Prefetch
 
 ROWS, DIM, TABLES = 40, 4, 3
@@ -168,6 +169,43 @@ def test_the_first_lookup_does_not_wait_for_the_last_table(gpu: str) -> None:
         assert not late.done()
         assert late.result().tolist() == [9, 9, 9, 9]
         assert late.done()
+
+
+@pytest.mark.parametrize("of_ids", ["cpu", "cuda"])
+def test_rows_of_ids_in_host_memory_do_not_wait_for_the_computation(of_ids: str, gpu: str) -> None:
+    """Ids on the GPU are part of what is queued, and wait for it."""
+    if not simulated_gpu.is_on():
+        pytest.skip("a real GPU is quicker than the test")
+    with simulated_gpu.policy("late"):
+        table = models()[0].table
+        ids = batches(1)[0][0].to(of_ids)
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        computed = torch.cuda.current_stream().record_event()
+        (prefetched,) = prefetch([(table, ids, torch.device(gpu))])
+        kernels.finish_transfers()
+        assert computed.query() is (of_ids == "cuda")
+        with table.lock:
+            found = prefetched.take()
+        assert found is not None
+        assert torch.equal(found[0].weight[found[1]].cpu(), table.read()[ids.cpu()])
+
+
+def test_a_prefetch_waits_for_rows_to_forward_that_no_prefetch_found(gpu: str) -> None:
+    """The stream that makes them may be behind."""
+    if not simulated_gpu.is_on():
+        pytest.skip("a real GPU is quicker than the test")
+    with simulated_gpu.policy("late"):
+        table, ids = models()[0].table, torch.arange(9)
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        rows, values = ids.to(gpu, non_blocking=True), torch.ones(9, DIM, device=gpu)
+        computed = torch.cuda.current_stream().record_event()
+        with Commit() as commit:
+            table.give_back(Block(rows, {}), {"weight": values}, commit)
+        (prefetched,) = prefetch([(table, ids + 3, torch.device(gpu))])
+        kernels.finish_transfers()
+        side_stream(0, "ids in").synchronize()
+        assert computed.query()
+        del prefetched
 
 
 def test_ids_out_of_range_of_one_table_do_not_stop_the_others(gpu: str) -> None:
