@@ -33,4 +33,15 @@ void launch(unsigned int grid, unsigned int block, void (*kernel)(Parameters...)
             kernel(arguments...);
 }
 
+// One thread of kernel<<<grid, block>>>(arguments...), by its number: of grids too large to walk.
+template <typename... Parameters, typename... Arguments>
+void launch_thread(unsigned long long thread, unsigned int grid, unsigned int block, void (*kernel)(Parameters...),
+                   Arguments... arguments) {
+    gridDim = {grid, 1, 1};
+    blockDim = {block, 1, 1};
+    blockIdx.x = (unsigned int)(thread / block);
+    threadIdx.x = (unsigned int)(thread % block);
+    kernel(arguments...);
+}
+
 }  // namespace host_cuda

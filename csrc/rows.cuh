@@ -312,6 +312,8 @@ SPEEDSWAP_FUNCTION void fill_rows(char* out, Count row_stride, Count first_row, 
 
 }  // namespace speedswap
 
+#include "bags.cuh"  // with the types above
+
 // ---- the kernels by name: <what>_w<bytes of a word> ----------------------------------------------------------------
 
 // At most 1,024 threads per block, and one such block at a time: otherwise some kernels would get too few registers.
@@ -385,3 +387,22 @@ SPEEDSWAP_KERNEL bandwidth_copy(const speedswap::Word16* from, speedswap::Word16
 
 SPEEDSWAP_BANDWIDTH(bandwidth_gather, true)
 SPEEDSWAP_BANDWIDTH(bandwidth_scatter, false)
+
+// ---- bags.cuh ------------------------------------------------------------------------------------------------------
+
+#define SPEEDSWAP_BAGS(name, ...)                                         \
+    SPEEDSWAP_KERNEL name(const __grid_constant__ speedswap::Bags bags) { \
+        speedswap::__VA_ARGS__(bags);                                     \
+    }
+#define SPEEDSWAP_BAGS_OF(type, Items)                                 \
+    SPEEDSWAP_BAGS(pool_##type, pool_bags<speedswap::Items, false>)    \
+    SPEEDSWAP_BAGS(pool_max_##type, pool_bags<speedswap::Items, true>) \
+    SPEEDSWAP_BAGS(dot_bags_##type, dot_bags<speedswap::Items>)        \
+    SPEEDSWAP_BAGS(sum_chunks_##type, sum_chunks<speedswap::Items>)    \
+    SPEEDSWAP_BAGS(join_chunks_##type, join_chunks<speedswap::Items>)
+
+SPEEDSWAP_BAGS(find_starts, find_starts)
+SPEEDSWAP_BAGS_OF(float32, FloatItems)
+SPEEDSWAP_BAGS_OF(float64, DoubleItems)
+SPEEDSWAP_BAGS_OF(float16, HalfItems<speedswap::Float16>)
+SPEEDSWAP_BAGS_OF(bfloat16, HalfItems<speedswap::Bfloat16>)

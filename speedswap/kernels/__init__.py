@@ -37,6 +37,7 @@ from speedswap.kernels.ids import (
     first_duplicate,
     first_fall,
     last_occurrences,
+    order_of,
     require_id_dtype,
     unique,
 )

@@ -176,7 +176,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
         num_rows: per lookup, the bound of its ids, which start at 0. If None, there is one lookup, of any ids.
 
     Returns:
-        For each lookup as :func:`unique` does; None if an id is out of range.
+        For each lookup as :func:`unique` does, with :func:`order_of`; None if an id is out of range.
     """
     ends = list(accumulate(ids.numel() for ids in lookups))
     begins = [0, *ends[:-1]]
@@ -186,7 +186,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     results = [None if ids.numel() else (nothing, nothing.view(ids.shape)) for ids in lookups]
     if not some:
         return results
-    ordered, order = torch.sort(keys)
+    ordered, order = torch.sort(keys, stable=True)
     is_new = torch.empty(len(keys), dtype=torch.bool, device=keys.device)
     is_new[:1].fill_(False)
     torch.ne(ordered[1:], ordered[:-1], out=is_new[1:])
@@ -201,8 +201,23 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
             continue
         rows = empty((place[last] + 1 - place[first],), torch.int64, keys.device)
         torch.sub(found[place[first] : place[last] + 1], bases[i], out=rows)
-        results[i] = (rows, local[begins[i] : ends[i]].sub_(place[first]).view(lookups[i].shape))
+        mine = local[begins[i] : ends[i]].sub_(place[first]).view(lookups[i].shape)
+        positions = order[begins[i] : ends[i]]
+        mine.order = positions.sub_(begins[i]) if begins[i] else positions  # type: ignore[attr-defined]
+        results[i] = (rows, mine)
     return results
+
+
+def order_of(local: Tensor) -> Tensor | None:
+    """Return the positions of a lookup's ids by row, those of one row ascending, as the sort that found it left them.
+
+    Args:
+        local: each id's position among the rows, as :func:`unique` returned it: not a view of it.
+
+    Returns:
+        int64, shape (count,); None for ids in host memory, which are not sorted.
+    """
+    return getattr(local, "order", None)
 
 
 def _keys(

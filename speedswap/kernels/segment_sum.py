@@ -69,23 +69,29 @@ def group(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return order, offsets
 
 
-def sum_rows(values: Tensor, local: Tensor, num_rows: int) -> Tensor:
+def sum_rows(values: Tensor, local: Tensor, num_rows: int, order: Tensor | None = None) -> Tensor:
     """Return the sum of the values of each row: the gradient of :func:`expand`, invisible to autograd.
 
     Args:
         values: floating-point, shape (*local.shape, dim), any strides, on any device.
         local: int64, any shape, contiguous, 0 to num_rows - 1, on values' device. The caller has checked.
         num_rows: the number of rows.
+        order: on a GPU, the positions by row, as :func:`order_of` returns them; by default they are sorted.
 
     Returns:
-        A new tensor, shape (num_rows, dim). On the CPU each row's values are added in their order, from zero: the bits
-        are those of nn.Embedding's backward pass for float32 and float64; float16 and bfloat16 are added as float32 and
-        rounded once.
+        A new tensor, shape (num_rows, dim). Each row's values are added in their order, from zero, and on a GPU 64 of
+        them at a time. On the CPU the bits are those of nn.Embedding's backward pass for float32 and float64. float16
+        and bfloat16 are added as float32 and rounded once.
 
     >>> sum_rows(torch.tensor([[1.], [2.], [4.]]), torch.tensor([1, 0, 1]), num_rows=2)
     tensor([[2.],
             [5.]])
     """
+    if values.is_cuda and values.dtype in (*_SUMMED, *_HALF):
+        from speedswap.kernels.cuda import bags
+
+        rows = values.reshape(local.numel(), values.shape[-1])
+        return bags.sum_entries(rows, local.reshape(-1), order, num_rows)
     if values.device.type != "cpu":
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
     if not has_memory(values):

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from speedswap._forks import in_child
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
-from speedswap.kernels.ids import find_all
+from speedswap.kernels.ids import find_all, order_of
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Starts")
@@ -248,9 +248,10 @@ def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
 
 def used_here(tensors: Iterable[Tensor]) -> None:
     """Mark tensors made on another stream as used on the current one, so that their memory stays."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    for made in tensors:
+        for tensor in (made, order_of(made)):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 _threads: dict[Direction, ThreadPoolExecutor] = {}

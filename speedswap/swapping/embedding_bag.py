@@ -150,7 +150,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     def _pooled(self, bags: Bags, features: int) -> Tensor:
         weight, local = self._look_up(bags.ids)
         counts = None if self.padding_idx is None else bags.ids.reshape(-1) != self.padding_idx
-        return pool(weight, local.reshape(-1), bags.offsets, self.mode, bags.weights, counts, features=features)
+        return pool(weight, local, bags.offsets, self.mode, bags.weights, counts, features=features)
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "mode": self.mode, "include_last_offset": self.include_last_offset}

@@ -1,7 +1,8 @@
 """Lookups in a batch's rows, with gradients: a row's gradients are added in the order of its positions.
 
-The backward pass of each operation is one of these operations again, so that gradients of gradients work. What the
-CPU loops do not support (other devices, complex rows, ``torch.func``) is left to torch.
+On the CPU the backward pass of each operation is one of these operations again, so that gradients of gradients work. On
+a GPU bags have their own kernels, which have no gradients of gradients, as torch's have none. What neither supports
+(other devices, complex rows, ``torch.func``) is left to torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from speedswap import kernels
+from speedswap.kernels.cuda.bags import dot_bags, pool_bags, sum_entries
 
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALL = 512  # up to this many ids torch's lookup is faster, with the same bits
@@ -42,38 +45,45 @@ def pool(
     factors: Tensor | None = None,
     counts: Tensor | None = None,
     *,
-    divisors: Tensor | None = None,
+    is_mean: Tensor | None = None,
     features: int = 1,
 ) -> Tensor:
     """Return the sum, mean or maximum over each bag of rows, as ``F.embedding_bag`` does.
 
     Args:
         weight: the rows, shape (n, dim), on any device.
-        local: int64, shape (count,), 0 to n - 1, on weight's device.
+        local: int64, any shape of count items, 0 to n - 1, on weight's device, as the lookup returned it.
         offsets: int64, shape (bags + 1,), ascending from 0 to count: the start of each bag, and count.
         mode: "sum", "mean" or "max".
         factors: for "sum": of each entry, shape (count,), of weight's dtype.
         counts: bool, shape (count,): True for each entry that counts; all by default.
-        divisors: for "sum": a divisor per bag, shape (bags,), of weight's dtype, or float32 for half precision, without
-            a gradient, so that some bags can be means and others sums.
+        is_mean: for "mean": bool, shape (features, 1), on weight's device: False for each feature whose bags are sums.
         features: the number of features, in whose order the bags are: a divisor of their number.
 
     Returns:
         Shape (bags / features, features · dim): in its row s the s-th bag of every feature, side by side; zeros for a
         bag without ids.
     """
+    order, local = kernels.order_of(local), local.reshape(-1).contiguous()
+    if weight.is_cuda and not _needs_torch(weight):
+        return _BagsOnGpu.apply(weight, factors, local, offsets, counts, is_mean, mode, features, order)  # type: ignore[no-any-return, no-untyped-call]
+    ends = offsets if counts is None else counted(offsets, counts)
     if counts is not None and counts.device.type == "cpu":
         local, factors = local[counts], None if factors is None else factors[counts]
-        offsets, counts = counted(offsets, counts), None
+        offsets, counts = ends, None
     elif counts is not None:
         # The host would wait for their number. Torch skips one row: make it the first, and point the others to it.
         weight = torch.cat([weight.new_zeros(1, weight.shape[1]), weight])
         local = torch.where(counts, local + 1, 0)
+    divisors = None
+    if is_mean is not None:
+        sizes = torch.where(is_mean, ends.diff().view(features, -1).clamp(min=1), 1).reshape(-1)
+        divisors, mode = sizes.to(torch.promote_types(weight.dtype, torch.float32)), "sum"  # halves cannot count
     if _needs_torch(weight):
         dtype = weight.dtype
         if divisors is not None:  # the sum itself may overflow half precision
             weight, factors = weight.to(divisors.dtype), None if factors is None else factors.to(divisors.dtype)
-        bags = F.embedding_bag(
+        pooled = F.embedding_bag(
             local,
             weight,
             offsets,
@@ -82,16 +92,16 @@ def pool(
             include_last_offset=True,
             padding_idx=None if counts is None else 0,
         )
-        return _side_by_side(bags if divisors is None else (bags / divisors.unsqueeze(1)).to(dtype), features)
-    if weight.dtype in (torch.float16, torch.bfloat16):
-        factors, divisors = (None if each is None else each.float() for each in (factors, divisors))
-        wide = pool(weight.float(), local, offsets, mode, factors, divisors=divisors, features=features)
-        return wide.to(weight.dtype)
-    if mode == "max":
-        return _side_by_side(_MaxOfBags.apply(weight, local, offsets), features)  # type: ignore[no-untyped-call]
+        return _side_by_side(pooled if divisors is None else (pooled / divisors.unsqueeze(1)).to(dtype), features)
     if mode == "mean":
-        divisors = offsets.diff().clamp(min=1).to(weight.dtype)
-    return _SumOfBags.apply(weight, factors, local, offsets, divisors, features)  # type: ignore[no-any-return, no-untyped-call]
+        divisors, mode = offsets.diff().clamp(min=1).to(torch.promote_types(weight.dtype, torch.float32)), "sum"
+    is_half = weight.dtype in (torch.float16, torch.bfloat16)
+    rows, factors = (each.float() if is_half and each is not None else each for each in (weight, factors))
+    if mode == "max":
+        pooled = _side_by_side(_MaxOfBags.apply(rows, local, offsets), features)  # type: ignore[no-untyped-call]
+    else:
+        pooled = _SumOfBags.apply(rows, factors, local, offsets, divisors, features)  # type: ignore[no-untyped-call]
+    return pooled.to(weight.dtype)
 
 
 def counted(offsets: Tensor, counts: Tensor) -> Tensor:
@@ -108,8 +118,9 @@ def _side_by_side(bags: Tensor, features: int) -> Tensor:
 
 
 def _needs_torch(weight: Tensor) -> bool:
-    """Return whether the CPU loops cannot sum these rows."""
-    return not weight.is_cpu or weight.dtype not in _SUMMABLE or torch._C._are_functorch_transforms_active()
+    """Return whether neither the CPU loops nor the kernels can sum these rows."""
+    is_near = weight.is_cpu or (weight.is_cuda and kernels.has_memory(weight))
+    return not is_near or weight.dtype not in _SUMMABLE or torch._C._are_functorch_transforms_active()
 
 
 def _own(result: Tensor) -> Tensor:
@@ -120,15 +131,15 @@ def _own(result: Tensor) -> Tensor:
 class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, local: Tensor) -> Tensor:
-        ctx.save_for_backward(local)
+        ctx.save_for_backward(local, kernels.order_of(local))
         ctx.num_rows = weight.shape[0]
         return _own(kernels.expand(weight, local))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (local,) = ctx.saved_tensors
+        local, order = ctx.saved_tensors
         if not torch.is_grad_enabled():  # no gradient of this gradient is wanted
-            return kernels.sum_rows(grad, local, ctx.num_rows), None
+            return kernels.sum_rows(grad, local, ctx.num_rows, order), None
         return _SumOfRows.apply(grad, local, ctx.num_rows), None  # type: ignore[no-untyped-call]
 
 
@@ -253,3 +264,38 @@ class _SumOfWinners(torch.autograd.Function):
             return grad.new_zeros(winners.shape), None, None, None, None
         found = grad.gather(0, local[winners.clamp(min=0)])
         return found.masked_fill(winners < 0, 0), None, None, None, None
+
+
+class _BagsOnGpu(torch.autograd.Function):
+    """The bags of :func:`pool`, by the kernels: each written to its place, and its gradient read from there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        factors: Tensor | None,
+        local: Tensor,
+        offsets: Tensor,
+        counts: Tensor | None,
+        is_mean: Tensor | None,
+        mode: str,
+        features: int,
+        order: Tensor | None,
+    ) -> Tensor:
+        trains = any(ctx.needs_input_grad)
+        out, *noted = pool_bags(weight, local, offsets, mode, features, factors, counts, is_mean, trains)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, local, order, *noted)
+        ctx.num_rows, ctx.features = len(weight), features
+        return _own(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, local, order, places, scales, taken = ctx.saved_tensors
+        to_weight, to_factors = None, None
+        if ctx.needs_input_grad[0]:
+            noted = {"features": ctx.features, "places": places, "scales": scales, "taken": taken}
+            to_weight = sum_entries(grad, local, order, ctx.num_rows, **noted)
+        if ctx.needs_input_grad[1]:
+            to_factors = dot_bags(weight, local, grad, places, ctx.features)
+        return to_weight, to_factors, *(None for _ in range(7))

@@ -113,6 +113,31 @@ extern "C" void run_bandwidth_rows(int gathers, unsigned int grid, unsigned int 
                       num_rows, static_cast<Word16*>(rows_block), shift);
 }
 
+// thread: the only one to run; -1 for all.
+extern "C" int run_bags(const char* name, unsigned int grid, unsigned int block, const Bags* bags, Count thread) {
+    const auto run = [&](void (*kernel)(Bags)) {
+        if (thread < 0)
+            host_cuda::launch(grid, block, kernel, *bags);
+        else
+            host_cuda::launch_thread((Word64)thread, grid, block, kernel, *bags);
+        return 0;
+    };
+#define TRY_BAGS(kernel) \
+    if (std::strcmp(name, #kernel) == 0) return run(kernel);
+#define TRY_ITEMS(type)         \
+    TRY_BAGS(pool_##type)       \
+    TRY_BAGS(pool_max_##type)   \
+    TRY_BAGS(dot_bags_##type)   \
+    TRY_BAGS(sum_chunks_##type) \
+    TRY_BAGS(join_chunks_##type)
+    TRY_BAGS(find_starts)
+    TRY_ITEMS(float32)
+    TRY_ITEMS(float64)
+    TRY_ITEMS(float16)
+    TRY_ITEMS(bfloat16)
+    return 1;
+}
+
 // The parts of philox.cuh, one at a time.
 
 extern "C" void run_philox(const Word* counter, const Word* key, Word* words) {

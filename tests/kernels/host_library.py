@@ -55,6 +55,7 @@ class HostKernels:
         self._library.run_bandwidth_rows.argtypes = [
             number, ctypes.c_uint, ctypes.c_uint, address, address, count, address, number,
         ]  # fmt: skip
+        self._library.run_bags.argtypes = [*grid, address, count]
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 
     def move(
@@ -111,6 +112,9 @@ class HostKernels:
             name.encode(), grid, block, pointer(out), out.strides[0], first_row, num_rows, width, a, b, seed, column_key
         )
         assert not unknown, name
+
+    def bags(self, name: str, grid: int, block: int, bags: np.ndarray, thread: int = -1) -> None:
+        assert not self._library.run_bags(name.encode(), grid, block, pointer(bags), thread), name
 
     def bandwidth_copy(self, grid: int, block: int, source: np.ndarray, target: np.ndarray) -> None:
         self._library.run_bandwidth_copy(grid, block, pointer(source), pointer(target), source.nbytes // 16)

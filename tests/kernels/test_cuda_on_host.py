@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from speedswap.kernels.cuda.shapes import (
     COLUMNS_PER_LAUNCH,
     BlockPart,
     CompactPart,
+    bags_argument,
     columns_argument,
     compact_columns_argument,
     convert_shape,
@@ -126,9 +128,13 @@ def test_compact_records_in_order_and_rows_elsewhere(kernels: HostKernels, form:
     np.testing.assert_array_equal(records, before)
 
 
-def test_every_shape_moves_every_byte_and_no_other(tmp_path: Path):
-    """All layouts of host_moves.py, under the address and undefined-behaviour sanitizers."""
-    library = build(tmp_path, sanitize=True)
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("host_kernels"), sanitize=True)
+
+
+def run_sanitized(program: str, library: Path) -> str:
+    """Return what a program prints that runs kernels under the address and undefined-behaviour sanitizers."""
     runtime = subprocess.run(
         [str(compiler()), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -140,10 +146,90 @@ def test_every_shape_moves_every_byte_and_no_other(tmp_path: Path):
         "OPENBLAS_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, str(HERE / "host_moves.py"), str(library)], env=environment, capture_output=True, text=True
+        [sys.executable, str(HERE / program), str(library)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "layouts" in done.stdout
+    return done.stdout
+
+
+def test_every_shape_moves_every_byte_and_no_other(sanitized: Path):
+    """All layouts of host_moves.py."""
+    assert "layouts" in run_sanitized("host_moves.py", sanitized)
+
+
+def test_bags_and_their_gradients_are_numpys_to_the_bit_in_every_launch(sanitized: Path):
+    """All cases of host_bags.py."""
+    assert "360 cases of bags" in run_sanitized("host_bags.py", sanitized)
+
+
+# ---- more than 2^32 of everything ------------------------------------------------------------------------------------
+
+FAR = 2**32 + 6
+
+
+def sparse(count: int, dtype: type = np.int64) -> np.ndarray:
+    """Return zeros of which only the pages that are written to take memory."""
+    nbytes = count * np.dtype(dtype).itemsize
+    no_reserve = 0x4000  # Linux's, which mmap names from Python 3.13 on
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return np.frombuffer(memory, dtype)
+
+
+def run_far(kernels: HostKernels, name: str, thread: int, arrays: dict[str, np.ndarray], **numbers: int) -> None:
+    """Run one thread of a launch with more threads than pieces of work."""
+    argument = bags_argument(**{each: array.ctypes.data for each, array in arrays.items()}, **numbers)
+    kernels.bags(name, 2**31 - 1, 1024, argument, thread)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sparse memory")
+def test_bags_rows_entries_and_samples_may_be_more_than_32_bits_count(kernels: HostKernels):
+    """The last bag of two features, of two entries, all in the last places of arrays of more than 2^32 items."""
+    samples, entries, width = FAR, FAR + 2, 4
+    arrays = {
+        "rows": sparse(FAR * width, np.float32), "local": sparse(entries), "offsets": sparse(2 * samples + 1),
+        "out": sparse(2 * samples * width, np.float32), "places": sparse(entries),
+    }  # fmt: skip
+    arrays["rows"][-2 * width :] = np.arange(2 * width)
+    arrays["local"][-2:] = FAR - 2, FAR - 1
+    arrays["offsets"][-2:] = entries - 2, entries
+    numbers = {"features": 2, "width": width, "entries": entries}
+    run_far(kernels, "pool_float32", 2 * samples - 1, arrays, **numbers, num_bags=2 * samples, samples=samples, whole=1)
+    assert arrays["out"][-2 * width :].tolist() == [0, 0, 0, 0, 4, 6, 8, 10]
+    assert arrays["places"][-3:].tolist() == [0, *[2 * (samples - 1) + 1] * 2]
+
+    arrays["grad"] = arrays["out"]
+    arrays["out"] = sparse(entries, np.float32)
+    run_far(kernels, "dot_bags_float32", entries - 1, arrays, **numbers, grad_stride=2 * width, whole=1)
+    assert arrays["out"][-2:].tolist() == [0, 4 * 4 + 5 * 6 + 6 * 8 + 7 * 10]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sparse memory")
+@pytest.mark.parametrize("placed", [False, True])
+def test_gradients_may_be_of_more_entries_than_32_bits_count(kernels: HostKernels, placed: bool):
+    """Of the last row, which has the last 100 entries: in two chunks, in the last two windows."""
+    windows, width = FAR // 64 + 2, 4
+    first = (windows - 2) * 64
+    entries, row = first + 100, FAR
+    arrays = {
+        "order": sparse(entries), "local": sparse(entries), "starts": sparse(row + 2),
+        "grad": sparse(entries * width, np.float32), "partial": sparse(2 * windows * width, np.float32),
+        "out": sparse((row + 1) * width, np.float32),
+    }  # fmt: skip
+    mine = np.arange(first, entries)
+    arrays["order"][first:], arrays["local"][first:] = mine, row
+    arrays["grad"][first * width :] = np.arange(100 * width)
+    if placed:
+        arrays["places"] = sparse(entries)
+        arrays["places"][first:] = mine[::-1]
+    numbers = {"features": 1, "width": width, "entries": entries, "num_rows": row + 1, "grad_stride": width, "whole": 1}
+    for which in (row, row + 1):
+        run_far(kernels, "find_starts", which, arrays, **numbers, row_bytes=4 * width)
+    assert arrays["starts"][-2:].tolist() == [first, entries]
+    for window in (windows - 2, windows - 1):
+        run_far(kernels, "sum_chunks_float32", window, arrays, **numbers)
+    run_far(kernels, "join_chunks_float32", windows - 1, arrays, **numbers)
+    expected = np.arange(100 * width, dtype=np.float32).reshape(100, width).sum(0)  # exact
+    assert arrays["out"][-2 * width :].tolist() == [0] * width + expected.tolist()
 
 
 @pytest.mark.parametrize("grid, block", [(1, 1), (1, 32), (3, 64), (2, 1024)])

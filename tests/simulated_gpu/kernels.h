@@ -81,6 +81,23 @@ const char* illegal(void (*)(W*, long long, const long long*, long long, Columns
                                                       *(const long long**)arguments[7]);
 }
 
+// One structure of addresses and numbers (bags.cuh).
+template <typename B>
+    requires requires(B bags) { bags.places, bags.partial; }
+const char* illegal(void (*)(B), const char*, void** arguments, Legal legal) {
+    const B& bags = *(const B*)arguments[0];
+    for (const void* address : {bags.rows, (const void*)bags.local, (const void*)bags.offsets, bags.factors,
+                                (const void*)bags.counts, (const void*)bags.is_mean, (const void*)bags.out, bags.grad,
+                                (const void*)bags.places, (const void*)bags.scales, (const void*)bags.taken,
+                                (const void*)bags.order, (const void*)bags.starts, (const void*)bags.partial})
+        if (address && !legal(address)) return "an address of a kernel of bags";
+    for (long long k = 0; bags.rows && k < bags.entries; ++k)
+        if (!legal((const char*)bags.rows + bags.local[k] * bags.row_bytes)) return "a row of a bag";
+    if (bags.whole && ((std::size_t)bags.rows | (std::size_t)bags.out | (std::size_t)bags.grad) % 16)
+        return "a misaligned row";
+    return nullptr;
+}
+
 template <typename... P, std::size_t... I>
 void unpack(void (*kernel)(P...), unsigned int grid, unsigned int block, void** arguments, std::index_sequence<I...>) {
     host_cuda::launch(grid, block, kernel, *static_cast<std::remove_cv_t<P>*>(arguments[I])...);

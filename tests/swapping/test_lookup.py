@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
+from speedswap import kernels
 from speedswap.swapping.lookup import look_up, pool
 
 LOCAL = torch.tensor([[0, 1, 4], [1, 1, 3]])
@@ -48,18 +49,18 @@ def test_gradients_of_gradients(mode: str):
     assert torch.autograd.gradgradcheck(function, arguments)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted", "divided"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted", "some means"])
 def test_bags_of_features_are_laid_out_side_by_side(device: str, mode: str):
     """Three features of two bags each: the same as three lookups, concatenated; and so are all gradients."""
     local = torch.tensor([0, 1, 4, 1, 1, 3, 2], device=device)
     offsets = torch.tensor([0, 2, 2, 6, 6, 6, 7], device=device)
     rows, factors = some_rows(device), torch.rand(7, dtype=torch.float64, device=device, requires_grad=True)
-    divisors = torch.tensor([2.0, 1, 4, 1, 3, 5], dtype=torch.float64, device=device)
-    arguments = (rows, factors) if mode in ("weighted", "divided") else (rows,)
+    arguments = (rows, factors) if mode == "weighted" else (rows,)
+    is_mean = torch.tensor([[True], [False], [True]], device=device) if mode == "some means" else None
+    modes = {"weighted": ["sum"] * 3, "some means": ["mean", "sum", "mean"]}.get(mode, [mode] * 3)
 
     def ours(rows, *given):
-        kind = "sum" if given else mode
-        return pool(rows, local, offsets, kind, *given, divisors=divisors if mode == "divided" else None, features=3)
+        return pool(rows, local, offsets, modes[0], *given, is_mean=is_mean, features=3)
 
     def theirs(rows, *given):
         several = []
@@ -69,11 +70,11 @@ def test_bags_of_features_are_laid_out_side_by_side(device: str, mode: str):
                 local[begin:end],
                 rows,
                 offsets[2 * f : 2 * f + 3] - begin,
-                mode="sum" if given else mode,
+                mode=modes[f],
                 per_sample_weights=given[0][begin:end] if given else None,
                 include_last_offset=True,
             )
-            several.append(bags / divisors[2 * f : 2 * f + 2].unsqueeze(1) if mode == "divided" else bags)
+            several.append(bags)
         return torch.cat(several, 1)
 
     out = ours(*arguments)
@@ -102,15 +103,84 @@ def test_functional_transforms_go_to_torch():
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_halves_are_pooled_as_floats(mode: str, dtype: torch.dtype):
-    rows = some_rows("cpu", dtype)
-    out = pool(rows, LOCAL.flatten(), OFFSETS, mode)
+def test_halves_are_pooled_as_floats(device: str, mode: str, dtype: torch.dtype):
+    rows = some_rows(device, dtype)
+    out = pool(rows, LOCAL.to(device), OFFSETS.to(device), mode)
     out.sum().backward()
-    exact = rows.detach().float().requires_grad_()
+    exact = rows.detach().cpu().float().requires_grad_()
     expected = F.embedding_bag(LOCAL.flatten(), exact, OFFSETS, mode=mode, include_last_offset=True)
     expected.sum().backward()
-    torch.testing.assert_close(out, expected.to(dtype))
-    torch.testing.assert_close(rows.grad, exact.grad.to(dtype))
+    torch.testing.assert_close(out.cpu(), expected.to(dtype))
+    torch.testing.assert_close(rows.grad.cpu(), exact.grad.to(dtype))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(device: str) -> str:
+    if device == "cpu":
+        pytest.skip("is about a GPU")
+    return device
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted", "padded", "some means"])
+def test_bags_have_the_cpus_bits_on_a_gpu(gpu: str, dtype: torch.dtype, mode: str):
+    """Values and gradients, for rows of up to 64 lookups: by one sort, the lookup's, or by another."""
+    features, samples, dim = 4, 90, 24
+    sizes = torch.randint(4, (features * samples,))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    ids = torch.arange(int(offsets[-1]))[torch.randperm(int(offsets[-1]))] % 30
+    given = {
+        "factors": torch.rand(len(ids)).to(dtype).requires_grad_() if mode == "weighted" else None,
+        "counts": ids != 7 if mode == "padded" else None,
+        "is_mean": torch.tensor([[True], [False], [False], [True]]) if mode == "some means" else None,
+    }
+    rows, wide = torch.randn(30, dim).to(dtype), torch.randn(samples, (features + 2) * dim).to(dtype)
+    kind = {"weighted": "sum", "padded": "mean", "some means": "mean"}.get(mode, mode)
+    found = []
+    for near, lookup in (("cpu", False), (gpu, False), (gpu, True)):
+        _, local = kernels.unique(ids.to(near)) if lookup else (None, ids.to(near))
+        assert (kernels.order_of(local) is not None) == lookup
+        weight = rows.to(near).requires_grad_()
+        moved = {name: None if each is None else each.detach().to(near) for name, each in given.items()}
+        arguments = [weight] if moved["factors"] is None else [weight, moved["factors"].requires_grad_()]
+        out = pool(weight, local, offsets.to(near), kind, features=features, **moved)
+        for grad in (wide[:, dim:-dim], wide[0, 0].expand(out.shape), wide[:, : features * dim].T.contiguous().T):
+            to_each = torch.autograd.grad(out, arguments, grad.to(near), retain_graph=True)
+            found.append([each.cpu() for each in (out, *to_each)])
+    for case, (ours, *others) in enumerate(zip(found[:3], found[3:6], found[6:], strict=True)):
+        for theirs in others:
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), case
+
+
+@pytest.mark.parametrize("dim", [1, 10, 64])
+def test_a_row_of_most_lookups_is_summed_in_parts_on_a_gpu(gpu: str, dim: int):
+    """Torch's float64 says how exact that is; what other rows the batch has changes no bit."""
+    ids = torch.where(torch.rand(20_000) < 0.5, 0, torch.randint(300, (20_000,)))
+    grad = torch.randn(20_000, dim)
+    exact = torch.ops.aten.embedding_dense_backward(grad.double(), ids, 300, -1, False)
+    weight = torch.randn(300, dim, device=gpu, requires_grad=True)
+    sums = []
+    for chosen in (ids >= 0, ids == 0):
+        _, local = kernels.unique(ids[chosen].to(gpu))
+        offsets = torch.arange(len(local) + 1, device=gpu)
+        bags = pool(weight, local, offsets, "sum")
+        for out in (bags, look_up(weight, local)):
+            sums.append(torch.autograd.grad(out, weight, grad[chosen].to(gpu))[0].cpu())
+    torch.testing.assert_close(sums[0].double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[2], sums[3])
+    assert torch.equal(sums[0][0], sums[2][0])
+
+
+def test_bags_on_a_gpu_have_no_gradients_of_gradients(gpu: str):
+    rows = some_rows(gpu)
+    out = pool(rows, LOCAL.to(gpu), OFFSETS.to(gpu), "sum")
+    (gradient,) = torch.autograd.grad(out.square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_the_gradient_is_not_copied_on_its_way():

@@ -88,7 +88,7 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             converted.setdefault(part.stored.dtype, []).append(compact)
     for dtype, columns in converted.items():
         for some in _by_launch(columns):
-            name = f"{what}_{_name(dtype)}"
+            name = f"{what}_{dtype_name(dtype)}"
             if dtype is torch.int8:
                 shape = int8_shape(count, some, multiprocessors=multiprocessors, host=host)
             else:
@@ -159,7 +159,8 @@ def host_limit(multiprocessors: int) -> int:
     return max(1, min(HOST_MULTIPROCESSORS, multiprocessors // 4))
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as the kernels' names have it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -170,7 +171,7 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
     launch_kernel(
         block.device,
         torch.cuda.current_stream(block.device),
-        f"round_{_name(stored.dtype)}",
+        f"round_{dtype_name(stored.dtype)}",
         group_grid(len(ids), width, PIECE, multiprocessors=multiprocessors(index_of(block.device))),
         THREADS_PER_BLOCK,
         np.uint64(block.data_ptr()),

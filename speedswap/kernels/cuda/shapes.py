@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# As in csrc/rows.cuh.
+# As in csrc/rows.cuh and csrc/bags.cuh.
 COLUMNS_PER_LAUNCH = 8
+CHUNK = 64
 PIECE = 8
 WORDS = (16, 4, 1)
 
@@ -26,6 +27,15 @@ _COMPACT_COLUMN = np.dtype(
     [("first", "i8"), ("offset", "i8"), ("block", "i8"), ("width", "i8"), ("stochastic", "i8"), ("key", "u8")]
 )
 _COMPACT_COLUMNS = np.dtype([("count", "i8"), ("pieces", "i8"), ("column", _COMPACT_COLUMN, (COLUMNS_PER_LAUNCH,))])
+_BAGS = np.dtype(
+    [
+        (name, "i8")
+        for name in (
+            *"rows local offsets factors counts is_mean out grad places scales taken order starts partial".split(),
+            *"entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split(),
+        )
+    ]
+)
 
 
 class BlockPart(NamedTuple):
@@ -143,6 +153,15 @@ def compact_columns_argument(parts: Sequence[CompactPart]) -> npt.NDArray[np.voi
         first += _pieces(part)
     argument["count"] = len(parts)
     argument["pieces"] = first
+    return argument
+
+
+def bags_argument(**values: int) -> npt.NDArray[np.void]:
+    """Return the kernels' ``Bags``, as an array of one structure; what is not given is 0."""
+    argument = np.zeros(1, _BAGS)
+    for name, value in values.items():
+        argument[name] = value
+    argument["shift"] = (values["features"] - 1).bit_length()
     return argument
 
 

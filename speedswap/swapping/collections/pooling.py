@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedswap.swapping.collections.configs import EmbeddingBagConfig
 from speedswap.swapping.collections.features import FeatureBatch, Slots, near
-from speedswap.swapping.lookup import counted, pool
+from speedswap.swapping.lookup import pool
 
 
 class Pass(NamedTuple):
@@ -44,19 +44,14 @@ class Pass(NamedTuple):
         first, last = found.starts[self.start], found.starts[self.stop]
         offsets = found.offsets[self.start * found.stride : self.stop * found.stride + 1]
         offsets = offsets - first if first else offsets
-        local = local.reshape(-1)
-        local = local if (first, last) == (begin, end) else local[first - begin : last - begin]
+        if (first, last) != (begin, end):
+            local = local.reshape(-1)[first - begin : last - begin]
         factors = None if found.weights is None else found.weights[first:last].to(weight.dtype)
-        counts, mode, divisors = self._counting(found), self.mode, None
+        counts, mode, is_mean = self._counting(found), self.mode, self.is_mean
         if found.is_single and counts is None and mode == "mean":
-            mode = "sum"
-        elif self.is_mean is not None and mode == "mean":
-            ends = offsets if counts is None else counted(offsets, counts)
-            sizes = ends.diff().view(features, found.stride).clamp(min=1)
-            divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1)
-            divisors = divisors.to(torch.promote_types(weight.dtype, torch.float32))  # half precision cannot count
-            mode = "sum"
-        return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
+            mode, is_mean = "sum", None
+        is_mean = None if is_mean is None else near(is_mean, offsets.device)
+        return pool(weight, local, offsets, mode, factors, counts, is_mean=is_mean, features=features)
 
     def _counting(self, found: FeatureBatch) -> Tensor | None:
         """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""

@@ -19,13 +19,14 @@ from torch import Tensor
 
 import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, kernels
+from speedswap.swapping.lookup import pool
 
 ROWS, LOOKUPS = 20, 240
 # They launch nothing, or are parts of others.
 VIEWS = """
     view as_strided reshape _reshape_alias slice select unsqueeze expand detach alias transpose t unbind split narrow to
     squeeze split_with_sizes lift_fresh result_type item is_nonzero resolve_conj resolve_neg _local_scalar_dense empty
-    empty_strided empty_like
+    empty_strided empty_like promote_types
 """
 NO_LAUNCH = {f"aten::{name}" for name in VIEWS.split()}
 
@@ -159,6 +160,38 @@ def test_a_step_costs_the_same_for_any_number_of_tables(kind: str, form: str, ah
     if not ahead:  # where thread timing decides how many pending writes forward their rows
         assert few.operations == many.operations
         assert few == many
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+def test_bags_take_one_launch_and_their_gradients_three(mode: str, gpu: str) -> None:
+    """Of any number of features; that of the weights takes one more."""
+    _, local = kernels.unique(torch.arange(LOOKUPS, device=gpu) % ROWS)
+    weight = torch.randn(ROWS, 4, device=gpu, requires_grad=True)
+    factors = torch.rand(LOOKUPS, device=gpu, requires_grad=True) if mode == "weighted" else None
+    offsets = torch.arange(0, LOOKUPS + 1, 2, device=gpu)
+    with counted() as forward:
+        pooled = pool(weight, local, offsets, "sum" if factors is not None else mode, factors, features=12)
+    grad = torch.randn_like(pooled)
+    with counted() as backward:
+        torch.autograd.grad(pooled, (weight,) if factors is None else (weight, factors), grad)
+    assert (forward().launches, dict(forward().operations)) == (1, {})
+    assert (backward().launches, dict(backward().operations)) == (3 + (mode == "weighted"), {})
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_sort_that_finds_rows_orders_their_gradients(
+    ahead: bool, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sort, sorts = torch.sort, []
+    monkeypatch.setattr(torch, "sort", lambda *args, **kwargs: sorts.append(1) or sort(*args, **kwargs))
+    collection = collection_of("bags", 1, gpu)
+    optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
+    batches = [one(1, seed, gpu) for seed in range(6)]
+    loop = iter(speedswap.lookahead(batches, {collection: lambda features: features}) if ahead else batches)
+    for features in loop:
+        step(collection, optimizer, features)
+    kernels.finish_transfers()
+    assert len(sorts) == len(batches)
 
 
 @pytest.mark.parametrize("form", ["one", "keyed"])
