@@ -13,11 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from speedswap.collectives import RankGroup
+from speedswap import kernels
+from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.collections.grouping import Group, contents_of
-from speedswap.swapping.keyed import KeyedRows
+from speedswap.swapping.graphs import leaving_transforms, outside_graphs
+from speedswap.swapping.keyed import KeyedRows, of_one_commit
+from speedswap.swapping.lookup import look_up
 from speedswap.swapping.prefetched import PrefetchedLookup
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.table_module import TableModule, load_assigned, not_assigned
@@ -250,7 +253,7 @@ def _range(config: EmbeddingConfig, values: Mapping[str, Tensor]) -> Range:
 
 
 class TableInGroup(nn.Module):
-    """One table of a collection, to read, score, fill and save. Lookups go through the collection.
+    """One table of a collection, to read, score, fill, save and look up alone; the collection looks up all at once.
 
     Args:
         group: the group that contains it.
@@ -297,6 +300,32 @@ class TableInGroup(nn.Module):
     def ranks(self) -> RankGroup | None:
         """The ranks that own the rows together; None for a process alone."""
         return self.group.ranks
+
+    @of_all_ranks
+    @outside_graphs
+    def forward(self, input: Any) -> Tensor:
+        """Look rows of this table up alone, as :class:`speedswap.Embedding` does; a lookahead does not prefetch them.
+
+        Args:
+            input: ids, int32 or int64, any shape, on the device that needs the rows; or keys, with an id map.
+
+        Returns:
+            Shape (*input.shape, embedding_dim), with gradients for the collection's parameter.
+
+        Raises:
+            IdError, LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
+        """
+        group, keyed = self.group, self.group.keyed.get(self.config.name)
+        if keyed is None:
+            return look_up(*group._look_up(self._in_group(input)))
+        device = input.device if isinstance(input, Tensor) else group.weight.device
+        rows = functools.partial(keyed.rows, input, device, adds=group._adds())
+        return look_up(*of_one_commit([keyed], lambda: group._look_up(self._in_group(rows()))))
+
+    @leaving_transforms
+    def _in_group(self, ids: Tensor) -> Tensor:
+        kernels.check_ids(ids, self.num_embeddings, f"table {self.config.name!r}")
+        return ids.long() + self._first_row
 
     @property
     def weight(self) -> TableRows | nn.Parameter:
