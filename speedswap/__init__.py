@@ -3,7 +3,7 @@
 import importlib
 import warnings
 
-from speedswap import errors, monitor, optim
+from speedswap import errors, losses, monitor, optim
 from speedswap.batching import BatchSplitter
 from speedswap.ranks import Ranks
 from speedswap.swapping import (
@@ -70,6 +70,7 @@ __all__ = [
     "init",
     "load_checkpoint",
     "lookahead",
+    "losses",
     "monitor",
     "optim",
     "parameters_to_ignore",

@@ -29,6 +29,7 @@ BELOW: dict[str, set[str]] = {
     "tables": {"collectives", "kernels"},
     "swapping": {"collectives", "kernels", "tables"},
     "ranks": {"collectives", "kernels", "swapping", "tables"},
+    "losses": {"collectives", "kernels", "swapping", "tables"},
     "optim": set(),
     "batching": {"collectives", "kernels"},
     "monitor": {"batching"},

@@ -41,8 +41,8 @@ _REMEDIES = {
     "the embedding is made",
     **dict.fromkeys(
         _SCORES.split(),
-        "embedding.score(queries, k=…) finds the best rows of the whole table, embedding(ids) gives rows that can be "
-        "trained",
+        "embedding.score(queries, k=…) finds the best rows of the whole table, speedswap.losses has softmax over them, "
+        "embedding(ids) gives rows that can be trained",
     ),
     **dict.fromkeys(
         _COPIES.split(),

@@ -261,7 +261,7 @@ def best_rows(table: Table, queries: Tensor, k: int, chunk: int | None, left_out
         torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device),
     )
     if len(queries):
-        pieces = _pieces(table, len(queries), k, queries.device, chunk)
+        pieces = pieces_for(table, len(queries), k, queries.device, chunk)
         with torch.autocast(queries.device.type, enabled=False):
             _scan(table, queries, pieces, Excluded(pieces, *left_out), best)
     return best
@@ -336,7 +336,7 @@ def _merge(best: Scored, query: Tensor, new: Scored) -> None:
     best.ids[changed] = ids[kept]
 
 
-def _pieces(table: Table, num_queries: int, k: int, device: torch.device, chunk: int | None) -> Pieces:
+def pieces_for(table: Table, num_queries: int, k: int, device: torch.device, chunk: int | None) -> Pieces:
     """Choose the rows per chunk, unless given, by the bytes of the rows and their scores."""
     item_bytes = table.dtype.itemsize
     scores = max(1, _SCORES_BYTES.get(device.type, _OTHER_BYTES) // item_bytes)

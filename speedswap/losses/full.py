@@ -1,0 +1,240 @@
+"""Softmax over all rows of a table, a chunk at a time, and the ranks of targets among them; the rows are constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from speedswap._words import a_kind
+from speedswap.errors import WeightError
+from speedswap.losses.sampled import IGNORE_INDEX, LossBatch, call_of_ranks, kept, wide
+from speedswap.swapping.graphs import outside_graphs
+from speedswap.swapping.scoring import Exclude, Excluded, Exclusions, Pieces, exclusions_of, pieces_for, read_rows
+from speedswap.tables import Table
+from speedswap.tables.record import count
+
+
+@outside_graphs
+def full_softmax(
+    hidden: Tensor,
+    targets: Tensor,
+    items: Any,
+    *,
+    bias: Any = None,
+    chunk: int | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Return the cross-entropy of the targets among all rows: ``F.cross_entropy(hidden @ all_rows.T, targets)``.
+
+    Rows are copied a chunk at a time, in the forward pass and again in the backward pass, so that memory is bounded as
+    for :meth:`speedswap.Embedding.score`. The gradient is exact and goes to ``hidden``; the rows are constants. Rows
+    that are trained are refused, except under ``torch.no_grad()``: a step over the whole table would not be one of a
+    batch's rows. Train them with :func:`sampled_softmax`.
+
+    Args:
+        hidden: shape (\*samples, dim), of a floating-point dtype, converted to the table's; products of half precision
+            are computed in float32.
+        targets: ids, int32 or int64, shape (\*samples,), or (\*samples, n) for several targets per sample, each of the
+            same probability.
+        items: a frozen :class:`speedswap.Embedding` or table of an :class:`speedswap.EmbeddingCollection`, whose
+            ``padding_idx`` is left out of the sum; or the :class:`speedswap.Table` of any, all of whose rows count.
+        bias: the same, of width 1, for one bias per row.
+        chunk: rows to copy at a time; by default chosen from the bytes per row and the number of samples.
+        ignore_index, reduction: as for :func:`sampled_softmax`.
+
+    Returns:
+        As :func:`sampled_softmax` does. Ranks that own the rows must call this together, and each reads every row.
+
+    Raises:
+        WeightError: the rows are trained and gradients enabled; or, in the backward pass, the table has changed since
+            the forward pass.
+        ValueError, TypeError: a shape, dtype or setting does not fit, or ``items`` has an id map.
+        IdError: a target is outside the table. In all cases nothing was changed.
+
+    Source: the logarithm of a sum of exponentials, one chunk after the other, is that of Milakov and Gimelshein, Online
+    normalizer calculation for softmax, 2018.
+
+    Example:
+        >>> import torch, speedswap
+        >>> from speedswap.losses import full_softmax
+        >>> items = speedswap.Embedding.from_pretrained(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
+        >>> hidden, targets = torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 1])
+        >>> full_softmax(hidden, targets, items)
+        tensor(0.2513)
+        >>> torch.nn.functional.cross_entropy(hidden @ items.read().T, targets)
+        tensor(0.2513)
+    """
+    with call_of_ranks(items):
+        batch = LossBatch.of(hidden, targets, items, ignore_index, reduction)
+        rows = AllRows.of(items, bias, batch.hidden, chunk)
+        queries = rows.queries_of(batch.hidden)
+        ids = targets[kept(targets, ignore_index).to(targets.device)]
+        of_targets = (rows.read(ids, queries) * batch.at_targets(queries)).sum(1)
+        total: Tensor = _LogSumExp.apply(queries, rows)  # type: ignore[no-untyped-call]
+        return batch.reduced(total - batch.mean_of_targets(of_targets), reduction)
+
+
+@outside_graphs
+@torch.no_grad()
+def target_ranks(
+    hidden: Tensor, targets: Tensor, items: Any, *, bias: Any = None, exclude: Exclude = None, chunk: int | None = None
+) -> Tensor:
+    r"""Return the rank of each sample's target among all rows by inner product, 1 for the largest, without a gradient.
+
+    ``(1 / ranks).mean()`` is the mean reciprocal rank, ``(ranks <= k).float().mean()`` the hit rate at k. A row that
+    ties with the target counts half, so that equal scores are no success.
+
+    Args:
+        hidden, items, bias, chunk: as for :func:`full_softmax`; rows may be trained.
+        targets: ids, int32 or int64, shape (\*samples,).
+        exclude: rows that do not compete, as for :meth:`speedswap.Embedding.score`, with one query per sample: of
+            "filtered" ranks, every known answer. Targets may be among them.
+
+    Returns:
+        Shape (\*samples,), float32. A target whose score is NaN comes last.
+
+    Raises:
+        ValueError, TypeError, IdError: as for :func:`full_softmax`.
+
+    Source: ties as in Berrendorf et al., On the ambiguity of rank-based evaluation of entity alignment or link
+    prediction methods, 2020 ("realistic").
+
+    Example:
+        >>> import torch, speedswap
+        >>> from speedswap.losses import target_ranks
+        >>> items = speedswap.Embedding.from_pretrained(torch.tensor([[1.0], [3.0], [2.0], [5.0]]))
+        >>> hidden, targets = torch.ones(2, 1), torch.tensor([3, 0])
+        >>> target_ranks(hidden, targets, items), target_ranks(hidden, targets, items, exclude=torch.tensor([1, 3]))
+        (tensor([1., 4.]), tensor([1., 2.]))
+    """
+    with call_of_ranks(items):
+        batch = LossBatch.of(hidden, targets, items, None, "none")
+        if targets.shape != batch.has_target.shape:
+            raise ValueError(
+                f"targets has shape {tuple(targets.shape)}; give {tuple(batch.has_target.shape)}, one each"
+            )
+        rows = AllRows.of(items, bias, batch.hidden, chunk)
+        queries, ids = rows.queries_of(batch.hidden), targets.reshape(-1)
+        wanted = (rows.read(ids, queries) * queries).sum(1, keepdim=True)
+        given = rows.left_out(exclude, hidden.device)
+        own = torch.arange(len(ids), device=hidden.device), ids.long().to(hidden.device)
+        given = Exclusions(*given[:2], *(torch.cat(pair) for pair in zip(given[2:], own, strict=True)))
+        ranks = queries.new_ones(len(ids), dtype=torch.float32)
+        for some, _, scores in rows.scores(queries, given):
+            above = ~(scores <= wanted[some]) & (scores != -math.inf)  # NaN is above everything
+            ranks[some] += above.sum(1) + (scores == wanted[some]).sum(1) / 2
+        return ranks.view(hidden.shape[:-1])
+
+
+class AllRows(NamedTuple):
+    """All rows of a table, with their biases as one more item each, as constants; made by :meth:`of`.
+
+    Attributes:
+        tables: the rows; and their biases, of width 1, if there are any.
+        padding_idx: a row that is left out.
+        pieces: the rows and queries whose scores exist at a time.
+    """
+
+    tables: tuple[Table, ...]
+    padding_idx: int | None
+    pieces: Pieces
+
+    @classmethod
+    def of(cls, items: Any, bias: Any, queries: Tensor, chunk: int | None) -> AllRows:
+        """Check items, bias and chunk of :func:`full_softmax`, for queries of shape (n, dim)."""
+        table = _constant(items, "items")
+        tables = (table,) if bias is None else (table, _constant(bias, "bias"))
+        for each in tables[1:]:
+            if (len(each), each.embedding_dim) != (len(table), 1):
+                raise ValueError(f"bias is {each!r}; give an embedding of width 1 with {len(table)} rows, as items has")
+        chunk = None if chunk is None else count("chunk", chunk)
+        if table.ranks is not None:  # they read the same chunks, whatever the number of their samples
+            chunk = pieces_for(table, 1, 1, queries.device, chunk).chunk
+        pieces = pieces_for(table, len(queries), 1, queries.device, chunk)
+        return cls(tables, getattr(items, "padding_idx", None), pieces)
+
+    def queries_of(self, hidden: Tensor) -> Tensor:
+        """Return hidden vectors in the dtype of scores, with an item of 1 for a bias."""
+        return F.pad(wide(hidden.to(self.tables[0].dtype)), (0, len(self.tables) - 1), value=1.0)
+
+    def read(self, ids: Tensor, like: Tensor) -> Tensor:
+        """Return copies of some rows, on the device and in the dtype of a tensor."""
+        return torch.cat([read_rows(table, ids.to(like.device)).to(like.dtype) for table in self.tables], 1)
+
+    def left_out(self, exclude: Exclude, device: torch.device) -> Exclusions:
+        """Return the rows that do not count: the padding row, and what the caller excludes."""
+        return exclusions_of(exclude, self.pieces, device, self.padding_idx, self.tables[0].name)
+
+    def scores(self, queries: Tensor, left_out: Exclusions) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Iterate over chunks of rows and groups of queries: the queries, the rows, and the scores of both.
+
+        Args:
+            queries: shape (n, width), as :meth:`queries_of` returns them.
+            left_out: rows whose scores are -inf.
+        """
+        excluded = Excluded(self.pieces, *left_out)
+        for i, chunk in enumerate(self.pieces.chunks()):
+            with ExitStack() as held, torch.autocast(queries.device.type, enabled=False):
+                between = [each.rows_between(chunk.start, chunk.stop, queries.device) for each in self.tables]
+                parts = [held.enter_context(each).to(queries.dtype) for each in between]
+                weights = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                for j, some in enumerate(self.pieces.groups()):
+                    scores = torch.mm(queries[some], weights.T)
+                    excluded.blank(scores, i, j)
+                    yield some, weights, scores
+
+
+class _LogSumExp(torch.autograd.Function):
+    """The logarithm of the sum of exponentials of all rows' scores; the backward pass computes the scores again."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, rows: AllRows) -> Tensor:
+        total = queries.new_full((len(queries),), -math.inf)
+        for some, _, scores in rows.scores(queries, rows.left_out(None, queries.device)):
+            total[some] = torch.logaddexp(total[some], scores.logsumexp(1))
+        ctx.save_for_backward(queries, total)
+        ctx.rows, ctx.versions = rows, [table.version for table in rows.tables]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        queries, total = ctx.saved_tensors
+        rows: AllRows = ctx.rows
+        if [table.version for table in rows.tables] != ctx.versions:
+            remedy = "which reads rows in both; call backward() before the optimizer's step"
+            raise WeightError(f"table {rows.tables[0].name!r} was written after full_softmax's forward pass, {remedy}")
+        found = torch.zeros_like(queries)
+        for some, weights, scores in rows.scores(queries, rows.left_out(None, queries.device)):
+            found[some].addmm_(scores.sub_(total[some].unsqueeze(1)).exp_(), weights)
+        return found.mul_(grad.unsqueeze(1)), None
+
+
+def _constant(given: Any, name: str) -> Table:
+    """Return the table of an argument whose rows get no gradient.
+
+    Raises:
+        WeightError: the rows are trained.
+        ValueError: it has an id map, some of whose rows belong to no key.
+        TypeError: it has no such rows, or complex ones.
+    """
+    table = getattr(given, "table", given)
+    if not isinstance(table, Table) or table.dtype.is_complex:
+        raise TypeError(f"{name} is {a_kind(given)}; give an embedding of speedswap's or a Table, of real numbers")
+    if table is not given and given.id_map is not None:
+        remedy = f"to count them, give {name}.id_map.lookup(keys) as targets and {name}.table"
+        raise ValueError(f"{name} has an id map, and rows that are of no key yet; {remedy}")
+    if table is not given and torch.is_grad_enabled() and getattr(given, "group", given).weight.requires_grad:
+        raise WeightError(
+            f"{name} has rows that are trained, of table {table.name!r}, and full_softmax has no gradient for them; "
+            f"train them by sampled_softmax, give {name}.table to train hidden alone, or call it under torch.no_grad()"
+        )
+    return table
