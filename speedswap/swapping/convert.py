@@ -30,6 +30,11 @@ _Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module, str]]]
 
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
+_HEAD = (
+    "multiplies by all rows: put torch.nn.Identity() in its place, convert again, and compute the loss from what goes "
+    "into it, speedswap.losses.sampled_softmax(hidden, targets, embedding, negatives) to train and full_softmax to "
+    "evaluate; or give it a copy of its own"
+)
 
 
 @of_all_ranks
@@ -219,7 +224,8 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
         return
     for other, name in holders[_address(weight)]:
         if other is not module:
-            yield f"its weight is tied to {name!r}, which needs all rows as a tensor; give that a copy of its own"
+            needs = _HEAD if isinstance(other, nn.Linear) else "needs all rows as a tensor; give that a copy of its own"
+            yield f"its weight is tied to {name!r}, which {needs}"
     if module.max_norm is not None:
         yield f"max_norm is {module.max_norm}, but a lookup does not change the table; set it to None"
     if module.scale_grad_by_freq:

@@ -439,3 +439,36 @@ def test_that_gradients_are_no_longer_sparse_is_said() -> None:
     with pytest.warns(SpeedswapWarning, match=r"0: sparse was True.*use torch.optim.Adam in place of SparseAdam"):
         speedswap.convert(model, ROWS)
     assert type(model[0]) is speedswap.Embedding
+
+
+def test_a_tied_head_is_converted_as_its_refusal_says() -> None:
+    """One table, looked up as input and, by a sampled softmax, as output, trains as torch's tied weight does."""
+    rows = torch.randn(ROWS, DIM, dtype=torch.float64)
+    ids, targets = torch.randint(ROWS, (20,)), torch.randint(ROWS, (20,))
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, ROWS, bias=False)).double()
+        nn.init.eye_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        model[0].weight = model[2].weight = nn.Parameter(rows.clone())
+        return model
+
+    theirs, ours = tied(), tied()
+    with pytest.raises(
+        ConversionError, match=r"0: .* tied to '2.weight'.*put torch.nn.Identity\(\) in its place, conv"
+    ):
+        speedswap.convert(ours, ROWS)
+    ours[2] = nn.Identity()
+    speedswap.convert(ours, ROWS)
+    for model in (ours, theirs):
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        if model is ours:  # every row is a negative once
+            loss = speedswap.losses.sampled_softmax(model(ids), targets, model[0], torch.arange(ROWS))
+        else:
+            loss = nn.functional.cross_entropy(model(ids), targets)
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(ours[0].read(), theirs[0].weight.detach(), rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        found = speedswap.losses.full_softmax(ours(ids), targets, ours[0])
+        torch.testing.assert_close(found, nn.functional.cross_entropy(theirs(ids), targets))
