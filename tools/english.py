@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("speedswap", "csrc", "tests", "tools", "benchmarks", "docs", "colab")
+FOLDERS = ("speedswap", "csrc", "tests", "tools", "benchmarks", "docs", "colab", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SUFFIXES = {".py", ".md", ".cpp", ".h", ".cuh", ".cu", ".ipynb"}
 THIS = {"english.py", "test_english.py"}  # they quote what they look for
