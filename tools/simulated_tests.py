@@ -40,6 +40,7 @@ ALL = {
         "tests/kernels",
         "tests/tables",
         "tests/swapping",
+        "tests/losses",
         "tests/ranks/test_gpu_ranks.py",
         "tests/apps/test_gpu_runs.py",
         "tests/test_gpu_check.py",
