@@ -1,6 +1,7 @@
 """The limits of a machine, and how close the engines come to them.
 
-    python benchmarks/bench_ceilings.py [--device cpu|cuda] [--quick] [--gib 1,10,60] [--json FILE] [--plot FILE]
+    python benchmarks/bench_ceilings.py [--device cpu|cuda] [--quick] [--probe] [--gib 1,10,60] [--json FILE]
+        [--plot FILE]
 
 docs/design/benchmarks.md has the measurements and the keys of the JSON.
 """
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.add_options(parser)
     parser.add_argument("--gib", help="sizes of the tables, whatever memory seems free: it may grow as it is used")
     parser.add_argument("--seconds", type=float, help="be done in this time, with fewer measurements if need be")
+    parser.add_argument("--probe", action="store_true", help="rows of 1,536 bytes out of 8 GiB alone, on a GPU")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, PNG or SVG by the name")
     return run_command(partial(run, parser.parse_args(argv)))
 
@@ -41,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files asked for; return 1 where a kind of figures could not be measured, else 0."""
     device = cli.prepare(args, args.plot)
     plan = ceilings.Plan.of(device, args.quick)
+    if args.probe:
+        plan = plan.as_probe()
     if args.gib is not None:
         try:
             footprints = tuple(sorted(int(float(each) * 2**30) for each in args.gib.split(",")))

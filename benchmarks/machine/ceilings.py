@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from machine import ways
+from machine.growing import grow
 from machine.link import Link
 from speedswap import kernels
 from speedswap._machine import available_bytes
@@ -31,6 +32,7 @@ __all__ = ["Plan", "run"]
 
 _SHARE_OF_MEMORY = 0.7
 _SHARE_OF_TIME = 0.5  # for faulting a table in and registering it; filling it takes as long
+_ADAM_BYTES = 3 * 4 * 128  # of a row of 128 with its state
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -49,7 +51,9 @@ class Plan:
         registered_bytes: of the memory that is registered for its own sake.
         repeats: timed calls.
         seconds: after which no further point is begun.
-        exact: all footprints are measured, whatever memory seems free and however long they take to make.
+        exact: all footprints are measured, however long they take to make, and memory is touched in steps before: it
+            may grow as it is used.
+        kinds: of figures, in this order; without a GPU, the CPU's among them.
     """
 
     footprints: Sequence[int]
@@ -62,6 +66,7 @@ class Plan:
     repeats: int
     seconds: float
     exact: bool = False
+    kinds: Sequence[str] = ("copy_engine", "together", "rows", "multiprocessors", "cpu", "memory")
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Plan:
@@ -73,6 +78,19 @@ class Plan:
             sizes, widths, (512, 128, 2048), 128 * _MIB, (_MIB, 16 * _MIB, 128 * _MIB), (4, 8, 16, 32, 64, 0),
             2 * _GIB, 5, 50.0,
         )  # fmt: skip
+
+    def as_probe(self) -> Plan:
+        """Return what is worth knowing before all else, in half a minute: rows of Adam's width, by multiprocessors."""
+        return replace(
+            self,
+            footprints=(min(8 * _GIB, max(self.footprints)),),
+            row_bytes=(),
+            few_row_bytes=(_ADAM_BYTES,),
+            multiprocessors=(8, 16, 32, 0),
+            registered_bytes=64 * _MIB,
+            seconds=min(self.seconds, 20.0),
+            kinds=("copy_engine", "multiprocessors", "rows"),
+        )
 
 
 def run(
@@ -99,7 +117,7 @@ def run(
     """
     plan = plan or Plan.of(device, quick)
     deadline = time.monotonic() + plan.seconds
-    room = max(plan.footprints) if plan.exact else int(_SHARE_OF_MEMORY * available_bytes())
+    room = grow(max(plan.footprints)) if plan.exact else int(_SHARE_OF_MEMORY * available_bytes())
     footprints = [nbytes for nbytes in plan.footprints if nbytes <= room]
     if not footprints:
         raise BenchmarkError(
@@ -124,7 +142,9 @@ def run(
             "cpu": lambda: cpu(link, footprints[0], plan, late),
             "memory": lambda: memory(link, plan, late),
         }
-        for kind in kinds if device == "cuda" else ("cpu", "memory"):
+        for kind in plan.kinds:
+            if device != "cuda" and kind not in ("cpu", "memory"):
+                continue
             try:
                 found[kind] = kinds[kind]()
             except Exception as error:  # keep the figures of the others

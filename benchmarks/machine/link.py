@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,21 @@ class Batch:
         self.near = host.to(block.device)
         self.unsorted = self.near[torch.randperm(len(host), device=block.device)]
         self.block = block[: len(host)]
+
+    @functools.cached_property
+    def pieces(self) -> Batch:
+        """The same bytes as rows of a power of two of bytes, which is what plain kernels take."""
+        width = self.block.shape[1]
+        piece = width & -width
+        if piece == width:
+            return self
+        rows = self.host.unsqueeze(1) * (width // piece) + torch.arange(width // piece)
+        return Batch(rows.view(-1), self.block.view(-1, piece))
+
+    @functools.cached_property
+    def mixed(self) -> Batch:
+        """The unsorted rows as :attr:`pieces`."""
+        return Batch(self.unsorted.cpu(), self.block).pieces
 
 
 class Link:

@@ -133,7 +133,7 @@ def _movers(link: Link, footprint: int, row_bytes: int, direction: str) -> dict[
 
 def _kernel(link: Link, direction: str, multiprocessors: int) -> Mover:
     move = bandwidth.gather if direction == "to_device" else bandwidth.scatter
-    return lambda batch: move(link.bytes.data_ptr(), batch.near, batch.block, multiprocessors)
+    return lambda batch: move(link.bytes.data_ptr(), batch.pieces.near, batch.pieces.block, multiprocessors)
 
 
 def _unsorted(link: Link, table: Tensor, direction: str, first: Batch) -> Mover:
@@ -141,7 +141,7 @@ def _unsorted(link: Link, table: Tensor, direction: str, first: Batch) -> Mover:
     mixed = Batch(first.unsorted.cpu(), first.block)
     _verify("a kernel, unsorted", direction, _kernel(link, direction, link.multiprocessors), table, mixed)
     move = bandwidth.gather if direction == "to_device" else bandwidth.scatter
-    return lambda batch: move(link.bytes.data_ptr(), batch.unsorted, batch.block, link.multiprocessors)
+    return lambda batch: move(link.bytes.data_ptr(), batch.mixed.near, batch.mixed.block, link.multiprocessors)
 
 
 def _engine(link: Link, footprint: int, row_bytes: int, direction: str, share: float) -> Mover:

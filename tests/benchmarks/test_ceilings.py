@@ -59,6 +59,35 @@ def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tm
         assert set(point["both"]) == {"zero_copy", "staged", "split"}
 
 
+def test_the_probe_takes_rows_of_adam_by_numbers_of_multiprocessors(device: str):
+    """Plain kernels move 1,536 bytes as three rows of 512."""
+    probe = replace(SMALL, footprints=(12 * MIB,), seconds=600.0).as_probe()
+    assert (probe.footprints, probe.seconds) == ((12 * MIB,), 20.0)
+    assert ceilings.Plan.of("cuda", False).as_probe().footprints == (8 << 30,)
+    if device == "cpu":
+        return
+    found = ceilings.run(
+        device, plan=replace(probe, batch_bytes=MIB // 4, registered_bytes=MIB, multiprocessors=(8, 0))
+    )
+    assert not found["failed"]
+    assert {"cpu", "memory", "together"}.isdisjoint(found)
+    (point,) = found["rows"]
+    assert point["row_bytes"] == 1536
+    assert all(rate > 0 for way in DIRECTIONS for rate in point["rates"][way].values())
+    rows = [entry["rows"] for entry in found["multiprocessors"]]
+    assert [each["row_bytes"] for each in rows] == [1536] * 2
+    assert all(each[way] > 0 for each in rows for way in (*DIRECTIONS, "both_each"))
+
+
+def test_rows_of_three_times_a_power_of_two_are_taken_in_pieces():
+    block = torch.arange(4 * 1536).to(torch.uint8).view(4, 1536)
+    pieces = Batch(torch.tensor([2, 5, 9]), block).pieces
+    assert pieces.host.tolist() == [6, 7, 8, 15, 16, 17, 27, 28, 29]
+    assert torch.equal(pieces.block.flatten(), block[:3].flatten())
+    whole = Batch(torch.tensor([2, 5]), block[:, :512].contiguous())
+    assert whole.pieces is whole
+
+
 def test_ratios_are_the_ones_that_are_claimed():
     rates = {"kernel": 40.0, "copy engine": 50.0, "zero_copy": 38.0, "staged": 30.0, "split": 46.0, "torch": 10.0}
     assert ways.ratios(rates) == {
