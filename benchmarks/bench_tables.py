@@ -1,18 +1,20 @@
 """Training steps over ten large tables in host memory, compared with the bus's floor and FBGEMM.
 
-python benchmarks/bench_tables.py [--device cpu|cuda] [--quick] [--rows N] [--profile FOLDER] [--json FILE]
+python benchmarks/bench_tables.py [--device cpu|cuda] [--quick] [--rows N] [--only RUNS] [--profile FOLDER]
+    [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from large_tables.measuring import Plan, measure
+from large_tables.measuring import RUNS, Plan, measure
 
 from speedswap import kernels
 from speedswap.apps.bench import cli
@@ -25,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_options(parser)
     parser.add_argument("--engine", choices=kernels.ENGINES, default="auto", help="between host memory and a GPU")
-    parser.add_argument("--rows", type=int, help="of each table, whatever memory seems free: it may grow as it is used")
+    parser.add_argument("--rows", type=int, help="of each table, also where memory has to grow first, as it is used")
+    parser.add_argument("--only", help=f"runs, with commas between them, of {', '.join(RUNS)}; they join those in FILE")
     parser.add_argument("--seconds", type=float, help="be done in this time, with fewer rows if need be")
     parser.add_argument(
         "--profile",
@@ -49,11 +52,16 @@ def run(args: argparse.Namespace) -> int:
     if args.rows is not None:
         if args.rows < 1:
             raise BenchmarkError(f"rows is {args.rows}: give 1 or more")
-        plan = replace(plan, shape=plan.shape._replace(rows=args.rows), exact=True)
+        plan = replace(plan, shape=plan.shape._replace(rows=args.rows), grows=True)
+    only = [name.strip() for name in (args.only or "").split(",") if name.strip()]
+    if unknown := set(only) - set(RUNS):
+        raise BenchmarkError(f"only has {', '.join(sorted(unknown))}; choose among {', '.join(RUNS)}")
+    there = only and args.json is not None and args.json.exists()
+    before = json.loads(args.json.read_text())["results"] if there else None
     keep = partial(cli.write, args.json, f"tables-{device}")
-    found = measure(device, plan, profile_to=args.profile, engine=args.engine, keep=keep)
+    found = measure(device, plan, only=only, before=before, profile_to=args.profile, engine=args.engine, keep=keep)
     keep(found)
-    return 1 if found["failed"] else 0
+    return 1 if any(line.partition(": ")[0] in (only or RUNS) for line in found["failed"]) else 0
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def record(steps: Callable[[int], Iterator[None]], folder: Path, name: str, devi
     """
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / f"{name}-trace.json.gz"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])]
+    wanted = {ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])}
+    activities = wanted & torch.profiler.supported_activities()  # a simulated GPU has no activity
     for _ in steps(_WARM_UP):
         pass
     synchronize()

@@ -127,25 +127,19 @@ def ceilings_lines(found: dict[str, Any], source: str) -> list[Line]:
 
 def tables_lines(found: dict[str, Any], source: str) -> list[Line]:
     """Return the steps over large tables, their ratios to the bus's floor, and the profile's overlap."""
-    work = found["workload"]
     lines = []
     for line in found["acceptance"]:
-        kind = line["what"].removeprefix("a step of ").removesuffix(" with lookahead")
-        result = found["optimizers"][kind]
-        what = f"training step with lookahead, {kind}, {work['lookups']:,} lookups"
-        asked = f"≤ {1000 * line['asked_seconds']:.0f} ms"
-        if line["reached_seconds"] is None:
-            lines.append(Line(what, asked, "not measured", False, source))
+        asked = f"{'≤' if line['at_most'] else '≥'} {line['asked']:g} {line['unit']}"
+        if line["reached"] is None:
+            lines.append(Line(line["what"], asked, "not measured", False, source))
             continue
-        trainer = result["trainers"][line["trainer"]]
-        reached = f"{1000 * line['reached_seconds']:.2f} ms"
-        if "over_floor" in trainer:
-            reached += f", {trainer['over_floor']:.2f} × the bus's floor"
-        published = found["published"]["seconds"].get(kind)
-        if published is not None:
-            reached += f" (FBGEMM published {1000 * published:.2f} ms for larger tables on an H100)"
-        rows = f"{work['tables']} tables of {trainer['rows']:,} × {work['dim']}"
-        lines.append(Line(f"{what} in {rows}", asked, reached, line["met"], source))
+        reached = f"{line['reached']:.2f}"
+        if line.get("over_floor"):
+            reached += f", {line['over_floor']:.2f} × the bus's floor"
+        if line.get("over_published"):
+            reached += f", {line['over_published']:.2f} × FBGEMM as published for an H100, brought to as many rows"
+        reached += "" if line["full_size"] else ", in smaller tables"
+        lines.append(Line(line["what"], asked, reached, line["met"], source))
     profile = found.get("profile")
     if profile is not None and profile.get("swap_hidden") is not None:
         both = profile["both_directions"]

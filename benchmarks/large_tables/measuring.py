@@ -9,39 +9,60 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import step_profile
 import torch
+from machine.growing import grow
 from several_tables import ZIPF_EXPONENT, Shape, draw
 from torch import Tensor
 
-from large_tables.trainers import KINDS, OURS, Contestant, Kind, check, contestants
+from large_tables.floors import bus_floor, moved_alone
+from large_tables.goals import PUBLISHED, acceptance, show
+from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours, check, has_hot_rows, ours, peers
 from speedswap._machine import available_bytes
-from speedswap.apps.bench.measure import Peer, in_turn, steps_in_turn, synchronize
+from speedswap.apps.bench.measure import Peer, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
-from speedswap.kernels.cuda.pinning import PinnedMemory
 
-__all__ = ["PUBLISHED", "Plan", "measure", "show"]
+__all__ = ["RUNS", "Plan", "Run", "measure"]
 
-# Not measured here: others' published figures for the same ids over larger tables.
-PUBLISHED: dict[str, Any] = {
-    "measured_here": False,
-    "library": "FBGEMM, tables in host memory that the GPU reads and writes (MANAGED), no cache",
-    "source": "NVIDIA/recsys-examples, corelib/dynamicemb/benchmark/benchmark_results.json",
-    "gpu": "H100 80GB",
-    "tables": 10,
-    "rows": 26_800_000,
-    "dim": 128,
-    "lookups": 1_048_570,
-    "unique_rows": 433_723,
-    "zipf_exponent": 1.05,
-    "seconds": {"sgd": 13.56e-3, "adam": 24.05e-3},
+_SPARE_BYTES = 3 << 30  # for batches, buffers of the floor's copies, and all else beside a table
+
+
+class Run(NamedTuple):
+    """Training in one store.
+
+    Attributes:
+        kind: the optimizer.
+        place: of the rows; None for others' trainers, one after the other.
+        hot_share: of the rows, on the GPU beside host memory.
+        part: of the rows of the plan, as 1 over this.
+    """
+
+    kind: Kind
+    place: str | None
+    hot_share: float = 0.0
+    part: int = 1
+
+
+_SGD, _ADAM, _COMPACT = KINDS
+RUNS: dict[str, Run] = {  # what is worth most comes first: a run may be cut short
+    "adam": Run(_ADAM, HOST),
+    "sgd": Run(_SGD, HOST),
+    "adam-hot": Run(_ADAM, HOT, 0.05),
+    "adam-gpu": Run(_ADAM, NEAR),
+    "bfloat16": Run(_COMPACT, HOST),
+    "fits-hot": Run(_ADAM, HOT, 1.0, part=10),
+    "fits-gpu": Run(_ADAM, NEAR, part=10),
+    "sgd-peers": Run(_SGD, None),
+    "adam-peers": Run(_ADAM, None),
+    "bfloat16-peers": Run(_COMPACT, None),
 }
-ASKED_SECONDS = {"sgd": 7e-3, "adam": 15e-3, "adam, bfloat16 state": 11e-3}
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,8 @@ class Plan:
         seconds: for all of it: tables that take longer to make get fewer rows, or are left out.
         share: of the free memory, for tables.
         gib_per_second: the assumed speed of making tables, until the first ones are made.
-        exact: tables have all their rows, or are left out: a machine's memory may grow as it is used.
+        grows: the machine may get memory as it is used: touch as much as all rows take, in steps.
+        hot_batches, hot_seconds: the most batches, other than the timed ones, and time by which hot rows become known.
     """
 
     shape: Shape
@@ -63,7 +85,9 @@ class Plan:
     seconds: float
     share: float = 0.85
     gib_per_second: float = 1.5
-    exact: bool = False
+    grows: bool = False
+    hot_batches: int = 8
+    hot_seconds: float = 1.0
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Plan:
@@ -71,13 +95,15 @@ class Plan:
             return cls(Shape(10, 20_000, 64, 4096), 6, 2, 15.0)
         if device == "cpu":
             return cls(Shape(10, 200_000, 128, 16_384), 6, 5, 120.0)
-        return cls(Shape(10, 4_000_000, 128, 104_857), 12, 5, 70.0)
+        return cls(Shape(10, 4_000_000, 128, 104_857), 12, 5, 300.0, hot_batches=256, hot_seconds=20.0)
 
 
 def measure(
     device: str,
     plan: Plan,
     *,
+    only: Collection[str] = (),
+    before: Mapping[str, Any] | None = None,
     profile_to: Path | None = None,
     engine: str = "auto",
     keep: Callable[[Mapping[str, Any]], None] = lambda found: None,
@@ -87,22 +113,27 @@ def measure(
     Args:
         device: ``cpu`` or ``cuda``: the compute device.
         plan: the sizes.
-        profile_to: folder for a profile of a few steps.
-        engine: between host memory and a GPU, as for :class:`speedswap.Embedding`.
-        keep: called with the figures so far after each of the tables: what follows may be cut short.
+        only: names of :data:`RUNS`; all that the device has by default.
+        before: earlier figures, which these join.
+        profile_to: folder for a profile of a few steps of the first run.
+        engine: between host memory and a GPU, as for :class:`speedswap.Pinned`.
+        keep: called with the figures so far, again and again: what follows may be cut short.
 
     Returns:
         The figures, as JSON can hold them: ``peers``, ``workload``, ``published`` (by others, on another machine),
-        ``optimizers``, ``acceptance`` and, if asked for, ``profile``; ``failed``: those of ours that could not be
-        measured, or whose result differs from torch's, with the reason.
+        ``runs`` by name, ``acceptance`` and, if asked for, ``profile``; ``failed``: those runs of ours that could not
+        be measured, or whose result differs from torch's, with the reason.
     """
-    peers = step_peers(device)
+    found_peers = step_peers(device)
     shape = plan.shape
     found: dict[str, Any] = {
+        "runs": {},
+        "failed": [],
+        **(before or {}),
         "device": device,
         "engine": engine,
         "threads": torch.get_num_threads(),
-        "peers": {name: peer._asdict() for name, peer in peers.items()},
+        "peers": {name: peer._asdict() for name, peer in found_peers.items()},
         "workload": {
             "tables": shape.tables,
             "rows": shape.rows,
@@ -111,149 +142,157 @@ def measure(
             "zipf_exponent": ZIPF_EXPONENT,
         },
         "published": PUBLISHED,
-        "optimizers": {kind.name: {"trainers": {}} for kind in KINDS},
-        "failed": [],
     }
-    bench = _Bench(device, plan, peers, engine)
-    for kind, tables in _by_worth(device):
-        result = found["optimizers"][kind.name]
-        some = [one for one in contestants(kind, device) if one.tables == tables]
-        with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
-            if tables == "peers":
-                for one in some:
-                    if one.package not in peers or peers[one.package].present:
-                        result["trainers"][one.name] = bench.other(kind, one)
-                continue
-            try:
-                measured = bench.ours(kind, some, profile_to if "profile" not in found else None)
-            except Exception as error:  # keep the figures of the others
-                found["failed"].append(f"{kind.name}, {tables}: {type(error).__name__}: {error}")
-                print(traceback.format_exc(), file=sys.stderr)
-                keep(found)
-                continue
-        if "profile" in measured:
-            found["profile"] = measured.pop("profile")
-        result["trainers"] |= measured.pop("trainers")
-        for key, value in measured.items():  # of the first tables, the most valuable ones
-            result.setdefault(key, value)
+
+    def save() -> None:
+        found["acceptance"] = acceptance(found["runs"], shape == Plan.of("cuda", False).shape)
         keep(found)
-    for result in found["optimizers"].values():
-        for entry in result["trainers"].values():
-            if "seconds" in entry and entry["rows"] == result.get("rows"):
-                entry["over_floor"] = entry["seconds"] / result["floor"]["both"]
-    found["acceptance"] = [
-        _accepted(name, found["optimizers"][name], asked, shape) for name, asked in ASKED_SECONDS.items()
-    ]
+
+    bench = _Bench(device, plan, found_peers, engine, save)
+    for name in only or RUNS:
+        run = RUNS[name]
+        if device == "cpu" and run.place in (HOT, NEAR):
+            continue
+        found["failed"] = [line for line in found["failed"] if not line.startswith(f"{name}: ")]
+        found["runs"].pop(name, None)
+        try:
+            with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
+                bench.measure(run, found["runs"].setdefault(name, {}), profile_to)
+        except Exception as error:  # keep the figures of the others
+            found["failed"].append(f"{name}: {type(error).__name__}: {error}")
+            print(traceback.format_exc(), file=sys.stderr)
+        profile = found["runs"][name].pop("profile", None)
+        if profile is not None:
+            found["profile"], profile_to = {"run": name, **profile}, None
+        save()
     show(found)
     return found
 
 
-def _by_worth(device: str) -> list[tuple[Kind, str]]:
-    """Return optimizers and tables in the order of the measurement, which may be cut short.
-
-    SGD's tables are a third of Adam's: they are made soon, and tell how long the others will take.
-    """
-    sgd, adam, compact = KINDS
-    merged, near, each = OURS
-    order = [(sgd, merged), (adam, merged), (adam, near), (sgd, near), (compact, merged)]
-    order += [(kind, tables) for tables in (each, "peers") for kind in (adam, sgd, compact)]
-    return [(kind, tables) for kind, tables in order if tables != near or device != "cpu"]
-
-
 class _Bench:
-    """One run: the ids, the time left, and the speed of making tables."""
+    """One measurement: the ids, the time left, and the speed of making tables."""
 
-    def __init__(self, device: str, plan: Plan, peers: Mapping[str, Peer], engine: str) -> None:
-        self._device, self._plan, self._peers, self._engine = device, plan, peers, engine
+    def __init__(
+        self, device: str, plan: Plan, peers: Mapping[str, Peer], engine: str, save: Callable[[], None]
+    ) -> None:
+        self._device, self._plan, self._peers, self._engine, self._save = device, plan, peers, engine, save
         self._deadline = time.monotonic() + plan.seconds
-        self._bytes_per_second, self._made = plan.gib_per_second * 2**30, False
+        self._bytes_per_second = plan.gib_per_second * 2**30
         shape = plan.shape
         self._batches = draw(shape, 2 * plan.steps, device=device)
         self._grad = torch.randn(shape.batch, shape.tables * shape.dim, device=device)
 
-    def ours(self, kind: Kind, everyone: Sequence[Contestant], profile_to: Path | None) -> dict[str, Any]:
-        """Verify some of ours in the same tables, then time them in turn, and the floor."""
+    def measure(self, run: Run, entry: dict[str, Any], profile_to: Path | None) -> None:
+        """Fill in the figures of a run as they are found."""
+        entry |= {"optimizer": run.kind.name, "place": run.place, "trainers": {}}
+        if run.place is None:
+            self._others(run.kind, entry["trainers"])
+        elif run.place == HOT and not has_hot_rows():
+            entry["skipped"] = "not there: Pinned takes no hot_bytes"
+        else:
+            self._ours(run, run.place, entry, profile_to)
+
+    def _ours(self, run: Run, place: str, entry: dict[str, Any], profile_to: Path | None) -> None:
+        """Verify our ways over one store, then time them in turn, the floor, and the store alone."""
+        kind, everyone = run.kind, ours(place)
         for one in everyone:
             check(kind, one, self._device)
-        shape = self._shape_for(kind)
+        shape = self._shape_for(run)
         if isinstance(shape, str):
-            return {"trainers": {one.name: {"package": one.package, "skipped": shape} for one in everyone}}
-        how = everyone[0].tables
-        print(f"\nmaking {how}: {shape.tables} × {shape.rows:,} × {shape.dim} for {kind.name}", flush=True)
+            entry["skipped"] = shape
+            return
+        print(f"\nmaking {shape.tables} × {shape.rows:,} × {shape.dim} for {kind.name}: {place}", flush=True)
         begin = time.monotonic()
-        trainer: Any = everyone[0].make(shape, kind, self._device, engine=self._engine if "GPU" not in how else "auto")
+        trainer = Ours(shape, kind, self._device, place=place, hot_share=run.hot_share, engine=self._engine)
         try:
             setup = time.monotonic() - begin
-            if "GPU" not in how:
-                self._bytes_per_second, self._made = trainer.table_bytes / setup, True
+            if place != NEAR:  # GPU memory is made ready many times as fast
+                self._bytes_per_second = trainer.table.nbytes / setup
             batches = self._batches_of(shape)
-            unique = sum(len(torch.unique(ids)) for batch in batches[:4] for ids in batch) / len(batches[:4])
-            nbytes = round(unique * trainer.row_bytes)
-
-            def loop(depth: int) -> Callable[[int], Iterator[None]]:
-                def steps(repeat: int) -> Iterator[None]:
-                    trainer.ahead = depth
-                    return trainer.steps(self._taken(batches, repeat), self._grad)
-
-                return steps
-
-            loops = {one.name: loop(one.ahead) for one in everyone}
-            seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=self._plan.repeats)
-            found: dict[str, Any] = {
+            unique = [torch.cat([torch.unique(ids) + i * shape.rows for i, ids in enumerate(b)]) for b in batches[:4]]
+            rows = sum(map(len, unique)) / len(unique)
+            nbytes = round(rows * trainer.row_bytes)
+            entry |= {
                 "tables": shape.tables,
                 "rows": shape.rows,
-                "unique_rows": round(unique),
+                "full_size": run.part * shape.rows == self._plan.shape.rows,
+                "unique_rows": round(rows),
                 "row_bytes": trainer.row_bytes,
                 "bytes_each_way": nbytes,
-                "table_bytes": trainer.table_bytes,
-                "pinned": trainer.pinned,
+                "table_bytes": trainer.table.nbytes,
+                "hot_share": run.hot_share,
+                "pinned": trainer.table.pinned,
                 "setup_seconds": setup,
-                "floor": bus_floor(nbytes, self._device),
-                "trainers": {
-                    name: {"package": "speedswap", "rows": shape.rows, "seconds": took}
-                    for name, took in seconds.items()
-                },
             }
-            for name, took in seconds.items():  # kept if the run is cut short
-                print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
-            if profile_to is not None:
-                trainer.ahead = 1
-                steps_of = lambda count: trainer.steps(self._taken(batches, 0)[:count], self._grad)  # noqa: E731
-                found["profile"] = _profiled(steps_of, profile_to, self._device)
+            if place == HOT:
+                entry["steps_before"] = self._become_known(trainer, shape)
+            for merged in (False, True):
+                loops = {
+                    one.name: partial(self._loop, trainer, one, batches) for one in everyone if one.merged == merged
+                }
+                if merged:
+                    trainer.merge()
+                seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=self._plan.repeats)
+                for name, took in seconds.items():
+                    entry["trainers"][name] = {"package": "speedswap", "seconds": took}
+                    print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
+                self._save()
+                if profile_to is not None and not merged:
+                    loop = lambda count: self._loop(trainer, everyone[0], batches[:count], 0)  # noqa: E731
+                    entry["profile"] = _profiled(loop, profile_to, self._device)
+            if place != NEAR:
+                entry["floor"] = floor = bus_floor(nbytes, self._device)
+                for each in entry["trainers"].values():
+                    each["over_floor"] = each["seconds"] / floor["both"]
+                entry["store_alone"] = moved_alone(trainer.table, unique, self._device)
         finally:
             trainer.close()
-        return found
 
-    def other(self, kind: Kind, one: Contestant) -> dict[str, Any]:
-        """Verify and time one other trainer alone; or return why not."""
-        entry: dict[str, Any] = {"package": one.package}
+    def _loop(self, trainer: Ours, one: Contestant, batches: Sequence[Tensor], repeat: int) -> Iterator[None]:
+        trainer.ahead = one.ahead
+        return trainer.steps(self._taken(batches, repeat), self._grad)
+
+    def _become_known(self, trainer: Ours, shape: Shape) -> int:
+        """Train with other batches, so that the rows that are hot are known; return the number of steps."""
+        others = draw(shape, self._plan.hot_batches, seed=1, device=self._device)
+        until, steps = time.monotonic() + self._plan.hot_seconds, 0
+        trainer.ahead = 1
+        while time.monotonic() < until:
+            deque(trainer.steps(others, self._grad), maxlen=0)
+            synchronize()
+            steps += len(others)
+        return steps
+
+    def _others(self, kind: Kind, found: dict[str, Any]) -> None:
+        """Verify and time others' trainers, each alone; or say why not."""
+        for one in peers(kind, self._device):
+            if one.package not in self._peers or self._peers[one.package].present:
+                try:
+                    found[one.name] = {"package": one.package, **self._other(kind, one)}
+                except Exception as error:
+                    found[one.name] = {"package": one.package, "skipped": f"failed: {type(error).__name__}: {error}"}
+
+    def _other(self, kind: Kind, one: Contestant) -> dict[str, Any]:
+        check(kind, one, self._device)
+        shape = self._shape_for(Run(kind, None))
+        if isinstance(shape, str):
+            return {"skipped": shape}
+        trainer, batches = one.make(shape, kind, self._device), self._batches_of(shape)
         try:
-            check(kind, one, self._device)
-            shape = self._shape_for(kind)
-            if isinstance(shape, str):
-                return {**entry, "skipped": shape}
-            trainer = one.make(shape, kind, self._device)
-            try:
-                batches = self._batches_of(shape)
-                loops = {one.name: lambda repeat: trainer.steps(self._taken(batches, repeat), self._grad)}
-                seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=min(3, self._plan.repeats))
-            finally:
-                trainer.close()
-        except Exception as error:
-            return {**entry, "skipped": f"failed: {type(error).__name__}: {error}"}
-        return {**entry, "rows": shape.rows, "seconds": seconds[one.name]}
+            loops = {one.name: lambda repeat: trainer.steps(self._taken(batches, repeat), self._grad)}
+            seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=min(3, self._plan.repeats))
+        finally:
+            trainer.close()
+        return {"rows": shape.rows, "seconds": seconds[one.name]}
 
-    def _shape_for(self, kind: Kind) -> Shape | str:
+    def _shape_for(self, run: Run) -> Shape | str:
         """Reduce the workload to the rows that memory and time allow; or say why those are too few."""
-        shape = self._plan.shape
-        each = shape.tables * kind.bytes_of(shape.dim)
-        if self._plan.exact:
-            late = self._made and 1.5 * each * shape.rows / self._bytes_per_second > self._deadline - time.monotonic()
-            return "there is no time for it" if late else shape
+        shape = self._plan.shape._replace(rows=max(1, self._plan.shape.rows // run.part))
+        each = shape.tables * run.kind.bytes_of(shape.dim)
+        by_memory = self._room(run, each * shape.rows) // each if time.monotonic() < self._deadline else shape.rows
         # Making them may take two passes: over the weights, and again with the optimizer's state added.
         left = self._deadline - time.monotonic()
         by_time = int(0.7 * left * self._bytes_per_second) // each
-        by_memory = int(self._plan.share * available_bytes()) // each
         rows = min(shape.rows, by_time, by_memory)
         if rows >= shape.rows:
             return shape
@@ -262,6 +301,14 @@ class _Bench:
             return f"there is {why} for {max(rows, 0):,} of {shape.rows:,} rows per table"
         print(f"there is {why} for {rows:,} of {shape.rows:,} rows per table")
         return shape._replace(rows=rows)
+
+    def _room(self, run: Run, nbytes: int) -> int:
+        """Return the bytes that tables of ``nbytes`` may take."""
+        if run.place == NEAR:
+            return int(self._plan.share * torch.cuda.mem_get_info()[0])
+        if self._plan.grows:
+            return max(0, grow(nbytes + _SPARE_BYTES) - _SPARE_BYTES)
+        return int(self._plan.share * available_bytes())
 
     def _batches_of(self, shape: Shape) -> list[Tensor]:
         """Return the ids, folded into tables of fewer rows."""
@@ -279,85 +326,3 @@ def _profiled(steps: Callable[[int], Iterator[None]], folder: Path, device: str)
         return step_profile.record(steps, folder, "tables", device)
     except Exception as error:  # the figures do not depend on it
         return {"failed": f"{type(error).__name__}: {error}"}
-
-
-def bus_floor(nbytes: int, device: str) -> dict[str, float]:
-    """Time a contiguous copy of ``nbytes`` bytes to the device, back, and both ways at once.
-
-    By the copy engines, from and to pinned memory, where there is a GPU; elsewhere by the processor.
-    """
-    hosts = [PinnedMemory(nbytes) if device != "cpu" else None for _ in range(2)]
-    host = [torch.zeros(nbytes, dtype=torch.uint8) if pinned is None else pinned.bytes for pinned in hosts]
-    near = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)] if device != "cpu" else []  # type: ignore[no-untyped-call]
-
-    def copy(way: int) -> None:
-        target, source = ((near, host), (host, near))[way]
-        if not streams:
-            target[way].copy_(source[way])
-            return
-        with torch.cuda.stream(streams[way]):
-            target[way].copy_(source[way], non_blocking=True)
-
-    def both(call: int) -> None:
-        copy(0)
-        copy(1)
-
-    synchronize()
-    candidates = {"in": lambda call: copy(0), "out": lambda call: copy(1), "both": both}
-    seconds = in_turn(candidates, repeats=5)
-    near.clear()
-    for pinned in hosts:
-        if pinned is not None:
-            pinned.close()  # after the copies, which it waits for
-    return {**seconds, "gb_per_second_each_way": nbytes / seconds["both"] / 1e9}
-
-
-def _accepted(name: str, result: Mapping[str, Any], asked: float, shape: Shape) -> dict[str, Any]:
-    """Compare the goal with the best of ours with lookahead in host memory, of those with the most rows."""
-    ours = {
-        trainer: entry
-        for trainer, entry in result["trainers"].items()
-        if "lookahead" in trainer and "on the GPU" not in trainer and "seconds" in entry
-    }
-    most = max((entry["rows"] for entry in ours.values()), default=0)
-    reached = {trainer: entry["seconds"] for trainer, entry in ours.items() if entry["rows"] == most}
-    best = min(reached, key=reached.__getitem__, default=None)
-    full = shape._replace(rows=most) == Plan.of("cuda", False).shape
-    return {
-        "what": f"a step of {name} with lookahead",
-        "asked_seconds": asked,
-        "reached_seconds": None if best is None else reached[best],
-        "trainer": best,
-        "full_size": full,
-        "met": bool(full and best is not None and reached[best] <= asked),
-    }
-
-
-def show(found: Mapping[str, Any]) -> None:
-    """Print milliseconds per step, over the bus's floor, published figures, and the goals."""
-    work, published = found["workload"], found["published"]
-    print(f"\nA step of {work['lookups']:,} lookups in {work['tables']} tables, {work['dim']} wide:")
-    for name, result in found["optimizers"].items():
-        if "floor" in result:
-            floor = result["floor"]
-            print(
-                f"  {name}: {result['tables']} × {result['rows']:,} rows, {result['table_bytes'] / 2**30:.1f} GiB "
-                f"(made in {result['setup_seconds']:.1f} s), {result['unique_rows']:,} unique rows per step, "
-                f"{result['bytes_each_way'] / 1e6:.0f} MB each way; floor {1000 * floor['both']:.2f} ms "
-                f"({floor['gb_per_second_each_way']:.1f} GB/s each way at once)"
-            )
-        for trainer, entry in result["trainers"].items():
-            if "seconds" in entry:
-                over = f", {entry['over_floor']:.2f} of the floor" if "over_floor" in entry else ""
-                fewer = f", {entry['rows']:,} rows" if entry["rows"] != work["rows"] else ""
-                print(f"    {trainer:<32} {1000 * entry['seconds']:9.3f} ms{over}{fewer}")
-            else:
-                print(f"    {trainer:<32} left out: {entry['skipped']}")
-        if name in published["seconds"]:
-            took = 1000 * published["seconds"][name]
-            print(f"    published, not measured here: {took:.2f} ms, {published['library']}, {published['gpu']}")
-    for line in found["acceptance"]:
-        reached = "not measured" if line["reached_seconds"] is None else f"{1000 * line['reached_seconds']:.2f} ms"
-        size = "" if line["full_size"] else ", smaller than what is asked for"
-        print(f"  {line['what']}: asked {1000 * line['asked_seconds']:.0f} ms, reached {reached}{size}", flush=True)

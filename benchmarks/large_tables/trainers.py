@@ -7,10 +7,11 @@ gradient for them is given, one optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
+import many_tables.trainers as many_tables
 import torch
 from several_tables import Fbgemm, Shape, Trainer, verify
 from torch import Tensor, nn
@@ -18,7 +19,24 @@ from torch import Tensor, nn
 import speedswap
 from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE
 
-__all__ = ["KINDS", "OURS", "Contestant", "Kind", "Ours", "Torch", "check", "contestants"]
+__all__ = [
+    "HOST",
+    "HOT",
+    "KINDS",
+    "NEAR",
+    "Contestant",
+    "Kind",
+    "Ours",
+    "Torch",
+    "check",
+    "has_hot_rows",
+    "ours",
+    "peers",
+]
+
+# Where ours has the rows.
+HOST, HOT, NEAR = "host memory", "host memory, hot rows on the GPU", "on the GPU"
+PLACES = (HOST, HOT, NEAR)
 
 _BETAS = (0.9, 0.999)
 _EPS = 1e-8
@@ -47,13 +65,15 @@ class Kind:
 KINDS = (Kind("sgd", "sgd"), Kind("adam", "adam"), Kind("adam, bfloat16 state", "adam", torch.bfloat16))
 
 
-class Ours:
-    """A :class:`speedswap.Embedding` for each table, or one with all their rows, and one of torch's optimizers.
+class Ours(many_tables.Ours):
+    """The tables as one :class:`speedswap.EmbeddingBagCollection`; and then its store as one large table.
 
     Args:
-        ahead: depth of the lookahead.
-        merged: one table has the rows of all.
-        engine, storage: of the tables, as for :class:`speedswap.Embedding`.
+        place: of :data:`PLACES`.
+        ahead: depth of the lookahead, which may be changed between loops.
+        merged: :meth:`merge` at once.
+        hot_share: of the rows, in GPU memory; for places with hot rows.
+        engine: between host memory and a GPU, as for :class:`speedswap.Pinned`.
     """
 
     def __init__(
@@ -62,43 +82,44 @@ class Ours:
         kind: Kind,
         device: str,
         *,
+        place: str = HOST,
         ahead: int = 1,
         merged: bool = False,
+        hot_share: float = 1.0,
         engine: str = "auto",
-        storage: str = "auto",
     ) -> None:
-        self._shape = shape
-        self._merged = merged
-        self.ahead = ahead
-        count, num_rows = (1, shape.tables * shape.rows) if merged else (shape.tables, shape.rows)
-        self.embeddings = [
-            speedswap.Embedding(
-                num_rows,
-                shape.dim,
-                init=speedswap.init.uniform(-0.1, 0.1),
-                storage=speedswap.Pinned(engine) if storage == "pinned" else storage,
-                seed=table,
-                name=f"table {table}",
-                device=device,
-                state_dtype=kind.state_dtype,
-            )
-            for table in range(count)
-        ]
-        weights = [embedding.weight for embedding in self.embeddings]
-        self.optimizer = DENSE[kind.optimizer](weights, lr=LEARNING_RATE[kind.optimizer], fused=True)
-        for embedding in self.embeddings:  # so that state gets its place before anything is written
-            speedswap.attach(self.optimizer, embedding)
+        hot_bytes = round(hot_share * shape.tables * shape.rows * kind.bytes_of(shape.dim))
+        storage = storage_of(place, device, engine, hot_bytes)
+        super().__init__(
+            shape, kind.optimizer, device, storage=storage, state_dtype=kind.state_dtype, fused=True, ahead=bool(ahead)
+        )
+        (group,) = self.tables.groups
+        self.table, self._kind, self._device = group.table, kind, device
+        self._one: speedswap.Embedding | None = None
+        if merged:
+            self.merge()
+
+    def merge(self) -> None:
+        """Train the store as one :class:`speedswap.Embedding`, whose ids were merged before: the least possible step.
+
+        It has the same rows and state: a second table of tens of gigabytes would have to be pinned.
+        """
+        if self._one is None:
+            del self.optimizer  # a table is trained by one at a time
+            self._one = speedswap.Embedding(len(self.table), self._shape.dim, table=self.table, device=self._device)
+            kind = self._kind.optimizer
+            self.optimizer = DENSE[kind]([self._one.weight], lr=LEARNING_RATE[kind], fused=True)
 
     def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
-        shape = self._shape
-        grads: Sequence[Tensor] = [each.contiguous() for each in grad.chunk(shape.tables, dim=1)]
-        if self._merged:
-            grads = [torch.cat(grads)]
-            first = shape.rows * torch.arange(shape.tables, device=grad.device).unsqueeze(1)
-            batches = [(ids + first).view(1, -1) for ids in batches]
-        ids = {each: lambda batch, i=i: batch[i] for i, each in enumerate(self.embeddings)}  # type: ignore[misc]
-        for batch in speedswap.lookahead(batches, ids, depth=self.ahead):
-            torch.autograd.backward([each(rows) for each, rows in zip(self.embeddings, batch, strict=True)], grads)
+        if self._one is None:
+            yield from super().steps(batches, grad)
+            return
+        shape, one = self._shape, self._one
+        grad = torch.cat(grad.chunk(shape.tables, dim=1))
+        first = shape.rows * torch.arange(shape.tables, device=grad.device).unsqueeze(1)
+        merged = [(ids + first).view(-1) for ids in batches]
+        for ids in speedswap.lookahead(merged, {one: lambda ids: ids}, depth=self.ahead):
+            one(ids).backward(grad)
             self.optimizer.step()
             self.optimizer.zero_grad()
             yield
@@ -106,29 +127,21 @@ class Ours:
     @property
     def row_bytes(self) -> int:
         """The bytes per row that cross the bus each way: its weights and state as stored."""
-        return sum(column.row_bytes for column in self.embeddings[0].table.columns.values())
+        return sum(column.row_bytes for column in self.table.columns.values())
 
-    @property
-    def table_bytes(self) -> int:
-        return sum(embedding.table.nbytes for embedding in self.embeddings)
 
-    @property
-    def pinned(self) -> bool:
-        return all(embedding.table.pinned for embedding in self.embeddings)
+def storage_of(place: str, device: str, engine: str, hot_bytes: int) -> speedswap.tables.Storage | str:
+    """Return the storage for one of :data:`PLACES`."""
+    if device == "cpu":
+        return "auto"
+    if place == NEAR:
+        return speedswap.Device()
+    return speedswap.Pinned(engine, hot_bytes=hot_bytes) if place == HOT else speedswap.Pinned(engine)
 
-    def load(self, weights: Tensor) -> None:
-        for embedding, rows in zip(
-            self.embeddings, weights.view(len(self.embeddings), -1, weights.shape[2]), strict=True
-        ):
-            embedding.table.write(0, rows)
 
-    def weights(self) -> Tensor:
-        rows = torch.cat([embedding.table.read() for embedding in self.embeddings])
-        return rows.view(self._shape.tables, self._shape.rows, self._shape.dim)
-
-    def close(self) -> None:
-        for embedding in self.embeddings:
-            embedding.table.close()
+def has_hot_rows() -> bool:
+    """Return whether this speedswap keeps hot rows of a table in host memory on the GPU."""
+    return "hot_bytes" in {field.name for field in fields(speedswap.Pinned)}
 
 
 class Torch:
@@ -202,33 +215,33 @@ class Torch:
 
 
 class Contestant(NamedTuple):
-    """One way to train: its name, its library, the maker of the trainer, and the tables that ours share.
-
-    ``tables`` is one of :data:`OURS`, or ``peers``: ours in the same tables take turns, with a lookahead of ``ahead``.
-    """
+    """One way to train: its name, its library, the maker of the trainer, and how ours is set for it."""
 
     name: str
     package: str
     make: Callable[..., Trainer]
-    tables: str = "peers"
     ahead: int = 0
+    merged: bool = False
 
 
-OURS = ("one table", "one table on the GPU", "a table each")
-
-
-def contestants(kind: Kind, device: str) -> list[Contestant]:
-    """Return the trainers of several tables with this optimizer: ours first, by their tables."""
-    everyone = []
-    for tables, name in zip(OURS, (", one table", ", one table on the GPU", ""), strict=True):
-        if tables == "one table on the GPU" and device == "cpu":
-            continue
-        make = partial(
-            Ours, merged=tables != "a table each", storage="device" if tables == "one table on the GPU" else "auto"
+def ours(place: str) -> list[Contestant]:
+    """Return our ways to train tables that are in one of :data:`PLACES`, in the same store; those merged come last."""
+    return [
+        Contestant(
+            f"speedswap{', one table' if merged else ''}{', lookahead' if ahead else ''}",
+            "speedswap",
+            partial(Ours, place=place, ahead=ahead, merged=merged),
+            ahead,
+            merged,
         )
-        for ahead, more in ((1, ", lookahead"), (0, "")):
-            one = Contestant(f"speedswap{name}{more}", "speedswap", partial(make, ahead=ahead), tables, ahead)
-            everyone.append(one)
+        for merged in (False, True)
+        for ahead in (1, 0)
+    ]
+
+
+def peers(kind: Kind, device: str) -> list[Contestant]:
+    """Return others' trainers of tables in host memory with this optimizer."""
+    everyone = []
     if kind.state_dtype is None and (kind.optimizer == "sgd" or device != "cpu"):
         fbgemm = lambda shape, kind, device: Fbgemm(shape, kind.optimizer, device)  # noqa: E731
         everyone.append(Contestant("FBGEMM", "FBGEMM", fbgemm))

@@ -28,6 +28,7 @@ class Ours:
         optimizer: of :data:`speedswap.apps.bench.trainers.OPTIMIZERS`.
         device: of the computation.
         storage: of the tables; ``auto`` is the user's default, host memory.
+        state_dtype: of the optimizer's stored state.
         fused: torch's fused implementation of the optimizer.
         ahead: prefetch the next batch's rows during a step.
     """
@@ -38,18 +39,24 @@ class Ours:
         optimizer: str,
         device: str,
         *,
-        storage: str = "auto",
+        storage: speedswap.tables.Storage | str = "auto",
+        state_dtype: torch.dtype | None = None,
         fused: bool = False,
         ahead: bool = False,
     ) -> None:
         self._shape = shape
-        self._depth = 1 if ahead else 0
+        self.ahead = int(ahead)
         init = speedswap.init.uniform(-0.1, 0.1)
         self._names = [f"table{i}" for i in range(shape.tables)]
         self.tables = speedswap.EmbeddingBagCollection(
             [
                 speedswap.EmbeddingBagConfig(
-                    name=name, num_embeddings=shape.rows, embedding_dim=shape.dim, init=init, seed=i, pooling="sum"
+                    name=name,
+                    num_embeddings=shape.rows,
+                    embedding_dim=shape.dim,
+                    init=init,
+                    seed=i,
+                    state_dtype=state_dtype,
                 )
                 for i, name in enumerate(self._names)
             ],
@@ -63,7 +70,7 @@ class Ours:
     def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
         offsets = torch.arange(self._shape.tables * self._shape.batch + 1, device=grad.device)
         given = (speedswap.KeyedJaggedTensor(self._names, ids.view(-1), offsets=offsets) for ids in batches)
-        for keyed in speedswap.lookahead(given, {self.tables: lambda keyed: keyed}, depth=self._depth):
+        for keyed in speedswap.lookahead(given, {self.tables: lambda keyed: keyed}, depth=self.ahead):
             self.tables(keyed).values().backward(grad)
             self.optimizer.step()
             self.optimizer.zero_grad()
