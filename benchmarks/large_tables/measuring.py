@@ -23,7 +23,7 @@ from several_tables import ZIPF_EXPONENT, Shape, draw
 from torch import Tensor
 
 from large_tables.floors import bus_floor, moved_alone
-from large_tables.goals import PUBLISHED, acceptance, show
+from large_tables.goals import PUBLISHED, acceptance, fair_seconds, show
 from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours, check, has_hot_rows, ours, peers
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.measure import Peer, steps_in_turn, synchronize
@@ -145,7 +145,7 @@ def measure(
     }
 
     def save() -> None:
-        found["acceptance"] = acceptance(found["runs"], shape == Plan.of("cuda", False).shape)
+        found["acceptance"] = acceptance(found["runs"])
         keep(found)
 
     bench = _Bench(device, plan, found_peers, engine, save)
@@ -212,10 +212,12 @@ class _Bench:
             unique = [torch.cat([torch.unique(ids) + i * shape.rows for i, ids in enumerate(b)]) for b in batches[:4]]
             rows = sum(map(len, unique)) / len(unique)
             nbytes = round(rows * trainer.row_bytes)
+            is_full = shape._replace(rows=run.part * shape.rows) == Plan.of("cuda", False).shape
             entry |= {
                 "tables": shape.tables,
                 "rows": shape.rows,
-                "full_size": run.part * shape.rows == self._plan.shape.rows,
+                "full_size": is_full,
+                "fair_seconds": fair_seconds(kind.name, round(rows)) if is_full and run.part == 1 else None,
                 "unique_rows": round(rows),
                 "row_bytes": trainer.row_bytes,
                 "bytes_each_way": nbytes,
