@@ -5,7 +5,8 @@
 #   make test        what a change has to pass: lint, types, and the tests of all that users see; some seven minutes
 #   make test-all    what a release has to pass: also every case of every sweep, kills and cuts at every point, torture,
 #                    notebooks, benchmarks, and the tools; a quarter of an hour
-#   make gpu-check   on a machine with a GPU: build, test, sanitize, measure; needs no network and makes no .venv
+#   make gpu-check   on a machine with a GPU: build, test, sanitize, measure, in three calls of less than eight minutes;
+#                    needs no network and makes no .venv; without make: python3 tools/gpu_check.py --part tests --out …
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
 #   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/;
 #                    `make bench figures RESULTS=benchmarks/results` renews all that the pages show
@@ -14,8 +15,8 @@
 #
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
-# PARTS=tests,sanitizer    of gpu-check, these parts alone, by name or group; OUT=… LIMIT=…: its folder and its seconds;
-#                          COMMIT=…: what the figures are of, where the files are no repository
+# PARTS=tables             of gpu-check, this call alone (tests, tables or applications), or these parts by name; OUT=…
+#                          LIMIT=…: its folder and the seconds of a call; COMMIT=…: where the files are no repository
 # MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
 # PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
 # SPEEDSWAP_WERROR=OFF     take no compiler's warning for an error, where the tests are installed
@@ -111,7 +112,7 @@ figures: $(VENV)/.stamp-demo
 	$(BIN)/python tools/readme_figures.py
 
 gpu-check:
-	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --parts '$(PARTS)' --commit '$(COMMIT)'
+	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --part '$(PARTS)' --commit '$(COMMIT)'
 
 clean:
 	rm -rf $(VENV) build dist bench-output demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

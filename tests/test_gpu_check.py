@@ -13,9 +13,12 @@ import time
 from pathlib import Path
 
 import gpu_machine
+import gpu_parts
+import gpu_tests
 import pytest
-from gpu_check import TOTAL_SECONDS, check, chosen, closing_line, main, names_failure, pack, run_part
-from gpu_parts import Part, plan
+from gpu_check import CALL_SECONDS, check, chosen, closing_line, main, names_failure, no_driver, pack, run_part
+from gpu_page import LONGEST
+from gpu_parts import CALLS, Part, Place, plan
 
 pytestmark = pytest.mark.release
 
@@ -48,17 +51,25 @@ def test_part_that_exits_with_an_error_fails_and_keeps_its_words():
     assert (outcome.status, outcome.rc, outcome.result, outcome.ok) == ("failed", 3, "why", False)
 
 
-def test_part_whose_program_is_missing_fails():
+def test_part_whose_program_is_missing_was_not_run():
     outcome = run_part(Part("absent", ["/no/such/program"], 60), 60)
-    assert outcome.status == "failed"
+    assert (outcome.status, outcome.ok) == ("not run", False)
     assert "/no/such/program" in outcome.result
 
 
-def test_part_that_is_unsupported_on_the_machine_is_skipped_with_what_it_said():
+def test_part_that_has_shown_nothing_was_not_run_and_keeps_what_it_said():
     code = python("import sys; print('Error: Device not supported.'); sys.exit(1)")
-    outcome = run_part(Part("memcheck", code, 60, unsupported="Device not supported"), 60)
-    assert (outcome.status, outcome.result) == ("skipped", "it says 'Device not supported' here")
+    outcome = run_part(Part("memcheck", code, 60, not_run_if=("too few", "not supported")), 60)
+    assert (outcome.status, outcome.ok) == ("not run", False)
+    assert outcome.result == "it says 'not supported'; Error: Device not supported."
     assert run_part(Part("tests", code, 60), 60).status == "failed"
+
+
+def test_too_few_tests_under_memcheck_are_no_check_of_memory():
+    (memcheck,) = (part for part in make_plan(Path("out")) if part.name == "memcheck")
+    assert int(memcheck.env["GPU_CHECK_LEAST"]) >= 20
+    assert gpu_tests.TOO_FEW == gpu_parts.TOO_FEW
+    assert gpu_parts.TOO_FEW in memcheck.not_run_if
 
 
 def test_part_that_crashes_says_by_what_signal():
@@ -148,6 +159,7 @@ for number in range(100):
         ("ERROR tests/test_x.py - ImportError", True),
         ("FAILED tests/test_x.py::test_y[one two] (call) - RuntimeError", True),
         ("ImportError: no such module", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", True),
         ("========= ERROR SUMMARY: 0 errors", False),
         ("ERROR: pip says so", False),
         ("12 passed", False),
@@ -163,27 +175,27 @@ PASSES = python("print('fine')")
 
 def run_check(parts, folder, total_seconds=120):
     """Return the status and the summary's parts by name."""
-    status = check(parts, folder / "out", {"gpu": "none"}, total_seconds, folder / "more")
+    status = check(parts, folder / "out", {"gpu": ["none"]}, total_seconds, folder / "more")
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary["passed"] is (status == 0)
-    assert summary["machine"] == {"gpu": "none"}
+    assert summary["machine"] == {"gpu": ["none"]}
     return status, {part["name"]: part["status"] for part in summary["parts"]}
 
 
 def test_check_goes_on_after_a_failure_and_writes_it_down(tmp_path, capsys):
     parts = [Part("bad", FAILS, 60), Part("good", PASSES, 60)]
     assert run_check(parts, tmp_path) == (1, {"bad": "failed", "good": "passed"})
-    assert "failed  bad" in capsys.readouterr().out
+    assert "FAILED  bad" in capsys.readouterr().out
     with tarfile.open(tmp_path / "out" / "more.tar.gz") as archive:
         assert sorted(archive.getnames()) == ["logs/bad.log", "logs/good.log"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["more.tar.gz", "summary.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["more.tar.gz", "page.txt", "summary.json"]
 
 
-def test_check_passes_when_every_part_passed_or_was_skipped(tmp_path):
-    unsupported = Part("memcheck", python("print('not supported'); exit(1)"), 60, unsupported="not supported")
+def test_check_has_not_passed_when_a_part_was_not_run(tmp_path):
+    unsupported = Part("memcheck", python("print('not supported'); exit(1)"), 60, not_run_if=("not supported",))
     assert run_check([unsupported, Part("good", PASSES, 60)], tmp_path) == (
-        0,
-        {"memcheck": "skipped", "good": "passed"},
+        1,
+        {"memcheck": "not run", "good": "passed"},
     )
 
 
@@ -191,6 +203,14 @@ def test_check_keeps_time_for_the_parts_to_come_and_fails_what_it_could_not_begi
     """Of 30 seconds, 27 are kept for the second part: the first is not begun, the second is."""
     parts = [Part("slow", PASSES, 60), Part("kept", PASSES, 60, kept_seconds=27)]
     assert run_check(parts, tmp_path, 30) == (1, {"slow": "not begun", "kept": "passed"})
+
+
+def test_each_call_has_its_own_time_and_the_first_one_pays_for_the_build(tmp_path):
+    """Of 30 seconds, 27 are kept in the first call: neither its build nor its slow part is begun."""
+    parts = [Part("make", PASSES, 60, call="build"), Part("slow", PASSES, 60, call="tests")]
+    parts += [Part("kept", PASSES, 60, 28, call="tests"), Part("next", PASSES, 60, call="tables")]
+    found = run_check(parts, tmp_path, 30)
+    assert found == (1, {"make": "not begun", "slow": "not begun", "kept": "passed", "next": "passed"})
 
 
 def test_builds_are_tried_until_one_passes(tmp_path):
@@ -224,8 +244,15 @@ def test_the_end_of_the_output_names_what_failed(tmp_path, capsys):
     """It is what a lent machine's answer shows."""
     code = python("for i in range(30): print(f'FAILED tests/test_x.py::test_{i} - why'); \nraise SystemExit(1)")
     assert run_check([Part("tests", code, 60)], tmp_path)[0] == 1
-    end = capsys.readouterr().out.partition("== summary")[2]
-    assert [f"test_{i} - why" in end for i in (0, 9, 10)] == [True, True, False]
+    end = capsys.readouterr().out.partition("PARTS")[2]
+    assert [f"test_{i} - why" in end for i in (0, 11, 12)] == [True, True, False]
+    assert (tmp_path / "out" / "page.txt").read_text().endswith(end)
+
+
+def test_a_page_that_cannot_be_written_costs_no_part(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("gpu_check.page", lambda *_: 1 / 0)
+    assert run_check([Part("first", PASSES, 60), Part("second", PASSES, 60)], tmp_path)[0] == 0
+    assert "ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_archive_takes_traces_and_leaves_out_what_is_too_large(tmp_path, monkeypatch):
@@ -243,37 +270,53 @@ def test_archive_takes_traces_and_leaves_out_what_is_too_large(tmp_path, monkeyp
             assert sorted(archive.getnames()) == ["logs/tests.log", "tables-trace.json.gz"]
 
 
-def make_plan(folder, *, nvcc=None, sanitizer="/opt/compute-sanitizer", has=()):
-    return plan("python3", folder, folder / "more", nvcc=nvcc, sanitizer=sanitizer, has=has)
+def make_plan(folder, *, nvcc=None, sanitizer="/opt/compute-sanitizer", has=(), rehearsal=False):
+    return plan(Place("python3", folder, folder / "more", nvcc, sanitizer, has, rehearsal))
 
 
-def test_plan_has_what_is_worth_most_first_and_leaves_the_tests_their_time(tmp_path):
+def test_plan_has_what_is_worth_most_first_in_three_calls(tmp_path):
     parts = make_plan(tmp_path)
-    names = [part.name for part in parts]
-    assert names[:11] == [
-        "build", "build without nvcc", "build by hand", "info", "promises", "tests", "tests that failed, alone",
-        "kernel tests, NVRTC", "tables", "ceilings", "memcheck",
+    assert [[part.name for part in parts if part.call == call] for call in ("build", *CALLS)] == [
+        ["build", "build without nvcc", "build by hand", "info"],
+        ["promises", "tests", "tests that failed", "memcheck"],
+        ["probe", "Adam", "SGD", "Adam with hot rows", "Adam on the GPU", "Adam in bfloat16", "fits in hot rows",
+         "ceilings"],
+        ["kernel tests by NVRTC", "word2vec", "recoveries", "ncf", "dlrm", "digits", "speedtorch", "step", "transfer",
+         "many_tables", "ncf of large tables", "batching"],
     ]  # fmt: skip
-    kept = sum(part.kept_seconds for part in parts[names.index("tests") + 1 :])
-    builds_and_promises = 120  # their longest time if all is well
-    assert TOTAL_SECONDS - kept - builds_and_promises >= 150
-    assert {part.name: part.kept_seconds for part in parts}["tables"] >= 120  # 82 GB are pinned, some of them twice
-    assert "racecheck" not in names
+    assert [part.call for part in parts] == sorted((part.call for part in parts), key=["build", *CALLS].index)
+    assert len({part.name for part in parts}) == len(parts)
+    assert not [part.name for part in parts if "," in part.name]  # so that each can be asked for
     for part in parts:
         for word in part.command:
             if word.startswith(("benchmarks/", "tools/")):
                 assert (ROOT / word).is_file()
 
 
+def test_each_call_fits_and_leaves_its_parts_their_time(tmp_path):
+    """A build takes up to its limit and one minute more is gone before it: the most telling part still has its time."""
+    parts = make_plan(tmp_path)
+    kept = {call: sum(part.kept_seconds for part in parts if part.call == call) for call in CALLS}
+    assert CALL_SECONDS < 480
+    for call, most in (("tests", "tests"), ("tables", "Adam"), ("applications", "word2vec")):
+        (part,) = (part for part in parts if part.name == most)
+        rest = CALL_SECONDS - 180 - kept[call] + part.kept_seconds
+        assert rest >= {"tests": 150, "tables": 110, "applications": 60}[call]
+        assert part.limit_seconds >= part.kept_seconds
+    (memcheck,) = (part for part in parts if part.name == "memcheck")
+    assert memcheck.kept_seconds >= 90
+
+
 def test_the_check_can_be_read_in_one_go():
-    names = ("gpu_check.py", "gpu_machine.py", "gpu_parts.py")
-    assert sum(len((ROOT / "tools" / name).read_text().splitlines()) for name in names) < 500
+    names = ("gpu_check.py", "gpu_machine.py", "gpu_parts.py", "gpu_page.py")
+    assert sum(len((ROOT / "tools" / name).read_text().splitlines()) for name in names) < 800
 
 
 def test_plan_writes_no_more_files_than_can_come_back(tmp_path):
-    """Eight: summary, archive, the running part's log, the picture, and the figures of up to four benchmarks."""
+    """Eight: page, summary, archive, the running part's log, the picture, and the figures of three benchmarks."""
     written = {word for part in make_plan(tmp_path) for word in part.command if word.startswith(f"{tmp_path}/")}
-    assert 1 <= len([word for word in written if not word.startswith(f"{tmp_path}/more")]) <= 4
+    figures = {word for word in written if not word.startswith(f"{tmp_path}/more")}
+    assert figures == {f"{tmp_path}/{name}-cuda.json" for name in ("tables", "ceilings", "word2vec")}
 
 
 def test_plan_builds_with_nvcc_then_without(tmp_path, monkeypatch):
@@ -296,11 +339,15 @@ def test_tests_take_the_plugins_that_are_named_and_no_warning_for_an_error(tmp_p
     for part in run:
         assert part.env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
         assert part.command[part.command.index("-W") + 1] == "default"
-    assert "--timeout-method=thread" in run[0].command  # a signal does not end a call that waits in the driver
+        assert "--timeout-method=thread" in part.command  # a signal does not end a call that waits in the driver
+
+
+def test_tests_of_the_processor_alone_are_left_to_other_machines(tmp_path):
+    run = [part for part in make_plan(tmp_path) if "pytest" in part.command]
+    assert all("--gpu-only" in part.command and part.env["SPEEDSWAP_TEST_DEVICE"] == "cuda" for part in run)
 
 
 def test_plan_uses_what_is_there(tmp_path):
-    assert "memcheck" not in [part.name for part in make_plan(tmp_path, sanitizer=None)]
     without, with_them = (
         next(part.command for part in make_plan(tmp_path, has=has) if part.name == "tests")
         for has in ((), ("pytest-xdist", "pytest-timeout"))
@@ -309,14 +356,18 @@ def test_plan_uses_what_is_there(tmp_path):
     assert {"-n", "--timeout=90"} <= set(with_them)
 
 
-def test_parts_are_chosen_by_name_and_group_after_those_that_build(tmp_path):
-    found = chosen(make_plan(tmp_path), ["tables", "sanitizer"])
+def test_parts_are_chosen_by_call_and_name_after_those_that_build(tmp_path):
     builds = ["build", "build without nvcc", "build by hand", "info"]
-    assert [part.name for part in found] == [*builds, "tables", "memcheck"]
+    parts = make_plan(tmp_path)
+    assert chosen(parts, []) == parts
+    tables = chosen(parts, ["tables"])
+    assert tables == [part for part in parts if part.call in ("build", "tables")]
+    found = chosen(parts, ["SGD", "memcheck"])
+    assert [part.name for part in found] == [*builds, "memcheck", "SGD"]
     assert [part.limit_seconds for part in found[4:]] == [float("inf")] * 2
     assert found[0].limit_seconds == 120
-    with pytest.raises(ValueError, match=r"parts has nonsense; choose among .*sanitizer"):
-        chosen(make_plan(tmp_path), ["nonsense"])
+    with pytest.raises(ValueError, match=r"part has nonsense; choose among .*memcheck.*tables"):
+        chosen(parts, ["nonsense"])
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "benchmarks").glob("bench_*.py")))
@@ -389,8 +440,9 @@ def test_a_question_that_is_not_answered_is_given_up():
 def test_the_check_goes_on_where_the_driver_shows_a_gpu_that_torch_does_not(gpus, tmp_path, monkeypatch):
     """The parts say why; nothing else would be known of the machine."""
     machine = {"packages": {}, "torch": "2.11", "torch_cuda": "13.0", "gpus": gpus, "stopped": ["why"], "says": []}
+    monkeypatch.setattr("gpu_check.no_driver", lambda: None)
     monkeypatch.setattr("gpu_check.describe", lambda python: machine)
-    monkeypatch.setattr("gpu_check.plan", lambda *_, **__: [Part("info", PASSES, 60)])
+    monkeypatch.setattr("gpu_check.plan", lambda place: [Part("info", PASSES, 60, call="build")])
     for name in ("CUPY_CACHE_DIR", "SPEEDSWAP_COMMIT"):  # it sets them
         monkeypatch.setenv(name, "")
     assert main(["--out", str(tmp_path / "out"), "--commit", "abc"]) == (0 if gpus else 2)
@@ -400,15 +452,50 @@ def test_the_check_goes_on_where_the_driver_shows_a_gpu_that_torch_does_not(gpus
         assert os.environ["SPEEDSWAP_COMMIT"] == "abc"
 
 
-def test_without_a_gpu_the_check_says_so_and_exits_2(tmp_path):
+def run_tool(*words, **environment):
     tool = Path(__file__).parent.parent / "tools" / "gpu_check.py"
+    began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(tool), "--out", str(tmp_path / "out")],
+        [sys.executable, str(tool), *words],
         capture_output=True,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **environment},
         check=False,
     )
+    return done, time.monotonic() - began
+
+
+def test_without_a_gpu_the_check_says_so_and_exits_2(tmp_path):
+    done, took = run_tool("--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
-    assert done.stderr.startswith("gpu-check: no GPU here: torch ")
+    assert done.stderr.startswith("gpu-check: no GPU here: ")
+    assert "Everything else is checked by `make test`." in done.stderr
     assert not (tmp_path / "out").exists()
+    if no_driver() is not None:  # then nothing is asked of torch
+        assert took < 2
+
+
+@pytest.mark.slow
+def test_parts_of_each_kind_rehearsed(tmp_path):
+    """On the simulated GPU, from the command to the page; ``--rehearse`` without ``--part`` rehearses all."""
+    import simulated_gpu
+
+    if reason := simulated_gpu.unavailable():
+        pytest.skip(reason)
+    out = tmp_path / "out"
+    parts = "promises,memcheck,probe,Adam,Adam on the GPU"
+    done, _ = run_tool("--rehearse", "--part", parts, "--commit", "abc", "--out", str(out))
+    summary = json.loads((out / "summary.json").read_text())
+    statuses = {part["name"]: part["status"] for part in summary["parts"]}
+    assert statuses.pop("memcheck") == "not run"  # there is no sanitizer for it
+    assert [*statuses] == ["info", "promises", "probe", "Adam", "Adam on the GPU"]
+    assert set(statuses.values()) == {"passed"}, done.stdout[-LONGEST:]
+    page = (out / "page.txt").read_text()
+    assert done.stdout.endswith(page)
+    assert len(page) < LONGEST
+    assert "A REHEARSAL ON A SIMULATED GPU" in page
+    assert "abc" in page.splitlines()[0]
+    for said in ("zero_copy", "adam-gpu", "speedswap, one table, lookahead", "asked ≤ 14 ms, reached",
+                 "in smaller tables"):  # fmt: skip
+        assert said in page
+    assert len([*out.iterdir()]) <= 8

@@ -90,10 +90,22 @@ def test_those_for_the_gpu_come_first(tmp_path):
     assert order(done) == ["test_on_the_gpu[cuda]", "test_marked", "test_plain[one]", "test_plain[two]"]
 
 
-def test_spread_takes_one_case_of_each_first(tmp_path):
-    done = run(tmp_path, SLOW.replace("0.3", "0").replace("50", "2") + TESTS, "-v", GPU_CHECK_SPREAD="1")
+def test_one_case_of_each_comes_first(tmp_path):
+    done = run(tmp_path, SLOW.replace("0.3", "0").replace("50", "3") + TESTS, "-v")
     assert order(done)[:2] == ["test_on_the_gpu[cuda]", "test_marked"]
-    assert order(done)[2:] == ["test_slow[0]", "test_plain[one]", "test_slow[1]", "test_plain[two]"]
+    assert order(done)[2:] == ["test_slow[0]", "test_plain[one]", "test_slow[1]", "test_slow[2]", "test_plain[two]"]
+
+
+def test_what_others_rest_on_comes_first_and_what_is_slow_last(tmp_path):
+    text = "import pytest\n\n@pytest.mark.slow\ndef test_long():\n    pass\n\ndef test_{0}():\n    pass\n"
+    for area in ("apps", "swapping", "kernels", "tables"):
+        (tmp_path / "tests" / area).mkdir(parents=True)
+        (tmp_path / "tests" / area / f"test_of_{area}.py").write_text(text.format(area))
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'slow: long')\n"
+    )
+    found = order(run(tmp_path, "", "-v"))
+    assert found == ["test_kernels", "test_tables", "test_swapping", "test_apps", *["test_long"] * 4]
 
 
 def test_a_failure_is_shown_when_it_happens(tmp_path):
@@ -112,6 +124,15 @@ def test_a_run_stops_by_itself_and_has_passed_if_nothing_failed(tmp_path):
     done = run(tmp_path, FAILING + SLOW, GPU_CHECK_SECONDS="1")
     assert "stopped: the time is over" in done.stdout
     assert done.returncode != 0
+
+
+def test_a_run_that_was_stopped_too_soon_has_shown_nothing(tmp_path):
+    done = run(tmp_path, SLOW, GPU_CHECK_SECONDS="1", GPU_CHECK_LEAST="40")
+    assert done.returncode != 0
+    assert "tests were run: too few tests to mean anything" in done.stdout
+    done = run(tmp_path, SLOW, GPU_CHECK_SECONDS="1", GPU_CHECK_LEAST="1")
+    assert done.returncode == 0
+    assert "too few" not in done.stdout
 
 
 def test_without_the_gpu_the_run_ends(tmp_path):

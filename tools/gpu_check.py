@@ -1,12 +1,18 @@
-"""Build, test, sanitize and measure speedswap on a machine with a GPU; run by ``make gpu-check``.
+"""Build, test, sanitize and measure speedswap on a machine with a GPU; run by ``make gpu-check``, or by itself:
 
-Needs no network and makes no virtual environment: the Python that runs this has torch, CuPy, pybind11,
-scikit-build-core, pytest and hypothesis already, and an editable speedswap is installed into it.
+    python3 tools/gpu_check.py --part tests --out $OUT --commit HASH     # then --part tables, --part applications
 
-Each part (tools/gpu_parts.py) has a time limit, and so has the whole run. A part that fails or runs over does not
-stop the next one. ``--parts`` names some, which then have all the time. ``--out`` gets at most eight files:
-``summary.json``, the figures that matter most, the picture of a step, ``running.log`` of the part that runs, and
-``more.tar.gz`` with everything else that was measured and printed, renewed after every part.
+Needs no network, no git and no make, and makes no virtual environment: the Python that runs this has torch, CuPy,
+pybind11, scikit-build-core, pytest and hypothesis already, and an editable speedswap is installed into it.
+
+There are three calls of less than eight minutes: ``tests``, ``tables`` and ``applications``; each is of use by itself,
+and without ``--part`` they follow each other. Each of a call's parts (tools/gpu_parts.py) has a time limit, and leaves
+later ones the time kept for them. A part that fails or runs over does not stop the next one. ``--part`` also names
+single parts, which then have all the time.
+
+``--out`` gets at most eight files: ``page.txt``, which ends the output too; ``summary.json``, the figures that matter
+most, the picture of a step, ``running.log`` of the part that runs, and ``more.tar.gz`` with everything else that was
+measured and printed. All are renewed after every part.
 
 Exit status: 0 every part passed, 1 one did not, 2 there is no GPU to check on.
 """
@@ -14,7 +20,9 @@ Exit status: 0 every part passed, 1 one did not, 2 there is no GPU to check on.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -26,29 +34,33 @@ import tarfile
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import describe, find_cuda_tool
-from gpu_parts import Part, plan
+from gpu_machine import ask, describe, find_cuda_tool
+from gpu_page import page
+from gpu_parts import CALLS, REHEARSAL_SECONDS, Part, Place, plan
 
 ROOT = Path(__file__).resolve().parent.parent
-TOTAL_SECONDS = 470.0
+CALL_SECONDS = 470.0
 LEAST_SECONDS = 3.0  # with less than this left, a part is not begun
 ENDING_SECONDS = 12.0  # before its limit, a part should have ended
 TAIL_LINES = 40
 MOST_FAILURES = 200
-FAILURES_SHOWN = 10
 LONGEST_LOG = 2 << 20
 LARGEST_FILE = 15 << 20
+PROGRAMS = {"nvcc": "nvcc", "sanitizer": "compute-sanitizer"}
+REHEARSED = "A REHEARSAL ON A SIMULATED GPU: sizes are small, and no time or ratio means anything."
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a part. ``status``: passed, failed, timed out, skipped (with its reason) or not begun.
+    """The outcome of a part.
 
+    ``status``: passed, failed, timed out, not run (it has shown nothing), not begun, or skipped (not needed).
     ``failures`` are the lines that name what failed, ``tail`` is the end of its output.
     """
 
@@ -89,7 +101,8 @@ def run_part(part: Part, limit: float, log: Path | None = None) -> Outcome:
     try:
         child = subprocess.Popen(command, cwd=ROOT, env=env, text=True, errors="replace", start_new_session=True, **how)
     except OSError as error:
-        outcome.status, outcome.result = "failed", str(error)
+        outcome.status = "not run" if isinstance(error, FileNotFoundError) else "failed"
+        outcome.result = str(error)
         return outcome
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     reader = threading.Thread(target=_show, args=(child, tail, outcome.failures, log), daemon=True)
@@ -107,8 +120,10 @@ def run_part(part: Part, limit: float, log: Path | None = None) -> Outcome:
     outcome.result = closing_line(outcome.tail)
     if outcome.rc is not None and outcome.rc < 0:
         outcome.result = f"ended by {signal.Signals(-outcome.rc).name}; {outcome.result}"
-    if outcome.status == "failed" and part.unsupported and any(part.unsupported in line for line in outcome.tail):
-        outcome.status, outcome.result = "skipped", f"it says {part.unsupported!r} here"
+    for words in part.not_run_if:
+        if outcome.status == "failed" and any(words in line for line in outcome.tail):
+            outcome.status, outcome.result = "not run", f"it says {words!r}; {outcome.result}"
+            break
     return outcome
 
 
@@ -130,9 +145,8 @@ def _show(child: subprocess.Popen[str], tail: deque[str], failures: list[str], l
 
 def names_failure(line: str) -> bool:
     """Return whether a line is pytest's about a failed test, or a finding of the sanitizer."""
-    return (
-        re.match(r"(FAILED|ERROR) \S+\.py\b|\w*Error: |={9} (?!COMPUTE-SANITIZER|\w* ?SUMMARY: 0)\S", line) is not None
-    )
+    finding = r"={9} (?!COMPUTE-SANITIZER|\w* ?SUMMARY: 0)\S"
+    return re.match(rf"(FAILED|ERROR) \S+\.py\b|[\w.]*Error: |{finding}", line) is not None
 
 
 def without_places(text: str) -> str:
@@ -166,52 +180,81 @@ def closing_line(tail: Sequence[str]) -> str:
 
 
 def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the parts of the given names or groups, with all the time for them, after the parts that build.
+    """Return the calls and parts of the given names, after the parts that build; all of them without a name.
+
+    A part that is named by itself has all the time.
 
     Raises:
-        ValueError: a name is neither.
+        ValueError: a name is of neither.
     """
-    known = {name for part in parts for name in (part.name, part.group)}
+    known = {*CALLS, *(part.name for part in parts if part.call != "build")}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"parts has {', '.join(unknown)}; choose among {', '.join(sorted(known))}")
-    wanted = [part for part in parts if part.group == "build" or {part.name, part.group} & set(names)]
-    unlimited = [dataclasses.replace(part, limit_seconds=float("inf"), kept_seconds=0.0) for part in wanted]
-    return [part if part.group == "build" else free for part, free in zip(wanted, unlimited, strict=True)]
+        raise ValueError(f"part has {', '.join(unknown)}; choose among {', '.join(sorted(known))}")
+    found = []
+    for part in parts:
+        if part.call == "build" or not names or part.call in names:
+            found.append(part)
+        elif part.name in names:
+            found.append(dataclasses.replace(part, limit_seconds=float("inf"), kept_seconds=0.0))
+    return found
 
 
-def check(parts: Sequence[Part], out: Path, machine: Mapping[str, Any], total_seconds: float, more: Path) -> int:
-    """Run the parts one after the other, keep summary and archive up to date, and return the exit status."""
+def check(
+    parts: Sequence[Part], out: Path, machine: Mapping[str, Any], call_seconds: float, more: Path, *, note: str = ""
+) -> int:
+    """Run the parts one after the other, keep page, summary and archive up to date, and return the exit status.
+
+    Args:
+        parts: those that build belong to the first call of the others.
+        out, more: as for :class:`gpu_parts.Place`.
+        machine: what is known of it.
+        call_seconds: for the parts of each call.
+        note: for the page.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (more / "logs").mkdir(parents=True, exist_ok=True)
-    began, outcomes = time.monotonic(), dict[str, Outcome]()
-    kept, log = sum(part.kept_seconds for part in parts), out / "running.log"
-    for part in parts:
-        kept -= part.kept_seconds
-        before = outcomes.get(part.only_after)
-        if part.only_after and (before is None or before.ok or before.status == "not begun"):
-            outcomes[part.name] = Outcome(part.name, "skipped", result="not needed")
-        else:
-            left = total_seconds - (time.monotonic() - began) - kept
-            outcomes[part.name] = run_part(part, min(part.limit_seconds, left), log)
-            if log.exists():
-                shutil.move(log, more / "logs" / f"{re.sub('[^a-zA-Z0-9]+', '-', part.name)}.log")
-        summary = {
-            "seconds": round(time.monotonic() - began, 1),
-            "passed": len(outcomes) == len(parts) and all(outcome.ok for outcome in outcomes.values()),
-            "machine": dict(machine),
-            "parts": [dataclasses.asdict(outcome) for outcome in outcomes.values()],
-        }
-        try:
-            (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-            pack(out, more)
-        except OSError as error:  # from a leftover process: the other parts matter more than an archive
-            print(f"gpu-check: {error}", file=sys.stderr)
-    print(f"\n== summary ({summary['seconds']} s), also in {out / 'summary.json'}")
-    for outcome in outcomes.values():
-        print(f"{outcome.status:>9}  {outcome.name:<24} {outcome.seconds:6.1f} s  {outcome.result[:150]}")
-        for failure in outcome.failures[:FAILURES_SHOWN]:
-            print(f"           {failure[:150]}")
+    began, outcomes, log = time.monotonic(), dict[str, Outcome](), out / "running.log"
+    first = next((part.call for part in parts if part.call != "build"), "build")
+    said = ""
+    for _, group in itertools.groupby(parts, lambda part: first if part.call == "build" else part.call):
+        of_call = list(group)
+        ends, kept = time.monotonic() + call_seconds, sum(part.kept_seconds for part in of_call)
+        for part in of_call:
+            kept -= part.kept_seconds
+            before = outcomes.get(part.only_after)
+            if part.only_after and (before is None or before.ok or before.status == "not begun"):
+                outcomes[part.name] = Outcome(part.name, "skipped", result="not needed")
+            else:
+                left = ends - time.monotonic() - kept
+                outcomes[part.name] = run_part(part, min(part.limit_seconds, left), log)
+            summary = {
+                **({"note": note} if note else {}),
+                "seconds": round(time.monotonic() - began, 1),
+                "passed": len(outcomes) == len(parts) and all(outcome.ok for outcome in outcomes.values()),
+                "machine": dict(machine),
+                "parts": [dataclasses.asdict(outcome) for outcome in outcomes.values()],
+            }
+            said = write_down(summary, out, more, part.name)
+    print(f"\n{said}")
     return 0 if summary["passed"] else 1
+
+
+def write_down(summary: Mapping[str, Any], out: Path, more: Path, name: str) -> str:
+    """Renew page, summary and archive after the part of a name; return the page."""
+    try:
+        said = page(summary, [out, more])
+    except Exception:  # the files have what it would say, and the other parts matter more
+        said = traceback.format_exc()
+    try:
+        log = out / "running.log"
+        if log.exists():
+            shutil.move(log, more / "logs" / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.log")
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (out / "page.txt").write_text(said + "\n")
+        pack(out, more)
+    except OSError as error:  # from a leftover process, or a full disk
+        print(f"gpu-check: {error}", file=sys.stderr)
+    return said
 
 
 def pack(out: Path, more: Path) -> None:
@@ -226,42 +269,64 @@ def pack(out: Path, more: Path) -> None:
     unfinished.replace(out / "more.tar.gz")
 
 
+def no_driver() -> str | None:
+    """Return why there can be no GPU here, without asking torch; None if there may be one."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        if shutil.which("nvidia-smi") is None:
+            return f"there is no NVIDIA driver ({error}), and no nvidia-smi. Everything else is checked by `make test`."
+    return None
+
+
+def refused(machine: Mapping[str, Any]) -> str | None:
+    """Return why a machine without a GPU cannot be checked; None if torch, or at least the driver, shows one."""
+    if "gpu" in machine or machine["gpus"]:
+        return None
+    if "torch" not in machine:
+        return f"{sys.executable} has no torch; name another: make gpu-check PYTHON=…"
+    built = f"built for CUDA {machine['torch_cuda']}" if machine["torch_cuda"] else "built without CUDA"
+    return (
+        f"no GPU here: torch {machine['torch']} ({built}) of {sys.executable} finds no CUDA device. Everything else is "
+        "checked by `make test`."
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Build, test, sanitize and measure speedswap on a machine with a GPU.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for what was found")
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time for the whole check")
-    parser.add_argument("--parts", default="", help="some of them alone, by name or group, separated by commas")
+    parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="time for each call")
+    parser.add_argument("--part", default="", help=f"{', '.join(CALLS)}, or single parts; commas between several")
     parser.add_argument("--commit", default="", help="of these files, where they are no repository")
+    parser.add_argument("--rehearse", action="store_true", help="on a simulated GPU, in small sizes; nothing is built")
     args = parser.parse_args(argv)
     began, out = time.monotonic(), args.out.resolve()
-    machine = describe(sys.executable)
-    stopped = [without_places(line) for line in machine.get("stopped", [])]
-    if "gpu" not in machine and not machine["gpus"]:
-        if "torch" in machine:
-            built = f"built for CUDA {machine['torch_cuda']}" if machine["torch_cuda"] else "built without CUDA"
-            why = f"no GPU here: torch {machine['torch']} ({built}) of {sys.executable} finds no CUDA device. "
-            why += "Everything else is checked by `make test`."
-        else:
-            why = f"{sys.executable} has no torch; name another: make gpu-check PYTHON=…"
-        print(f"gpu-check: {why}", *stopped, sep="\n", file=sys.stderr)
+    why = None if args.rehearse else no_driver()
+    if why is not None:
+        print(f"gpu-check: no GPU here: {why}", file=sys.stderr)
         return 2
-    machine["stopped"] = stopped
+    machine = describe(sys.executable)
+    machine["stopped"] = [without_places(line) for line in machine.get("stopped", [])]
+    machine["commit"] = args.commit or ask(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], 10)[0]
+    why = None if args.rehearse else refused(machine)
+    if why is not None:
+        print(f"gpu-check: {why}", *machine["stopped"], sep="\n", file=sys.stderr)
+        return 2
     print(json.dumps(machine, indent=1))
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         more = Path(folder, "more")
         os.environ["CUPY_CACHE_DIR"] = str(Path(folder, "cupy"))  # home may be read-only
         if args.commit:
             os.environ["SPEEDSWAP_COMMIT"] = args.commit
-        nvcc, sanitizer = find_cuda_tool("nvcc"), find_cuda_tool("compute-sanitizer")
-        parts = plan(sys.executable, out, more, nvcc=nvcc, sanitizer=sanitizer, has=[*machine["packages"]])
-        names = [name.strip() for name in args.parts.split(",") if name.strip()]
-        left = args.seconds - (time.monotonic() - began)
+        tools = {name: find_cuda_tool(program) for name, program in PROGRAMS.items()}
+        place = Place(sys.executable, out, more, **tools, has=[*machine["packages"]], rehearsal=args.rehearse)
+        names = [name.strip() for name in args.part.split(",") if name.strip()]
         try:
-            return check(chosen(parts, names) if names else parts, out, machine, left, more)
+            parts = chosen(plan(place), names)
         except ValueError as error:
             parser.error(str(error))
-        finally:
-            print(subprocess.getoutput("grep -E 'MemTotal|MemAvailable' /proc/meminfo"))
+        left = len(parts) * REHEARSAL_SECONDS if args.rehearse else args.seconds - (time.monotonic() - began)
+        return check(parts, out, machine, left, more, note=REHEARSED if args.rehearse else "")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The parts of the check on a machine with a GPU, the most informative first."""
+"""The parts of the check on a machine with a GPU: three calls of less than eight minutes, what is worth most first."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+CALLS = ("tests", "tables", "applications")
 RECOVERIES = """
-import json, pathlib, sys
+import pathlib, sys
 sys.path.insert(0, "benchmarks")
 from batching.limits import measure_limits
 from speedswap.apps.bench.measure import write_json
-write_json(pathlib.Path(sys.argv[1]), "recoveries", measure_limits("cuda", quick=False))
+device, file = sys.argv[1:3]
+write_json(pathlib.Path(file), "recoveries", measure_limits(device, quick="--quick" in sys.argv))
 """
+REHEARSAL_SECONDS = 900.0  # of a part, on a machine that has much else to do
+TOO_FEW = "too few tests to mean anything"  # as tools/gpu_tests.py says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +28,10 @@ class Part:
         name: as it is reported and asked for.
         command: what is run; ``{seconds}`` is the time in which it should end.
         limit_seconds: what it may take.
-        kept_seconds: what earlier parts leave it.
+        kept_seconds: what earlier parts of its call leave it.
         env: added to the environment, with ``GPU_CHECK_SECONDS``, the same time.
-        group: by which it is asked for.
-        unsupported: where its output says so, it cannot run on this machine.
+        call: of :data:`CALLS`, or ``build``, which comes before each of them.
+        not_run_if: where its output says one of these, it has shown nothing.
         only_after: the part without whose failure this one is not needed.
     """
 
@@ -36,28 +40,54 @@ class Part:
     limit_seconds: float
     kept_seconds: float = 0.0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    group: str = ""
-    unsupported: str = ""
+    call: str = ""
+    not_run_if: Sequence[str] = ()
     only_after: str = ""
 
 
-def plan(
-    python: str, out: Path, more: Path, *, nvcc: str | None, sanitizer: str | None, has: Collection[str]
-) -> list[Part]:
-    """Return the parts.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The check's programs, and the folders for its files.
 
-    Args:
+    Attributes:
         python: the interpreter.
-        out: the folder for the figures that matter most: up to seven files and the archive may come back.
-        more: the folder for the others, which are packed.
+        out: the folder for what matters most: up to eight files may come back.
+        more: the folder for all else, which is packed into one of them.
         nvcc, sanitizer: the programs, if they are there.
         has: the Python packages that are there.
+        rehearsal: True for a simulated GPU: in small sizes, and nothing is built.
     """
-    return [*_build(python, nvcc), *_tests(python, has), *_figures(python, out, more, sanitizer)]
+
+    python: str
+    out: Path
+    more: Path
+    nvcc: str | None = None
+    sanitizer: str | None = None
+    has: Collection[str] = ()
+    rehearsal: bool = False
+
+    def on_gpu(self, *words: str) -> list[str]:
+        """Return the command that runs a script or a module with the GPU."""
+        return [self.python, *(["tools/on_simulated_gpu.py"] if self.rehearsal else []), *words]
+
+    def quick(self, *full: str) -> list[str]:
+        """Return the words for the sizes of a benchmark."""
+        return ["--quick"] if self.rehearsal else list(full)
 
 
-def _build(python: str, nvcc: str | None) -> list[Part]:
+def plan(place: Place) -> list[Part]:
+    """Return the parts of all calls, those that build first; those of a rehearsal have all the time they need."""
+    parts = [*_build(place), *_tests(place), *_tables(place), *_applications(place)]
+    if not place.rehearsal:
+        return parts
+    return [dataclasses.replace(part, limit_seconds=REHEARSAL_SECONDS, kept_seconds=0.0) for part in parts]
+
+
+def _build(place: Place) -> list[Part]:
     """Build with nvcc; else without, so that NVRTC compiles the kernels; else by CMake."""
+    info = Part("info", [place.python, "-m", "speedswap", "info"], 60, call="build")
+    if place.rehearsal:
+        return [info]
     can_be_imported = '"$0" -c "import speedswap.kernels"'
     pip = f'"$0" -m pip install --no-index --no-build-isolation --no-deps --editable . && {can_be_imported}'
     by_hand = (
@@ -65,66 +95,115 @@ def _build(python: str, nvcc: str | None) -> list[Part]:
         '-DPython_EXECUTABLE="$0" -Dpybind11_DIR="$("$0" -m pybind11 --cmakedir)" && cmake --build build/by-hand && '
         f"cmake --install build/by-hand --prefix . && {can_be_imported}"
     )
-    with_nvcc = {"SPEEDSWAP_CUDA": "ON" if nvcc else "AUTO"}
+    with_nvcc = {"SPEEDSWAP_CUDA": "ON" if place.nvcc else "AUTO"}
     return [
-        Part("build", ["sh", "-c", pip, python], 120, env=with_nvcc, group="build"),
-        Part("build without nvcc", ["sh", "-c", pip, python], 90, env={"SPEEDSWAP_CUDA": "OFF"},
-             group="build", only_after="build"),
-        Part("build by hand", ["sh", "-c", by_hand, python], 90, group="build", only_after="build without nvcc"),
-        Part("info", [python, "-m", "speedswap", "info"], 60, group="build"),
+        Part("build", ["sh", "-c", pip, place.python], 120, env=with_nvcc, call="build"),
+        Part("build without nvcc", ["sh", "-c", pip, place.python], 90, env={"SPEEDSWAP_CUDA": "OFF"},
+             call="build", only_after="build"),
+        Part("build by hand", ["sh", "-c", by_hand, place.python], 90, call="build", only_after="build without nvcc"),
+        info,
     ]  # fmt: skip
 
 
-def _tests(python: str, has: Collection[str]) -> list[Part]:
+def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, call: str = "tests", **env: str) -> Part:
+    """Run tests that use a GPU, without those for the processor."""
     # Only the plugins that are asked for, and warnings as text: other versions than ours must not fail every test.
     # Failures are reported when they happen, and not again; unreadable files and skipped tests, at the end.
-    pytest = [python, "-m", "pytest", "-q", "-rEs", "-p", "gpu_tests", "-W", "default", "--tb=no", "--gpu-only"]
-    if "pytest-timeout" in has:  # for a lock that is never released; a thread also ends calls in the driver
+    pytest = [place.python, "-m", "pytest", "-q", "-rEs", "-p", "gpu_tests", "-W", "default", "--tb=no", "--gpu-only"]
+    if "pytest-timeout" in place.has:  # for a lock that is never released; a thread also ends calls in the driver
         pytest += ["-p", "pytest_timeout", "--timeout=90", "--timeout-method=thread"]
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SPEEDSWAP_TEST_DEVICE": "cuda"}
-    cuda = {**env, "OMP_NUM_THREADS": "2"}
+    known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "2"}
+    known["SPEEDSWAP_TEST_DEVICE"] = "simulated" if place.rehearsal else "cuda"
+    return Part(name, [*pytest, *words], limit, kept, {**known, **env}, call)
+
+
+def _tests(place: Place) -> list[Part]:
     workers = str(max(2, min(8, (os.cpu_count() or 2) // 2)))
-    # Neighbours to one process, which share its fixtures.
-    several = ["-p", "xdist", "-n", workers, "--dist", "worksteal"] if "pytest-xdist" in has else []
+    # A few at a time to each process, so that their order is kept, and neighbours share their fixtures.
+    several = ["-p", "xdist", "-n", workers, "--dist", "load", "--maxschedchunk", "4"]
+    several = several if "pytest-xdist" in place.has and not place.rehearsal else []
+    which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
-    nvrtc = {**cuda, "SPEEDSWAP_CUDA_SOURCE": "nvrtc", "GPU_CHECK_SPREAD": "1"}
+    memcheck = _pytest(place, "memcheck", 150, 90, "-m", "cuda_kernels", "tests/kernels", GPU_CHECK_EXAMPLES="3",
+                       GPU_CHECK_LEAST="20")  # fmt: skip
+    # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees. Tests have
+    # calls refused on purpose.
+    tool = [place.sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "86"]
+    tool += ["--print-limit", "20", "--report-api-errors", "no"]
+    memcheck = dataclasses.replace(
+        memcheck,
+        command=[*tool, *memcheck.command],
+        env={**memcheck.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        not_run_if=("not supported", TOO_FEW),
+    )
+    promises = ["tools/gpu_promises.py", *(["--rows", "40001"] if place.rehearsal else [])]
     return [
-        Part("promises", [python, "tools/gpu_promises.py"], 60, 15, group="tests"),
-        Part("tests", [*pytest, "--durations=5", *several, "tests"], 200, 100, cuda, "tests"),
-        Part("tests that failed, alone", [*pytest, *again, "tests"], 30, 10, cuda, "tests", only_after="tests"),
-        Part("kernel tests, NVRTC", [*pytest, "-m", "cuda_kernels", "tests/kernels"], 30, 15, nvrtc, "tests"),
+        Part("promises", place.on_gpu(*promises), 60, 20, call="tests"),
+        _pytest(place, "tests", 400, 60, "--durations=5", *several, *which),
+        dataclasses.replace(_pytest(place, "tests that failed", 30, 10, *again, *which), only_after="tests"),
+        memcheck,
     ]
 
 
-def _figures(python: str, out: Path, more: Path, sanitizer: str | None) -> list[Part]:
-    def script(name: str, limit: float, kept: float, *words: str, to: Path = more, group: str = "figures") -> Part:
-        command = [python, f"benchmarks/bench_{name}.py", "--device", "cuda", "--json", str(to / f"{name}-cuda.json")]
-        return Part(name, [*command, *words], limit, kept, group=group)
+def _script(place: Place, name: str, limit: float, kept: float, *words: str, out: bool = False) -> Part:
+    """Run a benchmark among the applications; ``out`` if its figures should come back by themselves."""
+    file = (place.out if out else place.more) / f"{name}-cuda.json"
+    command = place.on_gpu(f"benchmarks/bench_{name}.py", "--device", "cuda", "--json", str(file), *words)
+    return Part(name, command, limit, kept, call="applications")
 
-    def bench(name: str, limit: float) -> Part:
-        command = [python, "-m", "speedswap", "bench", name, "--device", "cuda", "--quick"]
-        return Part(name, [*command, "--json", str(more / f"{name}-cuda.json")], limit, group="applications")
 
-    # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees. Tests have
-    # calls refused on purpose.
-    memcheck = [sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "86", "--print-limit", "20"]
-    memcheck += ["--report-api-errors", "no", python, "-m", "pytest", "-q", "-rEs", "-p", "gpu_tests", "-W", "default"]
-    memcheck += ["--tb=no", "--gpu-only", "-m", "cuda_kernels", "tests/kernels"]
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SPEEDSWAP_TEST_DEVICE": "cuda", "GPU_CHECK_EXAMPLES": "3"}
-    env |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "GPU_CHECK_SPREAD": "1"}
-    sanitized = Part("memcheck", memcheck, 60, 20, env, "sanitizer", "not supported")
-    digits = [python, "-m", "speedswap", "digits", "--device", "cuda", "--epochs", "2", "--output"]
+def _tables(place: Place) -> list[Part]:
+    seconds = ("--seconds", "{seconds}")
+
+    def tables(name: str, runs: str, limit: float, kept: float, *words: str) -> Part:
+        part = _script(place, "tables", limit, kept, *place.quick("--rows", "4000000"), *seconds, out=True)
+        return dataclasses.replace(part, name=name, command=[*part.command, "--only", runs, *words], call="tables")
+
+    def ceilings(name: str, limit: float, kept: float, *words: str, out: bool = False) -> Part:
+        part = _script(place, "ceilings", limit, kept, *words, *seconds, out=out)
+        return dataclasses.replace(part, name=name, call="tables")
+
+    probe = ceilings("probe", 45, 30, "--probe", *place.quick("--gib", "8"))
+    command = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
     return [
-        script("tables", 200, 120, "--rows", "4000000", "--seconds", "{seconds}", "--profile", str(out), to=out),
-        script("ceilings", 60, 25, "--gib", "1,20", "--seconds", "{seconds}", to=out),
-        *([sanitized] if sanitizer else []),
-        script("word2vec", 50, 10, to=out),
-        Part("recoveries", [python, "-c", RECOVERIES, str(more / "recoveries-cuda.json")], 40, group="applications"),
-        script("speedtorch", 30, 0, group="applications"),
-        bench("step", 30),
-        bench("transfer", 40),
-        Part("digits", [*digits, str(more / "digits")], 30, group="applications", unsupported="which is not installed"),
-        script("many_tables", 60, 0, "--quick", group="applications"),
-        script("ncf", 60, 0, "--quick", group="applications"),
-        script("batching", 60, 0, "--quick", group="applications"),
+        dataclasses.replace(probe, command=command),
+        tables("Adam", "adam", 200, 80, "--profile", str(place.out)),
+        tables("SGD", "sgd", 80, 35),
+        tables("Adam with hot rows", "adam-hot", 120, 45),
+        tables("Adam on the GPU", "adam-gpu", 60, 20),
+        tables("Adam in bfloat16", "bfloat16", 90, 35),
+        tables("fits in hot rows", "fits-hot,fits-gpu", 60, 15),
+        ceilings("ceilings", 120, 0, *place.quick("--gib", "1,40"), out=True),
+    ]
+
+
+def _applications(place: Place) -> list[Part]:
+    def bench(name: str, limit: float, kept: float) -> Part:
+        file = str(place.more / f"{name}-cuda.json")
+        command = place.on_gpu("-m", "speedswap", "bench", name, "--device", "cuda", "--quick", "--json", file)
+        return Part(name, command, limit, kept, call="applications")
+
+    def app(name: str, limit: float, kept: float, *words: str, unless: Sequence[str] = ()) -> Part:
+        output = ["--output", str(place.more / name)]
+        command = place.on_gpu("-m", "speedswap", name, "--device", "cuda", *words, *output)
+        return Part(name, command, limit, kept, call="applications", not_run_if=unless)
+
+    which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests/kernels"]
+    nvrtc = {"call": "applications", "SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
+    # The simulated GPU has no limit of memory.
+    recoveries = [place.python, "-c", RECOVERIES, "cpu" if place.rehearsal else "cuda"]
+    recoveries += [str(place.more / "recoveries-cuda.json"), *place.quick()]
+    return [
+        _pytest(place, "kernel tests by NVRTC", 60, 30, "-m", "cuda_kernels", *which, **nvrtc),
+        _script(place, "word2vec", 60, 35, *place.quick(), out=True),
+        Part("recoveries", recoveries, 40, 20, call="applications"),
+        app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
+        app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
+        app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",)),
+        _script(place, "speedtorch", 30, 15, *place.quick()),
+        bench("step", 30, 10),
+        bench("transfer", 40, 10),
+        _script(place, "many_tables", 60, 0, "--quick"),
+        dataclasses.replace(_script(place, "ncf", 60, 0, "--quick"), name="ncf of large tables"),
+        _script(place, "batching", 60, 0, "--quick"),
     ]

@@ -1,11 +1,12 @@
 """A pytest plugin for machines with a GPU, where time is short: ``-p gpu_tests``.
 
-The tests that use the GPU come first. A failure is shown when it happens, so that a run that is cut short has told what
-it found. A run stops before its time is over, and a process whose GPU no longer answers exits: under
-pytest-xdist another process runs the remaining tests.
+The most telling tests come first, since time may end before they do: those that use the GPU; one case of every test
+before the others; kernels before tables, tables before training; slow ones last. A failure is shown when it happens, so
+that a run that is cut short has told what it found. A run stops before its time is over, and a process whose GPU no
+longer answers exits: under pytest-xdist another process runs the remaining tests.
 
-The environment says what is wanted: ``GPU_CHECK_SECONDS``, after which no test is begun; ``GPU_CHECK_SPREAD=1``, for
-one case of every test before the second of any, where only some can be run; ``GPU_CHECK_EXAMPLES``, of a property.
+The environment says what is wanted: ``GPU_CHECK_SECONDS``, after which no test is begun; ``GPU_CHECK_LEAST``, the
+number of tests below which a run that was stopped has shown nothing, and fails; ``GPU_CHECK_EXAMPLES``, of a property.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 
 STOPPED = "stopped: the time is over"
+TOO_FEW = "too few tests to mean anything"
+AREAS = ("kernels", "tables", "swapping", "ranks")  # what the others rest on; then the others
 LOST = "the GPU no longer answers"
 LONGEST = 6000  # characters of a failure that are shown
 
@@ -33,15 +36,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         settings.register_profile("few", settings.get_profile("speedswap"), max_examples=int(examples))
         settings.load_profile("few")
-    items.sort(key=lambda item: not uses_gpu(item))
-    if os.environ.get("GPU_CHECK_SPREAD"):
-        before: Counter[str] = Counter()
-        place = {}
-        for item in items:
-            test = item.nodeid.partition("[")[0]
-            place[item] = before[test]
-            before[test] += 1
-        items.sort(key=place.__getitem__)
+    cases: Counter[str] = Counter()
+    worth = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        area = next((place for place, name in enumerate(AREAS) if f"tests/{name}/" in test), len(AREAS))
+        slow = item.get_closest_marker("slow") is not None
+        worth[item] = not uses_gpu(item), slow, cases[test] > 0, area
+        cases[test] += 1
+    items.sort(key=worth.__getitem__)
 
 
 def uses_gpu(item: pytest.Item) -> bool:
@@ -85,16 +88,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let a run that stopped in time pass if no test failed."""
-    if session.shouldstop == STOPPED and not _ran["failed"]:
+    """Let a run that stopped in time pass if no test failed, and enough were run."""
+    if session.shouldstop == STOPPED and not _ran["failed"] and not _too_few():
         session.exitstatus = pytest.ExitCode.OK
+
+
+def _too_few() -> bool:
+    return _ran["passed"] + _ran["failed"] < int(os.environ.get("GPU_CHECK_LEAST", "0"))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     session = config.stash.get(_session, None)
     if session is not None and session.shouldstop:
         total = session.testscollected
-        terminalreporter.write_line(f"{session.shouldstop}; {sum(_ran.values())} of {total or 'the'} tests were run")
+        few = f": {TOO_FEW}" if _too_few() else ""
+        terminalreporter.write_line(
+            f"{session.shouldstop}; {sum(_ran.values())} of {total or 'the'} tests were run{few}"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
