@@ -21,6 +21,15 @@ struct Shape3 {
 static thread_local host_cuda::Index3 blockIdx, threadIdx;
 static thread_local host_cuda::Shape3 gridDim, blockDim;
 
+template <typename T>
+T atomicAdd(T* place, T value) {
+    const T before = *place;
+    *place += value;
+    return before;
+}
+
+inline void __threadfence() {}
+
 namespace host_cuda {
 
 // kernel<<<grid, block>>>(arguments...)

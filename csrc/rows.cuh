@@ -6,10 +6,9 @@
 #include "compact.cuh"
 
 #include "bandwidth.cuh"  // with the macros of philox.cuh
+#include "hot.cuh"        // likewise
 
 namespace speedswap {
-
-using Count = long long;
 
 struct alignas(16) Word16 {
     Word64 low, high;
@@ -26,6 +25,7 @@ struct Column {
 struct Columns {
     Count count;
     Count words;
+    Hot hot;
     Column column[kColumns];
 };
 
@@ -53,7 +53,7 @@ SPEEDSWAP_FUNCTION Place<W> place_of(const Columns& columns, Count word, Count r
 // loads kTurn words before it stores the first, to keep many reads outstanding.
 // ids must be in range, and unique to scatter: the caller has checked. If `packed`, records lie in the order of the
 // ids, records[i] <-> row i, and ids is not read. If `places` is not null, row places[i] replaces row i. A negative id
-// is skipped: nothing moves for its row.
+// is skipped: nothing moves for its row. Rows that a cache on the GPU holds are moved there (hot.cuh).
 template <bool kGather, typename W>
 SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const Count* ids, Count num_ids,
                                      const Columns& columns, int lanes, int packed, const Count* places) {
@@ -62,10 +62,11 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const C
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count lane = thread % lanes;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
+    Finder<kGather> finder = {columns.hot, 0, 0};
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         const Count number = packed ? row : ids[row];
         if (number < 0) continue;
-        W* const record = records + number * words_per_record;
+        W* const record = finder.find(records, words_per_record, number, lane == 0);
         const Count in_block = places ? places[row] : row;
         Count shift = 0;
         if (columns.words > lanes)
@@ -88,6 +89,7 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const C
             }
         }
     }
+    finder.add_up();
 }
 
 // ---- columns that records hold in fewer bytes than their float blocks ----------------------------------------------
@@ -103,6 +105,7 @@ struct CompactColumn {
 struct CompactColumns {
     Count count;
     Count pieces;
+    Hot hot;
     CompactColumn column[kColumns];
 };
 
@@ -195,10 +198,11 @@ SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Count
                                         const CompactColumns& columns, int lanes, int packed, const Count* places) {
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
+    Finder<kGather> finder = {columns.hot, 0, 0};
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         const Count which = packed ? row : ids[row];
         if (which < 0) continue;
-        char* const record = records + which * stride;
+        char* const record = finder.find(records, stride, which, thread % lanes == 0);
         const Count in_block = places ? places[row] : row;
         for (Count piece = thread % lanes; piece < columns.pieces; piece += lanes) {
             int c = 0;
@@ -235,6 +239,7 @@ SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Count
             }
         }
     }
+    finder.add_up();
 }
 
 // Rounds row i of a block, in place, to the values that record ids[i] would return after a scatter, for i < num_ids.
@@ -261,10 +266,11 @@ SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Count* i
                                      const CompactColumns& columns, int lanes, int packed, const Count* places) {
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
+    Finder<kGather> finder = {columns.hot, 0, 0};
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         const Count which = packed ? row : ids[row];
         if (which < 0) continue;
-        char* const record = records + which * stride;
+        char* const record = finder.find(records, stride, which, thread % lanes == 0);
         const Count in_block = places ? places[row] : row;
         for (int c = 0; c < columns.count; ++c) {
             const CompactColumn& column = columns.column[c];
@@ -288,6 +294,7 @@ SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Count* i
             }
         }
     }
+    finder.add_up();
 }
 
 // Fills rows first_row ... first_row + num_rows - 1 of a column, `width` items each; `out` is the address of the first.
@@ -371,6 +378,37 @@ SPEEDSWAP_FILL(fill_uniform_f32, float, Uniform)
 SPEEDSWAP_FILL(fill_uniform_f64, double, Uniform)
 SPEEDSWAP_FILL(fill_normal_f32, float, Normal)
 SPEEDSWAP_FILL(fill_normal_f64, double, Normal)
+
+// ---- hot.cuh -------------------------------------------------------------------------------------------------------
+
+SPEEDSWAP_KERNEL hot_expect(speedswap::Word* words, const speedswap::Count* rows, speedswap::Count num_rows) {
+    speedswap::expect_rows(words, rows, num_rows);
+}
+
+SPEEDSWAP_KERNEL hot_count(const speedswap::Word* words, speedswap::Count num_rows, speedswap::HotState* state) {
+    speedswap::count_rows(words, num_rows, state);
+}
+
+SPEEDSWAP_KERNEL hot_choose(speedswap::HotState* state, speedswap::Count slots, speedswap::Count limit) {
+    speedswap::choose_rows(state, slots, limit);
+}
+
+SPEEDSWAP_KERNEL hot_pick(speedswap::Word* words, speedswap::Count num_rows, speedswap::HotState* state,
+                          speedswap::Count* plan, speedswap::Count limit) {
+    speedswap::pick_rows(words, num_rows, state, plan, limit);
+}
+
+#define SPEEDSWAP_SWAP(name, W)                                                                                       \
+    SPEEDSWAP_KERNEL name(W* records, speedswap::Count words_per_record, W* arena, speedswap::HotState* state,        \
+                          const speedswap::Count* rows, const speedswap::Count* slots,                                \
+                          const speedswap::Count* victims, int lanes, speedswap::Word* words,                         \
+                          speedswap::Count* row_of) {                                                                 \
+        speedswap::swap_records(records, words_per_record, arena, state, rows, slots, victims, lanes, words, row_of); \
+    }
+
+SPEEDSWAP_SWAP(hot_swap_w16, speedswap::Word16)
+SPEEDSWAP_SWAP(hot_swap_w4, unsigned int)
+SPEEDSWAP_SWAP(hot_swap_w1, unsigned char)
 
 // ---- bandwidth.cuh -------------------------------------------------------------------------------------------------
 

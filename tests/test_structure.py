@@ -32,7 +32,7 @@ BELOW: dict[str, set[str]] = {
     "losses": {"collectives", "kernels", "swapping", "tables"},
     "optim": set(),
     "batching": {"collectives", "kernels"},
-    "monitor": {"batching"},
+    "monitor": {"batching", "kernels", "tables"},
     "compat": {"batching", "collectives", "kernels", "monitor", "optim", "ranks", "swapping", "tables"},
     "apps": {"batching", "collectives", "kernels", "monitor", "optim", "ranks", "swapping", "tables"},
 }

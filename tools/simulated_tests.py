@@ -26,6 +26,7 @@ CORE = [
     "tests/tables/test_table_engines.py",
     "tests/swapping/collections/test_costs.py",
     "tests/swapping/test_embedding_bag.py",
+    "tests/swapping/test_hot_rows.py",
     "tests/swapping/test_lookahead.py",
     "tests/swapping/test_lookup.py",
     "tests/swapping/test_shared_rows.py",
@@ -51,6 +52,7 @@ ALL = {
     ],
     "ahead": [
         "tests/kernels/test_engines.py",
+        "tests/swapping/test_hot_rows.py",
         "tests/swapping/test_lookahead.py",
         "tests/swapping/test_shared_rows.py",
     ],

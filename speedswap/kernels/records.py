@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels.host import LARGE_BYTES, address, as_ids, empty, get_num_threads, threads_for
+
+if TYPE_CHECKING:
+    from speedswap.kernels.cuda.hot import HotRecords
 
 # kernels/cuda/engines.py has them; auto is zero_copy for pinned memory, and staged for any other.
 ENGINES = ("auto", "zero_copy", "staged", "split")
@@ -78,7 +81,8 @@ class Records(NamedTuple):
     ``pinned`` means that host memory is registered with CUDA, so that the GPU may read and write it. ``owner`` keeps
     the memory alive. ``engine`` is the way between host memory and a GPU (:data:`ENGINES`). ``fence`` tracks what GPUs
     do with the memory, so that moves on several streams keep their order; None if the caller takes care of that.
-    ``ahead`` means that rows of pending writes are forwarded to a gather, so that neither waits for the other.
+    ``ahead`` means that rows of pending writes are forwarded to a gather, so that neither waits for the other. ``hot``
+    is the cache of some of them on a GPU: zero_copy alone takes rows from it, and the host's records may be stale.
     """
 
     pointer: int
@@ -90,6 +94,7 @@ class Records(NamedTuple):
     engine: str = "auto"
     fence: Fence | None = None
     ahead: bool = False
+    hot: HotRecords | None = None
 
 
 class Stored(NamedTuple):

@@ -75,9 +75,13 @@ class Transfer(Generic[T]):
             self.transfers.start()
         assert self._work is not None
         result = self._work.result()
+        self.wait_here()
+        return result
+
+    def wait_here(self) -> None:
+        """Make torch's current stream wait for all work on a GPU, which has been queued."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
-        return result
 
     def result_so_far(self) -> T | None:
         """Return the result, if available, for work in the same direction, which is ordered after it in any case."""

@@ -1,4 +1,4 @@
-"""Watch training: steps that a loop leaves out, memory by phase, parameters, and the splitter's batches one by one."""
+"""Watch training: steps that a loop leaves out, memory by phase, parameters, the splitter's batches, hot rows."""
 
 from speedswap.monitor.callbacks import Progress, SplitRecorder
 from speedswap.monitor.codes import (
@@ -12,6 +12,7 @@ from speedswap.monitor.codes import (
     WarningPolicy,
     as_policy,
 )
+from speedswap.monitor.hot_rows import HotCounts, hot_rows
 from speedswap.monitor.loop import EventMonitor
 from speedswap.monitor.memory import MemoryMonitor, MemorySnapshot, PhaseMemory, memory_snapshot
 from speedswap.monitor.parameters import count_parameters
@@ -21,6 +22,7 @@ __all__ = [
     "ChangeWarning",
     "Code",
     "EventMonitor",
+    "HotCounts",
     "Level",
     "LoopWarning",
     "MemoryMonitor",
@@ -33,5 +35,6 @@ __all__ = [
     "WarningPolicy",
     "as_policy",
     "count_parameters",
+    "hot_rows",
     "memory_snapshot",
 ]

@@ -17,7 +17,7 @@ from speedswap.collectives import Kind, RankGroup, Task, digest_of
 from speedswap.errors import TableFormatError
 from speedswap.ranks.keys import part_of
 from speedswap.ranks.sharded import ShardedStore
-from speedswap.tables import Column, Disk, LogStore, RowStore, Storage, Table, as_storage
+from speedswap.tables import Column, Disk, LogStore, Pinned, RowStore, Storage, Table, as_storage
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
@@ -71,6 +71,8 @@ class Ranks(Storage):
             raise ValueError(f"reduction is {self.reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
         if isinstance(each := as_storage(self.each), Ranks):
             raise ValueError(f"each is {each!r}, ranks again; give the place where one rank's rows live")
+        if isinstance(each, Pinned) and each.hot_bytes is not None:
+            raise ValueError(f"each is {each!r}, but rows of ranks have no cache of hot rows; leave hot_bytes out")
         if self.local_to_rank or each.local_to_rank:
             raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
         object.__setattr__(self, "each", each)

@@ -13,12 +13,13 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
+from speedswap.tables.hot import HotBytes, make_cache
 from speedswap.tables.init import chunks_of
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.memory import MemoryKind, RecordGroup, allocate
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout
-from speedswap.tables.store import RowStore, StoreFacts
+from speedswap.tables.store import Prefetched, RowStore, StoreFacts
 
 _CPU = torch.device("cpu")
 _Fields = list[tuple[RecordGroup, dict[str, kernels.WantedColumn]]]
@@ -46,6 +47,7 @@ class LocalStore(RowStore):
         self._written = written
         self._lost = False  # neither could columns be added nor the old ones restored
         self._pending = PendingTransfers()
+        self._hot_bytes = facts.hot_bytes  # None once no cache may begin
         self._owner_pid = os.getpid()
         self._replaces_memory = False  # a child forked in the meantime has none
 
@@ -57,12 +59,14 @@ class LocalStore(RowStore):
         *,
         storage: MemoryKind = "pageable",
         engine: str = "auto",
+        hot_bytes: HotBytes | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> LocalStore:
         """Return a new store filled with initial values; arguments and errors are those of :meth:`Table.create`."""
         require_size(num_embeddings, [weight])
-        store = cls(StoreFacts(num_embeddings, storage, engine, seed, name or "table"), written=weight.init.is_given)
+        facts = StoreFacts(num_embeddings, storage, engine, seed, name or "table", hot_bytes=hot_bytes)
+        store = cls(facts, written=weight.init.is_given)
         store._hold(store._new_group([weight]))
         return store
 
@@ -190,7 +194,7 @@ class LocalStore(RowStore):
         count, is_host = rows.shape[0], device.type == "cpu"
         for group, fields in self._fields(names):
             if is_host and group.memory.fence is not None:
-                group.memory.settle()
+                group.settle()
             if is_host and out is None and group.memory.device.type == "cpu":
                 blocks |= kernels.gather_on_cpu(group.records(), rows, fields)
                 continue
@@ -215,7 +219,12 @@ class LocalStore(RowStore):
             else kernels.as_read(values[name].detach())
             for name in values
         }
-        if transfers is not None:
+        near: list[Tensor] = []
+        if self._hot_bytes is not None:
+            near = [each for each in blocks.values() if each.is_cuda]
+            if near and self.notes.hot is None:
+                self._begin_cache(self._hot_bytes, near[0])
+        if transfers is not None and (near or self.notes.hot is None):
             forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
             self._written = True
             write = PendingWrite(block, blocks, forms)
@@ -231,11 +240,13 @@ class LocalStore(RowStore):
             for group, fields in groups:
                 records, is_host = group.records(), not [name for name in fields if not blocks[name].is_cpu]
                 if is_host and records.fence is not None:
-                    group.memory.settle()
+                    group.settle(writing=True)
                 if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
                     kernels.scatter_records(records, block.rows, self._parts(fields, blocks))
+            if near and self.notes.hot is not None:
+                self.notes.hot.scattered()
         except BaseException:
             self._pending.make_stale()
             raise
@@ -250,13 +261,20 @@ class LocalStore(RowStore):
         blocks = [part.block for _, parts in moves for part in parts]
         if self._in_host_memory(blocks[0].device):
             for group, _ in moves:
-                group.memory.settle()
+                group.settle(writing=True)
             kernels.scatter_on_cpu(write, write.rows, [(group.records(), parts) for group, parts in moves])
             return
+
+        hot, waiting = self.notes.hot, self._pending.not_taken()
+
+        def expected() -> list[Tensor]:
+            return [rows for prefetch in waiting if (rows := prefetch.rows_so_far()) is not None]
 
         def scatter() -> None:
             for group, parts in moves:
                 kernels.scatter_records(group.records(), write.rows, parts)
+            if hot is not None:
+                hot.scattered(expected)
 
         memories = [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
         transfers.add(write, lambda: scatter, blocks[0].device, inputs=[write.rows, *blocks, *memories])
@@ -267,8 +285,10 @@ class LocalStore(RowStore):
             return field.stored
         return column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
 
-    def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetch:
+    def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         writes = self._pending.writes()
+        if self.notes.hot is not None and lookup.device.type == "cpu":
+            return super().prefetch(lookup, transfers)  # the host cannot read ahead of rows on their way home
         if lookup.ids.device.type != "cpu" or not self._in_host_memory(lookup.device):
             prefetch = self._prefetch_by(transfers, lookup, writes)
         else:
@@ -282,7 +302,7 @@ class LocalStore(RowStore):
         """Prefetch in the thread that does the writes, and so after those queued before."""
         groups = self._fields(self.columns)
         for group, _ in groups:
-            group.memory.settle()
+            group.settle()
         names = [name for _, fields in groups for name in fields]
         moves = [(group.records(), list(fields.values())) for group, fields in groups]
 
@@ -344,20 +364,20 @@ class LocalStore(RowStore):
             ids = torch.arange(start, stop, device=group.memory.device)
             return self.gather(ids, [column], device).columns[column]
         self.drain()
-        group.memory.settle()
+        group.settle()
         return group.read(column, start, stop)
 
     def write(self, column: str, start: int, values: Tensor) -> None:
         group = self.group_of(column)
         self._change_in_place()
-        group.memory.settle()
+        group.settle(writing=True)
         for rows in group.chunks(start, start + len(values)):  # copy values from another device piece by piece
             group.write(column, rows.start, values[rows.start - start : rows.stop - start])
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         self.drain()
         for group in self.groups:
-            group.memory.settle()
+            group.settle()
         columns = self.columns
         if not self._written and all(is_lazy(column) for column in columns.values()):
             return
@@ -369,12 +389,15 @@ class LocalStore(RowStore):
         group = self.group_of(column)
         view = group.view(column)
         self._change_in_place()
+        self._end_cache()
+        self._hot_bytes = None
         group.memory.share()
-        group.memory.settle()
+        group.settle()
         return view
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         with self._replacing_memory():
+            self._end_cache()
             together = [*columns] if self._written else [*self.columns.values(), *columns]
             require_size(self.num_embeddings, together)
             if self._written:
@@ -419,6 +442,29 @@ class LocalStore(RowStore):
         finally:
             self._replaces_memory = False
 
+    # ------------------------------------------------------------------ the cache of hot rows
+
+    def _begin_cache(self, hot_bytes: HotBytes, batch: Tensor) -> None:
+        """Hold hot rows on a GPU, from the first batch that it writes, if there is room for them."""
+        cache = None
+        if all(group.memory.pinned for group in self.groups):
+            records = [group.records() for group in self.groups]
+            cache = make_cache(hot_bytes, records, len(batch), batch.device, self.name)
+        if cache is None:
+            self._hot_bytes = None
+            return
+        for group, hot in zip(self.groups, cache.of_groups(), strict=True):
+            group.use(hot)
+        self.notes.hot = cache  # which admits rows from here on
+
+    def _end_cache(self) -> None:
+        """Bring all rows home; the next batch that a GPU writes begins another cache."""
+        for group in self.groups:
+            group.settle(writing=True)
+        self.notes.hot = None
+        for group in self.groups:
+            group.use(None)
+
     # ------------------------------------------------------------------ lifetime
 
     def close(self) -> None:
@@ -430,6 +476,6 @@ class LocalStore(RowStore):
                 self.drain()
         finally:
             with self._replacing_memory():
-                self.notes.closed, self.notes.pinned = True, False
+                self.notes.closed, self.notes.pinned, self.notes.hot = True, False, None
                 for group in self.groups:
                     group.close()

@@ -135,6 +135,7 @@ class RecordGroup:
     memory: Memory
     num_embeddings: int
     engine: str = "auto"
+    hot: kernels.HotRecords | None = field(default=None, init=False)  # the GPU's cache of some records
     _records: kernels.Records | None = field(default=None, init=False)
 
     @property
@@ -146,12 +147,22 @@ class RecordGroup:
         if self._records is None:
             memory = self.memory
             where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
-            self._records = kernels.Records(*where, memory.bytes, self.engine, memory.fence)
+            self._records = kernels.Records(*where, memory.bytes, self.engine, memory.fence, hot=self.hot)
         return self._records
+
+    def use(self, hot: kernels.HotRecords | None) -> None:
+        """Let moves to and from a GPU use a cache of the hot rows; None if there is none any more."""
+        self.hot, self._records = hot, None
+
+    def settle(self, *, writing: bool = False) -> None:
+        """Wait until the records are current and no GPU accesses them; before the host writes, empty their cache."""
+        if self.hot is not None:
+            self.hot.rows.bring_home(clear=writing)
+        self.memory.settle()
 
     def close(self) -> None:
         """Release the memory."""
-        self._records = None
+        self.use(None)
         self.memory.close()
 
     def fields(self, names: Collection[str] | None = None) -> dict[str, kernels.WantedColumn]:
@@ -212,7 +223,9 @@ class RecordGroup:
             seed: the table's.
             holders: the group of every column of the table, for columns that start as a copy of another.
         """
-        self.memory.settle()
+        self.settle(writing=True)
+        for source in {column.init.column for column in columns if isinstance(column.init, CopyOf)}:
+            holders[source].settle()
         for some in self.chunks(0, self.num_embeddings) if columns else ():
             rows = range(some.start, some.stop)
             for column in columns:

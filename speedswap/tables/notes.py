@@ -33,6 +33,7 @@ class Notes:
         version: increases whenever rows or columns may have changed, through any table over these rows.
         closed: True once the store is closed.
         pinned: True if CUDA kernels read and write the rows' host memory directly.
+        hot: the cache of hot rows on a GPU; None if there is none.
         viewed: addresses of memory that tensors outside view; the rows there may change without a call.
         listeners: called with the rows that are about to change.
         changes: the rows changed since :meth:`track_changes` was last called; None if unknown.
@@ -46,6 +47,7 @@ class Notes:
     version: int = 0
     closed: bool = False
     pinned: bool = False
+    hot: kernels.HotRows | None = None
     viewed: set[int] = field(default_factory=set)
     listeners: list[Callable[[Tensor | range | None], None]] = field(default_factory=list)
     changes: ChangedRows | None = None

@@ -135,6 +135,14 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         """Return whether this has gathered a block, and found its rows on the stream for ids."""
         return self._taken is block
 
+    def rows_so_far(self) -> Tensor | None:
+        """Return the rows, for work on torch's current stream; None if no GPU has found them so far."""
+        block = self.block_so_far()
+        if block is None or not block.rows.is_cuda:
+            return None
+        self.wait_here()
+        return block.rows
+
     def is_written_by(self, write: PendingWrite) -> bool:
         """Return whether a step has written every column of the taken block."""
         return self.has_made(write.block) and write.has(write.block.columns)
@@ -178,6 +186,10 @@ class PendingTransfers:
         """Add a prefetch, to which later writes must be forwarded."""
         waiting = [each for each in self._alive() if not each.is_taken]
         self._prefetches = [*map(weakref.ref, waiting), weakref.ref(prefetch)]
+
+    def not_taken(self) -> list[Prefetch]:
+        """Return the prefetches whose steps are to come."""
+        return [prefetch for prefetch in self._alive() if not prefetch.is_taken]
 
     def _alive(self) -> list[Prefetch]:
         return [prefetch for reference in self._prefetches if (prefetch := reference()) is not None]

@@ -21,6 +21,7 @@ from speedswap.tables.disk.layout import FreshRows, LogLayout
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
+from speedswap.tables.hot import HotBytes, require_hot_bytes
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
@@ -119,12 +120,16 @@ class _InMemory(Storage):
 
     kind: ClassVar[MemoryKind]
     engine: str = "auto"
+    hot_bytes: HotBytes | None = None
 
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
-        return LocalStore.create(num_embeddings, weight, storage=self.kind, engine=self.engine, seed=seed, name=name)
+        return LocalStore.create(
+            num_embeddings, weight, storage=self.kind, engine=self.engine, hot_bytes=self.hot_bytes, seed=seed,
+            name=name,
+        )  # fmt: skip
 
     def copy(self, source: RowStore) -> RowStore:
-        return copy_rows(source, self.kind, self.engine)
+        return copy_rows(source, self.kind, self.engine, self.hot_bytes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,18 +153,24 @@ class Pinned(_InMemory):
         engine: how rows move to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
             ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), or ``auto``:
             zero_copy.
+        hot_bytes: GPU memory for a cache of the rows that training writes most often: bytes, a fraction of the table's
+            rows as a float between 0 and 1, or ``auto`` for a quarter of what is free at the first step; None for no
+            cache. Results are the same bits. Only for zero_copy, and one GPU. docs/storage.md says when it is of use.
 
     Raises:
-        ValueError: the engine is unknown.
+        ValueError: the engine is unknown, or ``hot_bytes`` out of range or given for another engine.
+        TypeError: ``hot_bytes`` has the wrong type.
     """
 
     engine: str = "auto"
+    hot_bytes: HotBytes | None = None
 
     kind = "pinned"
 
     def __post_init__(self) -> None:
         if self.engine not in kernels.ENGINES:
             raise ValueError(f"engine is {self.engine!r}; choose one of {', '.join(kernels.ENGINES)}")
+        require_hot_bytes(self.hot_bytes, self.engine)
 
 
 @dataclass(frozen=True, repr=False)
@@ -369,17 +380,23 @@ def layout_of(store: RowStore) -> LogLayout:
     return LogLayout.of([*store.columns.values()], origins_in(store))
 
 
-def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine: str | None = None) -> LocalStore:
+def copy_rows(
+    source: RowStore,
+    kind: storages.MemoryKind | None = None,
+    engine: str | None = None,
+    hot_bytes: HotBytes | None = None,
+) -> LocalStore:
     """Return a store in memory with the same rows, attributes and id maps.
 
     Args:
         source: the rows.
-        kind, engine: the copy's memory; by default the source's, if that is in memory.
+        kind, engine, hot_bytes: the copy's memory; by default the source's, if that is in memory.
     """
     facts = source.facts
     own = next((each for each in get_args(storages.MemoryKind) if each == facts.storage), storages.default_kind())
     place = kind or own, engine or facts.engine
-    copied = LocalStore(StoreFacts(facts.num_embeddings, *place, facts.seed, facts.name))
+    hot_bytes = facts.hot_bytes if kind is None else hot_bytes
+    copied = LocalStore(StoreFacts(facts.num_embeddings, *place, facts.seed, facts.name, hot_bytes=hot_bytes))
     group = copied.add_unfilled(list(source.columns.values()))
     fresh = FreshRows(layout_of(source), 1, facts.num_embeddings, facts.seed)
     if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # otherwise every row was written

@@ -23,6 +23,7 @@ from speedswap.tables.record import Block, Column
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
+    from speedswap.tables.hot import HotBytes
     from speedswap.tables.shards import Owners
     from speedswap.tables.table import Table
 
@@ -92,6 +93,7 @@ class StoreFacts:
         reads_copies: True if :meth:`RowStore.read` always returns a copy, never a view of the store's memory.
         ranks: the ranks that own the rows together, if any: all of them must make each call about rows, each with its
             own rows or none.
+        hot_bytes: GPU memory for a cache of hot rows, as :class:`speedswap.Pinned` takes it.
         locked: the lock of every table over these rows.
     """
 
@@ -106,6 +108,7 @@ class StoreFacts:
     is_borrowed: bool = False
     reads_copies: bool = False
     ranks: RankGroup | None = None
+    hot_bytes: HotBytes | None = None
     locked: Locked = field(default_factory=Locked)
 
 

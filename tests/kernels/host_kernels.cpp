@@ -1,5 +1,6 @@
 // rows.cuh for the host: the kernels by name, launched as loops, for ctypes. Compiled by the tests.
 #include <cstring>
+#include <type_traits>
 
 #include "host_cuda.h"
 #include "rows.cuh"
@@ -100,6 +101,31 @@ extern "C" int run_fill(const char* name, unsigned int grid, unsigned int block,
     if (std::strcmp(name, "fill_normal_f32") == 0) return run(fill_normal_f32);
     if (std::strcmp(name, "fill_normal_f64") == 0) return run(fill_normal_f64);
     return 1;
+}
+
+// An admission of a cache, with state zeroed before the first one; slots and rows have as many bytes per record.
+extern "C" void run_admission(unsigned int grid, unsigned int block, Word* words, Count num_rows, HotState* state,
+                              Count slots, Count limit, Count* plan, int word_bytes, void* records, Count stride,
+                              void* arena, int lanes, Count* row_of) {
+    host_cuda::launch(grid, block, hot_count, words, num_rows, state);
+    host_cuda::launch(1, 2 * kScatters, hot_choose, state, slots, limit);
+    host_cuda::launch(grid, block, hot_pick, words, num_rows, state, plan, limit);
+    const auto swap = [&](auto* kernel, auto* in_words) {
+        using W = std::remove_pointer_t<decltype(in_words)>;
+        host_cuda::launch(grid, block, kernel, (W*)records, stride / word_bytes, (W*)arena, state, plan, plan + limit,
+                          plan + 2 * limit, lanes, words, row_of);
+    };
+    if (word_bytes == 16) swap(hot_swap_w16, (Word16*)records);
+    if (word_bytes == 4) swap(hot_swap_w4, (unsigned int*)records);
+    if (word_bytes == 1) swap(hot_swap_w1, (unsigned char*)records);
+}
+
+extern "C" void run_expect(unsigned int grid, unsigned int block, Word* words, const Count* rows, Count num_rows) {
+    host_cuda::launch(grid, block, hot_expect, words, rows, num_rows);
+}
+
+extern "C" Count hot_state_bytes() {
+    return sizeof(HotState);
 }
 
 extern "C" void run_bandwidth_copy(unsigned int grid, unsigned int block, const void* from, void* to, Count num_words) {

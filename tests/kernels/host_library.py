@@ -56,6 +56,12 @@ class HostKernels:
             number, ctypes.c_uint, ctypes.c_uint, address, address, count, address, number,
         ]  # fmt: skip
         self._library.run_bags.argtypes = [*grid, address, count]
+        launched = [ctypes.c_uint, ctypes.c_uint, address]
+        self._library.run_admission.argtypes = [
+            *launched, count, address, count, count, address, number, address, count, address, number, address,
+        ]  # fmt: skip
+        self._library.run_expect.argtypes = [*launched, address, count]
+        self._library.hot_state_bytes.restype = count
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 
     def move(
@@ -115,6 +121,23 @@ class HostKernels:
 
     def bags(self, name: str, grid: int, block: int, bags: np.ndarray, thread: int = -1) -> None:
         assert not self._library.run_bags(name.encode(), grid, block, pointer(bags), thread), name
+
+    @property
+    def hot_state_bytes(self) -> int:
+        return int(self._library.hot_state_bytes())
+
+    def admission(
+        self, grid: int, block: int, words: np.ndarray, state: np.ndarray, slots: int, limit: int, word: int,
+        records: np.ndarray, arena: np.ndarray, lanes: int, row_of: np.ndarray,
+    ) -> None:  # fmt: skip
+        plan = np.empty((3, limit), np.int64)
+        self._library.run_admission(
+            grid, block, pointer(words), len(words), pointer(state), slots, limit, pointer(plan), word,
+            pointer(records), records.shape[1], pointer(arena), lanes, pointer(row_of),
+        )  # fmt: skip
+
+    def expect(self, grid: int, block: int, words: np.ndarray, rows: np.ndarray) -> None:
+        self._library.run_expect(grid, block, pointer(words), pointer(rows), len(rows))
 
     def bandwidth_copy(self, grid: int, block: int, source: np.ndarray, target: np.ndarray) -> None:
         self._library.run_bandwidth_copy(grid, block, pointer(source), pointer(target), source.nbytes // 16)

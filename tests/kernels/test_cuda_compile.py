@@ -25,6 +25,7 @@ KERNELS = {
     *(f"{what}_int8" for what in ("gather", "scatter")),
     *(f"round_{form}" for form in ("float16", "bfloat16")),
     *(f"fill_{kind}_f{bits}" for kind in ("uniform", "normal") for bits in (32, 64)),
+    *(f"hot_{what}" for what in ("expect", "count", "choose", "pick", "swap_w16", "swap_w4", "swap_w1")),
     *("bandwidth_copy", "bandwidth_gather", "bandwidth_scatter", "find_starts"),
     *(
         f"{what}_{dtype}"
@@ -124,11 +125,11 @@ def test_nvcc_compiles_without_warnings(tmp_path: Path):
     assert fatbin.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["rows.cuh", "bags.cuh", "compact.cuh", "bandwidth.cuh", "philox.cuh"])
+@pytest.mark.parametrize("name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "bandwidth.cuh", "philox.cuh"])
 def test_the_kernels_need_no_header(name: str):
     """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
     text = (CSRC / name).read_text()
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
-    ours = {'"bags.cuh"', '"compact.cuh"', '"bandwidth.cuh"', '"philox.cuh"'}
+    ours = {'"bags.cuh"', '"compact.cuh"', '"hot.cuh"', '"bandwidth.cuh"', '"philox.cuh"'}
     assert set(re.findall(r"#include\s+(\S+)", device)) <= ours
     assert "#include" not in modules.source().split("#else")[0]

@@ -298,12 +298,13 @@ def _launch(
     stream: torch.cuda.Stream,
 ) -> None:
     """Queue kernels that read or write the records, in order with those of other streams."""
-    fence, writes = records.fence, what == "scatter"
-    if fence is not None:
-        fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
-    launch.move(what, records, ids, parts, device, stream)
-    if fence is not None and not records.ahead:
-        fence.queued(stream, writes=writes)
+    fence, writes, hot = records.fence, what == "scatter", records.hot
+    with contextlib.nullcontext() if hot is None else hot.rows.turn(stream, writes=writes, ahead=records.ahead):
+        if fence is not None:
+            fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
+        launch.move(what, records, ids, parts, device, stream)
+        if fence is not None and not records.ahead:
+            fence.queued(stream, writes=writes)
 
 
 def _forwarded(records: Records, device: torch.device) -> torch.cuda.Stream | None:

@@ -142,7 +142,9 @@ def move(
     limit = multiprocessors(index_of(device))
     if records.device.type == "cpu":
         limit = host_limit(limit)
-    for each in plan(what, records, len(ids), parts, limit):
+    for number, each in enumerate(plan(what, records, len(ids), parts, limit)):
+        if records.hot is not None:
+            each.columns["hot"] = records.hot.argument(0 if number else sum(part.width for part in parts))
         launch_kernel(
             device, stream, each.kernel, each.grid, each.threads_per_block, np.uint64(records.pointer),
             np.int64(each.stride), np.uint64(ids.data_ptr()), np.int64(len(ids)), each.columns, np.int32(each.lanes),

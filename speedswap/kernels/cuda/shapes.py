@@ -21,12 +21,15 @@ THREADS_PER_MULTIPROCESSOR = 2048
 # size fit on a multiprocessor, and a grid takes no more multiprocessors than it has thread blocks.
 HOST_THREADS_PER_BLOCK = 1024
 
+_HOT = np.dtype([("words", "u8"), ("arena", "u8"), ("state", "u8"), ("row_bytes", "i8"), ("counts", "i8")])
 _COLUMN = np.dtype([("first", "i8"), ("offset", "i8"), ("block", "i8"), ("block_stride", "i8")])
-_COLUMNS = np.dtype([("count", "i8"), ("words", "i8"), ("column", _COLUMN, (COLUMNS_PER_LAUNCH,))])
+_COLUMNS = np.dtype([("count", "i8"), ("words", "i8"), ("hot", _HOT), ("column", _COLUMN, (COLUMNS_PER_LAUNCH,))])
 _COMPACT_COLUMN = np.dtype(
     [("first", "i8"), ("offset", "i8"), ("block", "i8"), ("width", "i8"), ("stochastic", "i8"), ("key", "u8")]
 )
-_COMPACT_COLUMNS = np.dtype([("count", "i8"), ("pieces", "i8"), ("column", _COMPACT_COLUMN, (COLUMNS_PER_LAUNCH,))])
+_COMPACT_COLUMNS = np.dtype(
+    [("count", "i8"), ("pieces", "i8"), ("hot", _HOT), ("column", _COMPACT_COLUMN, (COLUMNS_PER_LAUNCH,))]
+)
 _BAGS = np.dtype(
     [
         (name, "i8")
