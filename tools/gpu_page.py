@@ -141,6 +141,9 @@ def _tables(found: Mapping[str, Any]) -> Iterator[str]:
                 f"floor {1000 * floor['both']:.2f} ms",
                 f"rows alone in {1000 * alone['in']:.2f}, out {1000 * alone['out']:.2f}",
             ]
+        if hot := run.get("hot_rows"):
+            gathered = hot["gathered_hits"] + hot["gathered_misses"]
+            said.append(f"{hot['gathered_hits'] / max(gathered, 1):.0%} of the rows hot")
         if "unique_rows" in run:
             fewer = "" if run["full_size"] else f"only {run['rows']:,} rows, "
             said.append(f"{fewer}{run['unique_rows']:,} unique, made in {run['setup_seconds']:.0f} s")

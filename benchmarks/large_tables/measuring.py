@@ -24,10 +24,11 @@ from torch import Tensor
 
 from large_tables.floors import bus_floor, moved_alone
 from large_tables.goals import PUBLISHED, acceptance, fair_seconds, show
-from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours, check, has_hot_rows, ours, peers
+from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours, check, ours, peers
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.measure import Peer, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
+from speedswap.monitor import hot_rows
 
 __all__ = ["RUNS", "Plan", "Run", "measure"]
 
@@ -187,8 +188,6 @@ class _Bench:
         entry |= {"optimizer": run.kind.name, "place": run.place, "trainers": {}}
         if run.place is None:
             self._others(run.kind, entry["trainers"])
-        elif run.place == HOT and not has_hot_rows():
-            entry["skipped"] = "not there: Pinned takes no hot_bytes"
         else:
             self._ours(run, run.place, entry, profile_to)
 
@@ -228,6 +227,7 @@ class _Bench:
             }
             if place == HOT:
                 entry["steps_before"] = self._become_known(trainer, shape)
+                before = self._hot_counts(trainer)
             for merged in (False, True):
                 loops = {
                     one.name: partial(self._loop, trainer, one, batches) for one in everyone if one.merged == merged
@@ -242,6 +242,9 @@ class _Bench:
                 if profile_to is not None and not merged:
                     loop = lambda count: self._loop(trainer, everyone[0], batches[:count], 0)  # noqa: E731
                     entry["profile"] = _profiled(loop, profile_to, self._device)
+            if place == HOT:
+                after = self._hot_counts(trainer)
+                entry["hot_rows"] = {name: after[name] - before[name] for name in after if name != "slots"}
             if place != NEAR:
                 entry["floor"] = floor = bus_floor(nbytes, self._device)
                 for each in entry["trainers"].values():
@@ -264,6 +267,11 @@ class _Bench:
             synchronize()
             steps += len(others)
         return steps
+
+    @staticmethod
+    def _hot_counts(trainer: Ours) -> dict[str, int]:
+        synchronize()
+        return {name: count for counts in hot_rows(trainer.table).values() for name, count in counts._asdict().items()}
 
     def _others(self, kind: Kind, found: dict[str, Any]) -> None:
         """Verify and time others' trainers, each alone; or say why not."""

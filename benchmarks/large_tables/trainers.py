@@ -7,7 +7,7 @@ gradient for them is given, one optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ __all__ = [
     "Ours",
     "Torch",
     "check",
-    "has_hot_rows",
     "ours",
     "peers",
 ]
@@ -37,6 +36,7 @@ __all__ = [
 # Where ours has the rows.
 HOST, HOT, NEAR = "host memory", "host memory, hot rows on the GPU", "on the GPU"
 PLACES = (HOST, HOT, NEAR)
+_MAP_BYTES = 64  # more than the map of hot rows takes for each
 
 _BETAS = (0.9, 0.999)
 _EPS = 1e-8
@@ -88,8 +88,10 @@ class Ours(many_tables.Ours):
         hot_share: float = 1.0,
         engine: str = "auto",
     ) -> None:
-        hot_bytes = round(hot_share * shape.tables * shape.rows * kind.bytes_of(shape.dim))
-        storage = storage_of(place, device, engine, hot_bytes)
+        storage = storage_of(place, device, engine)
+        if place == HOT:
+            all_bytes = shape.tables * shape.rows * (kind.bytes_of(shape.dim) + _MAP_BYTES)
+            storage = replace(storage, hot_bytes=hot_share if hot_share < 1 else all_bytes)
         super().__init__(
             shape, kind.optimizer, device, storage=storage, state_dtype=kind.state_dtype, fused=True, ahead=bool(ahead)
         )
@@ -130,18 +132,11 @@ class Ours(many_tables.Ours):
         return sum(column.row_bytes for column in self.table.columns.values())
 
 
-def storage_of(place: str, device: str, engine: str, hot_bytes: int) -> speedswap.tables.Storage | str:
-    """Return the storage for one of :data:`PLACES`."""
+def storage_of(place: str, device: str, engine: str) -> Any:
+    """Return the storage for one of :data:`PLACES`, without hot rows."""
     if device == "cpu":
         return "auto"
-    if place == NEAR:
-        return speedswap.Device()
-    return speedswap.Pinned(engine, hot_bytes=hot_bytes) if place == HOT else speedswap.Pinned(engine)
-
-
-def has_hot_rows() -> bool:
-    """Return whether this speedswap keeps hot rows of a table in host memory on the GPU."""
-    return "hot_bytes" in {field.name for field in fields(speedswap.Pinned)}
+    return speedswap.Device() if place == NEAR else speedswap.Pinned(engine)
 
 
 class Torch:

@@ -11,7 +11,7 @@ from bench_tables import main
 from large_tables import measuring
 from large_tables.goals import acceptance, fair_seconds
 from large_tables.measuring import RUNS, Plan, measure
-from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Ours, Torch, check, has_hot_rows, ours, peers
+from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Ours, Torch, check, ours, peers
 from machine import growing
 from several_tables import Shape, draw
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.release, pytest.mark.filterwarnings("ignore:Sparse inv
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_contestant_trains_tables_as_torch_does(kind, device):
-    places = [HOST] if device == "cpu" else [HOST, NEAR, *([HOT] if has_hot_rows() else [])]
+    places = [HOST] if device == "cpu" else [HOST, HOT, NEAR]
     everyone = [one for place in places for one in ours(place)]
     assert len(everyone) == 4 * len(places)
     there = step_peers(device)
@@ -90,6 +90,7 @@ def test_both_ways_of_ours_train_one_store(device):
     trainer.close()
 
 
+@pytest.mark.filterwarnings("ignore:SW404")  # 5% of so few rows are fewer than two batches
 def test_figures_say_what_was_run(device, capsys):
     found = measure(device, plan=SMALL)
     assert found["workload"] == {"tables": 3, "rows": 400, "dim": 8, "lookups": 384, "zipf_exponent": 1.05}
@@ -99,10 +100,6 @@ def test_figures_say_what_was_run(device, capsys):
     assert [*found["runs"]] == [name for name in RUNS if device == "cuda" or RUNS[name].place not in (HOT, NEAR)]
     for name, result in found["runs"].items():
         run = RUNS[name]
-        if "skipped" in result:
-            assert run.place == HOT
-            assert not has_hot_rows()
-            continue
         assert (result["optimizer"], result["place"]) == (run.kind.name, run.place)
         if run.place is None:
             continue
@@ -111,6 +108,9 @@ def test_figures_say_what_was_run(device, capsys):
         assert result["bytes_each_way"] == pytest.approx(result["unique_rows"] * run.kind.bytes_of(8), rel=0.01)
         assert result["table_bytes"] >= 3 * result["rows"] * run.kind.bytes_of(8)
         assert len(result["trainers"]) == 4
+        assert ("hot_rows" in result) == (run.place == HOT)
+        if run.hot_share == 1:
+            assert result["hot_rows"]["gathered_hits"] > 0
         if run.place == NEAR:
             assert "floor" not in result  # nothing crosses the bus
             continue
