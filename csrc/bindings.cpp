@@ -123,9 +123,10 @@ int64_t last_occurrences(uintptr_t ids, int64_t count, uintptr_t positions) {
     return without_gil([&] { return speedswap::last_occurrences(checked, at<int64_t>(positions)); });
 }
 
-int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, int threads) {
-    const Ids checked = ids_at(ids, count);
-    return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
+int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, int threads, int64_t num_rows) {
+    const Ids given = ids_at(ids, count);
+    return without_gil(
+        [&] { return speedswap::unique(given, at<int64_t>(rows), at<int64_t>(local), threads, num_rows); });
 }
 
 void by_owner(uintptr_t ids, int64_t count, int bits, uint64_t factor, int64_t world_size, uintptr_t ordered,
@@ -192,6 +193,13 @@ void group(uintptr_t local, int64_t count, int64_t num_rows, uintptr_t order, ui
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     without_gil(
         [&] { speedswap::group(at<const int64_t>(local), count, num_rows, at<int64_t>(order), at<int64_t>(offsets)); });
+}
+
+void sum_rows(uintptr_t local, int64_t count, int64_t num_rows, const MatrixTuple& values, const MatrixTuple& sums,
+              int item_bytes, int threads) {
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(sums, item_bytes);
+    without_gil([&] { speedswap::sum_rows(at<const int64_t>(local), count, num_rows, from, to, threads); });
 }
 
 using FactorsTuple = std::tuple<uintptr_t, uintptr_t>;
@@ -347,7 +355,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
     module.def("by_owner", &by_owner, arg("ids"), arg("count"), arg("bits"), arg("factor"), arg("world_size"),
                arg("ordered"), arg("places"), arg("counts"));
-    module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
+    module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"),
+               arg("num_rows") = -1);
     module.def("merge_ids", &merge_ids, arg("ids"), arg("count"), arg("item_bytes"), arg("features"), arg("rows"),
                arg("num_rows"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
@@ -357,6 +366,8 @@ PYBIND11_MODULE(_C, module) {
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
                arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
+    module.def("sum_rows", &sum_rows, arg("local"), arg("count"), arg("num_rows"), arg("values"), arg("sums"),
+               arg("item_bytes"), arg("threads"));
     module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("factors"), arg("layout"), arg("out"),
                arg("item_bytes"), arg("threads"));
     module.def("sum_segments_back", &sum_segments_back, arg("segments"), arg("values"), arg("factors"), arg("layout"),

@@ -156,13 +156,14 @@ int64_t first_duplicate(Ids ids, int64_t num_rows) {
     return first_duplicate_in_hash(ids);
 }
 
-int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads) {
+int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads, int64_t num_rows) {
     if (ids.count == 0) return 0;
     int64_t lowest = ids.data[0], highest = lowest;
     for (int64_t i = 1; i < ids.count; ++i) {
         lowest = std::min(lowest, ids.data[i]);
         highest = std::max(highest, ids.data[i]);
     }
+    if (num_rows >= 0 && (lowest < 0 || highest >= num_rows)) return -1;
     const uint64_t first = uint64_t(lowest);
     const uint64_t range = uint64_t(highest) - first;
     const bool fits = range / kBitsPerSortedId <= uint64_t(ids.count) || range / 8 <= kCachedBytes;

@@ -59,8 +59,8 @@ int64_t first_fall(Ids values, int threads);
 int64_t first_duplicate(Ids ids, int64_t num_rows);
 
 // rows <- the distinct ids, ascending; local <- each id's position among them. Both have room for ids.count. Returns
-// the number of rows. Ids may be negative.
-int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads);
+// the number of rows; -1 if num_rows is not negative, and an id is negative or not below it.
+int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads, int64_t num_rows = -1);
 
 // How rows are spread over ranks: the arithmetic of speedswap/tables/shards/owners.py, which has the reasons.
 struct Owners {

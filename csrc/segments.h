@@ -27,6 +27,9 @@ struct Matrix {
 // count. The positions of row r are those where local is r. local is in 0 to num_rows - 1.
 void group(const int64_t* local, int64_t count, int64_t num_rows, int64_t* order, int64_t* offsets);
 
+// Row r of sums <- the sum of the values whose local is r, in their order. local is in 0 to num_rows - 1.
+void sum_rows(const int64_t* local, int64_t count, int64_t num_rows, Matrix values, Matrix sums, int threads);
+
 // Segments of several features, feature after feature, and the rows of an output, sample after sample: that of segment
 // f * samples + s is row s * step + f. With one feature and a step of 1 it is the segment's own number.
 struct Layout {

@@ -122,6 +122,13 @@ void sum_segments(Segments segments, Matrix values, Factors factors, Layout layo
         [&](Share share) { loops().sum(segments, values, factors, layout, out, share); });
 }
 
+void sum_rows(const int64_t* local, int64_t count, int64_t num_rows, Matrix values, Matrix sums, int threads) {
+    const Buffer order(count * int64_t(sizeof(int64_t))), starts((num_rows + 1) * int64_t(sizeof(int64_t)));
+    group(local, count, num_rows, order.as<int64_t>(), starts.as<int64_t>());
+    const Segments by_row = {order.as<int64_t>(), starts.as<int64_t>(), num_rows};
+    sum_segments(by_row, values, {nullptr, nullptr}, {std::max<int64_t>(num_rows, 1), 1}, sums, threads);
+}
+
 int64_t sum_segments_back(Segments segments, Matrix values, Factors factors, Layout layout, Matrix sums,
                           int64_t num_rows, int threads) {
     const int64_t count = segments.offsets[segments.num_segments];

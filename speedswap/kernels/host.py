@@ -101,9 +101,15 @@ def as_read(tensor: Tensor) -> Tensor:
 
 def as_ids(ids: Tensor) -> Tensor:
     """Return ids as the CPU loops read them: int64, contiguous and aligned, in host memory. They are not negated."""
-    if ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous() and not ids.data_ptr() % 8:
-        return ids
-    return as_read(ids.to("cpu", torch.int64))
+    return ids_at(ids)[1]
+
+
+def ids_at(ids: Tensor) -> tuple[int, Tensor]:
+    """Return the address of ids as :func:`as_ids` returns them, and the tensor that holds them."""
+    if ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous() and not (pointer := ids.data_ptr()) % 8:
+        return pointer, ids
+    ids = as_read(ids.to("cpu", torch.int64))
+    return ids.data_ptr(), ids
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedswap.errors import IdError
 from speedswap.kernels import _C
-from speedswap.kernels.host import address, as_ids, empty, get_num_threads, require_dense, threads_for
+from speedswap.kernels.host import address, as_ids, empty, get_num_threads, ids_at, require_dense, threads_for
 
 
 def require_id_dtype(ids: Tensor, name: str = "ids") -> None:
@@ -133,15 +133,15 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _unique(ids: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor] | None:
     """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
-    ids = as_ids(ids)
-    count, pointer = ids.numel(), ids.data_ptr()
-    threads = threads_for(8 * count)
-    if num_rows is not None and _C.check_ids(pointer, count, num_rows, threads) >= 0:
-        return None
+    pointer, ids = ids_at(ids)
+    count = ids.numel()
     rows, local = torch.empty(count, dtype=torch.int64), torch.empty(ids.shape, dtype=torch.int64)
-    found = _C.unique(pointer, count, address(rows), local.data_ptr(), threads)
-    # A view would keep far more memory alive than the rows need.
-    return (rows if found == count else rows[:found].clone()), local
+    limit = -1 if num_rows is None else num_rows
+    found = _C.unique(pointer, count, rows.data_ptr() or address(rows), local.data_ptr(), threads_for(8 * count), limit)
+    if found < 0:
+        return None
+    # Far more memory than the rows need is not kept alive.
+    return (rows.resize_(found) if 2 * found >= count else rows[:found].clone()), local
 
 
 def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[Tensor, Tensor, list[int]]:

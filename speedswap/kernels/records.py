@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import LARGE_BYTES, address, as_ids, empty, get_num_threads, threads_for
+from speedswap.kernels.host import LARGE_BYTES, address, as_ids, empty, get_num_threads, ids_at, threads_for
 
 if TYPE_CHECKING:
     from speedswap.kernels.cuda.hot import HotRecords
@@ -192,15 +192,15 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
 
 def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedColumn]) -> dict[str, Tensor]:
     """Return a batch's rows of columns, by name, within host memory; ids are as for :func:`gather_records`."""
-    ids = as_ids(ids)
+    pointer, ids = ids_at(ids)
     count, blocks = ids.shape[0], {}
     for name in columns:
         shape, dtype = (count, *columns[name].row_shape), columns[name].dtype
         is_small = count * columns[name].row_bytes < LARGE_BYTES
         blocks[name] = torch.empty(shape, dtype=dtype, device=_CPU) if is_small else empty(shape, dtype, _CPU)
     if count:
-        parts = [columns[name].part(address(blocks[name])) for name in columns]
-        _C.gather(records.pointer, records.stride, ids.data_ptr(), count, parts, threads_for(count * records.stride))
+        parts = [columns[name].part(blocks[name].data_ptr() or address(blocks[name])) for name in columns]
+        _C.gather(records.pointer, records.stride, pointer, count, parts, threads_for(count * records.stride))
     return blocks
 
 
@@ -215,10 +215,10 @@ def scatter_block(
         columns: columns without stochastic rounding.
         blocks: the columns' rows by name, each in one piece.
     """
-    ids = as_ids(ids)
+    pointer, ids = ids_at(ids)
     count = ids.shape[0]
     parts = [columns[name].part(blocks[name].data_ptr()) for name in columns]
-    _C.scatter(records.pointer, records.stride, ids.data_ptr(), count, parts, threads_for(count * records.stride))
+    _C.scatter(records.pointer, records.stride, pointer, count, parts, threads_for(count * records.stride))
 
 
 def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:

@@ -98,13 +98,11 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, order: Tensor | None 
         require_memory(values, "values")
     if values.dtype in _HALF:
         return sum_rows(values.float(), local, num_rows).to(values.dtype)
-    order, offsets = group(local, num_rows)
-    (count,), dim = order.shape, values.shape[-1]
+    count, dim, size = local.numel(), values.shape[-1], values.dtype.itemsize
     rows = _as_rows(values if values.ndim == 2 else values.reshape(count, dim))
     out = empty((num_rows, dim), values.dtype)
-    size = values.dtype.itemsize
-    segments, pitch = (order.data_ptr(), offsets.data_ptr(), num_rows), (out.data_ptr(), dim * size, dim)
-    _C.sum_segments(segments, _pitch(rows), (0, 0), (num_rows or 1, 1), pitch, size, threads_for(values.nbytes))
+    sums, threads = (out.data_ptr(), dim * size, dim), threads_for(values.nbytes)
+    _C.sum_rows(local.data_ptr(), count, num_rows, _pitch(rows), sums, size, threads)
     return out
 
 

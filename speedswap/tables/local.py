@@ -170,12 +170,20 @@ class LocalStore(RowStore):
     ) -> Block:
         if self._pending.has_writes:
             self.drain()
-        return self._gather(rows, columns, device, out)
+        names = self._columns if columns is None else columns
+        if out is None and rows.is_cpu and (device is None or device.type == "cpu"):
+            fields = self._fields(names)
+            if len(fields) == 1 and (columns is None or len(columns) == 1):  # the usual case
+                group, wanted = fields[0]
+                records = group.records()
+                if records.device.type == "cpu" and records.fence is None:
+                    return Block(rows, kernels.gather_on_cpu(records, rows, wanted))
+        return self._gather(rows, names, device, out)
 
     def _gather(
         self,
         rows: Tensor,
-        columns: Sequence[str] | None,
+        names: Iterable[str],
         device: torch.device | None,
         out: Mapping[str, Tensor] | None = None,
         to_read: Tensor | None = None,
@@ -186,7 +194,6 @@ class LocalStore(RowStore):
             to_read: the rows, with -1 for those that a pending write forwards; it forwards all of its rows, so that the
                 gather does not wait for the memory.
         """
-        names = self.columns if columns is None else columns
         if device is None:
             home = self.group_of("weight").memory.device
             device = home if home.type != "cpu" else rows.device
@@ -232,9 +239,9 @@ class LocalStore(RowStore):
             self.notes.writes += 1
             self._pending.add_write(write)
             return
-        if self._pending.has_writes:
+        if is_busy := not self._pending.is_empty:
             self.drain()
-        self._pending.finish_prefetches()
+            self._pending.finish_prefetches()
         self._written = True  # from here on
         try:
             for group, fields in groups:
@@ -251,7 +258,8 @@ class LocalStore(RowStore):
             self._pending.make_stale()
             raise
         self.notes.writes += 1
-        self._pending.make_stale()
+        if is_busy:
+            self._pending.make_stale()
 
     def _parts(self, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> list[kernels.Part]:
         return [kernels.Part(field.offset, blocks[name], self._form(name, field)) for name, field in fields.items()]
@@ -337,7 +345,7 @@ class LocalStore(RowStore):
 
             def gather() -> Gathered:
                 kernels.used_here([rows, to_read])
-                block = self._gather(rows, None, lookup.device, to_read=to_read)
+                block = self._gather(rows, self.columns, lookup.device, to_read=to_read)
                 return Gathered((block, local), None if to_read is rows else expected, known)
 
             return gather

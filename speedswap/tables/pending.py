@@ -165,6 +165,11 @@ class PendingTransfers:
         """True if some writes may not have arrived yet."""
         return bool(self._writes)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no write may be under way, and no prefetch waits for its turn."""
+        return not self._writes and not self._prefetches
+
     def writes(self) -> list[PendingWrite]:
         """Return the writes that may not have arrived, including failed ones until :meth:`drain` reports them."""
         self._writes = [write for write in self._writes if not write.has_arrived()]

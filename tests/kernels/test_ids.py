@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.errors import IdError
-from speedswap.kernels import check_ids, first_duplicate, first_fall, last_occurrences, unique
+from speedswap.kernels import check_ids, find_rows, first_duplicate, first_fall, last_occurrences, unique
 
 ID_DTYPES = [torch.int32, torch.int64]
 id_dtypes = pytest.mark.parametrize("dtype", ID_DTYPES, ids=str)
@@ -165,3 +165,11 @@ def test_sorted_ids_with_one_pair(device: str):
     ids[700] = 699
     assert first_duplicate(ids, 1000) == 700
     assert first_duplicate(ids[::2], 1000) == -1
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 100])
+def test_rows_keep_at_most_twice_their_memory(copies: int) -> None:
+    rows, local = find_rows(torch.arange(50).repeat(copies), 50, "table")
+    assert torch.equal(rows, torch.arange(50))
+    assert torch.equal(local, torch.arange(50).repeat(copies))
+    assert rows.untyped_storage().nbytes() <= 2 * rows.nbytes
