@@ -13,6 +13,7 @@
 
 #include "background.h"
 #include "id_map_bindings.h"
+#include "idle.h"
 #include "lines.h"
 #include "pairs.h"
 #include "pointer.h"
@@ -280,6 +281,26 @@ void pair_gradients(uintptr_t first, uintptr_t rest, int64_t count, int64_t othe
     });
 }
 
+void take_idle_steps(const std::vector<uintptr_t>& columns, int64_t width, int item_bytes, uintptr_t last, int32_t now,
+                     const std::tuple<uintptr_t, uintptr_t, uintptr_t>& steps, int64_t count, int threads) {
+    const int64_t most = speedswap::kMostIdleColumns, held = int64_t(columns.size());
+    require(held >= 1 && held <= most, "columns", held, "1 to 4");
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
+    const auto [maps, curves, bases] = steps;
+    speedswap::IdleRows idle = {{},
+                                int(held),
+                                width,
+                                item_bytes,
+                                at<const int32_t>(last),
+                                now,
+                                at<const double>(maps),
+                                at<const double>(curves),
+                                at<const double>(bases)};
+    for (size_t i = 0; i < columns.size(); ++i)
+        idle.columns[i] = at(columns[i]);
+    without_gil([&] { speedswap::take_idle_steps(idle, count, threads); });
+}
+
 std::tuple<int64_t, int64_t, int64_t, bool> read_lines(const py::buffer& text, int64_t first, const std::string& bases,
                                                        uintptr_t missing, uintptr_t values, int64_t stride,
                                                        int64_t most) {
@@ -382,6 +403,8 @@ PYBIND11_MODULE(_C, module) {
                arg("out"), arg("threads"));
     module.def("pair_gradients", &pair_gradients, arg("first"), arg("rest"), arg("count"), arg("others"), arg("width"),
                arg("grad"), arg("grad_first"), arg("grad_rest"), arg("threads"));
+    module.def("take_idle_steps", &take_idle_steps, arg("columns"), arg("width"), arg("item_bytes"), arg("last"),
+               arg("now"), arg("steps"), arg("count"), arg("threads"));
     module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
                arg("stride"), arg("most"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));

@@ -65,6 +65,16 @@ def pair_products(first: int, rest: int, count: int, others: int, width: int, ou
 def pair_gradients(
     first: int, rest: int, count: int, others: int, width: int, grad: int, grad_first: int, grad_rest: int, threads: int
 ) -> None: ...
+def take_idle_steps(
+    columns: Sequence[int],
+    width: int,
+    item_bytes: int,
+    last: int,
+    now: int,
+    steps: tuple[int, int, int],  # maps, curves or 0, bases: pointers to float64
+    count: int,
+    threads: int,
+) -> None: ...
 def read_lines(
     text: bytes, first: int, bases: str, missing: int, values: int, stride: int, most: int
 ) -> tuple[int, int, int, bool]: ...

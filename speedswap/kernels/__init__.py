@@ -30,6 +30,7 @@ from speedswap.kernels.id_map import (
     texts_of,
     texts_of_fixed,
 )
+from speedswap.kernels.idle_rows import CURVE_TERMS, MissedSteps, take_missed_steps
 from speedswap.kernels.ids import (
     by_owner,
     check_ids,

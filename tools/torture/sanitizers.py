@@ -144,7 +144,7 @@ def _build(compiler: str, sanitizer: str, place: Path) -> Path:
         flags.append("-DSPEEDSWAP_X86")
         wide = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
         sets |= {"avx2": ["-mavx2", "-mf16c"], "avx512": wide}
-    loops = ("loops", "pair_loops", "segment_loops")  # compiled once per instruction set
+    loops = ("idle_loops", "loops", "pair_loops", "segment_loops")  # compiled once per instruction set
     units = {path.stem: (path, list[str]()) for path in _CSRC.glob("*.cpp") if path.stem not in loops}
     for name, extra in sets.items():
         for stem in loops:
