@@ -39,7 +39,7 @@ _with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 @of_all_ranks
-def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
+def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_rows: str | None = None) -> None:
     """Store an optimizer's row state in the tables whose rows it trains.
 
     An optimizer that holds an embedding's weight is attached automatically at its first step; attaching it beforehand
@@ -58,11 +58,25 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
         optimizer: any torch optimizer that works row by row, or a wrapper of one, such as
             :class:`speedswap.batching.AccumulatingOptimizer`.
         module_or_table: a module that contains one or more :class:`speedswap.Embedding`, or the table of one.
+        idle_rows: ``"dense"``: rows outside a step's batch take the step too, with a gradient of zero as in
+            ``nn.Embedding``, when they are next read ([idle rows](docs/idle-rows.md)): their weights decay, and move on
+            with their momentum. For rows in this process's memory. ``"lazy"``: they are not touched. By default as
+            before; lazy at first. It is not saved.
 
     Raises:
-        OptimizerError: the optimizer mixes rows, or only takes sparse gradients; the message says which.
-        ValueError: there is no embedding, or its weight is not in the optimizer.
+        OptimizerError: the optimizer mixes rows, or only takes sparse gradients, or idle rows cannot take its steps;
+            the message says which.
+        ValueError: there is no embedding, its weight is not in the optimizer, or its rows are not in this process's
+            memory, as idle_rows="dense" requires.
+
+    Example:
+        >>> import torch, speedswap
+        >>> items = speedswap.Embedding(1000, 16)
+        >>> optimizer = torch.optim.AdamW(items.parameters(), weight_decay=0.1)
+        >>> speedswap.attach(optimizer, items, idle_rows="dense")
     """
+    if idle_rows not in (None, "lazy", "dense"):
+        raise ValueError(f"idle_rows is {idle_rows!r}; give 'lazy' or 'dense'")
     if isinstance(module_or_table, Table):
         steps = [step for step in every_step() if step.table is module_or_table]
     else:
@@ -79,7 +93,11 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
                 f"the weight of the embedding over table {step.table.name!r} is not in optimizer "
                 f"{type(optimizer).__name__}; pass model.parameters() to it"
             )
-    _attach(innermost(optimizer), steps)
+    optimizer = innermost(optimizer)
+    twins = [step.state.twin_of(optimizer) if idle_rows == "dense" else None for step in steps]
+    for step, twin in zip(steps if idle_rows else (), twins, strict=False):
+        step.state.move_idle_rows(twin)
+    _attach(optimizer, steps)
 
 
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
@@ -115,7 +133,7 @@ def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) 
 
 def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
     """Warn once that weight decay applies only to the batch's rows; for Adam and momentum no warning is needed."""
-    weights = {id(step.weight) for step in steps}
+    weights = {id(step.weight) for step in steps if step.state.idle is None}
     for group in optimizer.param_groups:
         decay = group.get("weight_decay", 0)
         if decay and any(id(parameter) in weights for parameter in group["params"]):

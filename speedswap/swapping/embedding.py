@@ -23,7 +23,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     holds ``weight`` attaches itself at its first step; nothing else in a training loop changes. Rows outside the batch
     are not touched: no weight decay, no momentum drift. For SGD without momentum and for Adagrad, without weight decay,
     the result equals dense training; for Adam it is the idea of ``torch.optim.SparseAdam``. Weight decay triggers
-    warning SW401.
+    warning SW401. :func:`speedswap.attach` with ``idle_rows="dense"`` makes the result that of dense training.
 
     ``state_dict`` has the whole table as ``weight``, as for ``nn.Embedding``, of which this is a subclass:
     ``isinstance(items, nn.Embedding)``.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,10 +19,12 @@ from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
+from speedswap.swapping.idle_steps import Before, ClosedSteps, ReplayedSteps, Twin
 from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
+from speedswap.tables.idle import IdleStore, require_in_memory
 
 _log = logging.getLogger("speedswap")
 
@@ -73,6 +76,9 @@ class OptimizerState:
             already, or float32.
         rounding: the rounding of such state; stochastic by default.
         whole: the table that the weight stands for, if ``table`` holds only some of its rows.
+
+    Attributes:
+        idle: the store in which rows outside the batch take each step too; None if they are not touched.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class OptimizerState:
         whole: Table | None = None,
     ) -> None:
         self.table = table
+        self.idle: IdleStore | None = None
         self.whole = whole or table
         self.weight = weight
         self._stored_as = state_dtype, rounding
@@ -97,10 +104,13 @@ class OptimizerState:
         self._after: dict[str, Any] = {}  # the optimizer's state after it
         self.warning: str | None = None  # logged unless a state is loaded before the next step
         self._is_copied = False  # copied with the table, for a copy of the optimizer
+        self._twin: Twin | None = None
+        self._step: Before | None = None  # under way, for idle rows
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
         twin = OptimizerState(table, weight, *self._stored_as)
+        twin.idle = None if self.idle is None else IdleStore.over(table)
         twin._row_state = self._row_state
         twin._is_copied = True
         return twin
@@ -149,6 +159,7 @@ class OptimizerState:
             self.load(None)  # it was cleared
             state = optimizer.state[self.weight]
         if self._is_initial:
+            self._step = None if self.idle is None else Before.of(optimizer, self.weight, {}, ())
             return
         row_state, columns = self._row_state, block.columns
         device = columns["weight"].device
@@ -160,7 +171,30 @@ class OptimizerState:
                 state[key] = value.to(device)  # the module was moved since
         for column in row_state.columns:
             state[column.name] = columns[column.name]
+        if self.idle is not None:
+            scalars, names = {key: state[key] for key in row_state.scalars}, tuple(self.names)
+            self._step = Before.of(optimizer, self.weight, scalars, names)
         self._scalars.names, self._scalars.state = row_state.scalars, self._before
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Write the rows of a step inside the block, as a step that idle rows miss unless the block raises."""
+        idle, twin, before = self.idle, self._twin, self._step
+        assert idle is not None
+        assert twin is not None
+        assert before is not None
+        step = twin.measure(before)
+        add = idle.steps.prepare(before, step) if isinstance(idle.steps, ClosedSteps | ReplayedSteps) else None
+        if add is None:  # the first step, or one that does not fit after the others
+            idle.bring_up_to_date()
+            for fresh in (ClosedSteps(twin), ReplayedSteps(twin)):
+                idle.steps, add = fresh, fresh.prepare(before, step)
+                if add is not None:
+                    break
+        assert add is not None
+        with idle.counting():
+            yield
+        add()
 
     def _kernels_count(self, optimizer: Optimizer) -> bool:
         """Return whether kernels count the optimizer's steps: they take any address for one on their device."""
@@ -219,6 +253,8 @@ class OptimizerState:
                 "rows have the state of one optimizer at a time; take the weight out of one of the two"
             )
         found = self._probe(optimizer)
+        if self.idle is not None:
+            self.twin_of(optimizer, found)
         held = optimizer.state.get(self.weight, {})
         self._columns_in({key: value for key, value in held.items() if not _is_made_of_weight(value)}, found.row_state)
         return found
@@ -232,7 +268,7 @@ class OptimizerState:
             loaded: state that will be written next; by default the state that the optimizer holds.
         """
         replaced, is_first = self.optimizer, self.attached is _nobody
-        existing = self.add(found)
+        existing = self.add(found, optimizer)
         noted = self._noted_scalars()
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
         if self._is_copied:  # as in torch, a new optimizer of a copied model starts over; a copied one continues
@@ -261,12 +297,37 @@ class OptimizerState:
                 self._recall_scalars(optimizer, noted["scalars"])
             self._take_state_of(optimizer)
 
-    def add(self, found: FoundState) -> list[Column]:
-        """Add columns for an optimizer's row state to the table; return those that it had already."""
+    def add(self, found: FoundState, optimizer: Optimizer | None = None) -> list[Column]:
+        """Add columns for the row state of an optimizer, or the attached one; return those that the table has."""
         have = self.table.columns
         self.table.add_columns([column for column in found.columns if column.name not in have], commit=False)
         self._row_state = found.row_state
+        if self.idle is not None and (optimizer := optimizer or self.optimizer) is not None:
+            self.idle.bring_up_to_date()
+            self._twin = self.twin_of(optimizer, found)
         return [column for column in found.columns if column.name in have]
+
+    def twin_of(self, optimizer: Optimizer, found: FoundState | None = None) -> Twin:
+        """Return the twin of an optimizer that takes its steps on idle rows.
+
+        Args:
+            optimizer: the optimizer.
+            found: the result of :meth:`examine` for it, if any.
+
+        Raises:
+            OptimizerError: its steps cannot be taken again.
+            ValueError: the rows are not in this process's memory alone.
+        """
+        require_in_memory(self.whole)
+        found = found or self._probe(optimizer)
+        columns = [self.table.columns["weight"], *found.columns]
+        return Twin(optimizer, self.weight, columns, found.row_state.scalars)
+
+    def move_idle_rows(self, twin: Twin | None) -> None:
+        """Let rows outside the batch take each step from now on, by a twin of the optimizer; or no longer."""
+        if self.idle is not None:
+            self.idle.bring_up_to_date()
+        self.idle, self._twin = None if twin is None else IdleStore.over(self.table), twin
 
     def _probe(self, optimizer: Optimizer) -> FoundState:
         """Find the optimizer's row state, and the columns to hold it.

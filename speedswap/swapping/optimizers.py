@@ -30,7 +30,7 @@ from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
 from speedswap.tables.init import seeded
 
-_OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # settings with the same result
+OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # settings with the same result
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -56,7 +56,7 @@ def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:
     Returns:
         The name of the class, as ``"optimizer"``, and the settings by name.
     """
-    texts = {name: _text_of(group[name]) for name in optimizer.defaults if name in group and name not in _OF_THE_DEVICE}
+    texts = {name: _text_of(group[name]) for name in optimizer.defaults if name in group and name not in OF_THE_DEVICE}
     return {"optimizer": type(optimizer).__name__, **{name: text for name, text in texts.items() if text is not None}}
 
 
@@ -312,7 +312,7 @@ def _run(
         moving: replace a learning rate of 0, as at the start of a warm-up, with which the weight would not move.
     """
     toy = nn.Parameter(values[0].clone())
-    clone = _clone(optimizer, weight, toy)
+    clone = clone_of(optimizer, weight, toy)
     if start is not None:
         clone.state[toy] = _FirstValues()
         clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
@@ -325,7 +325,7 @@ def _run(
     with _one_at_a_time.lock, seeded(_SEED, toy.device), torch.enable_grad():
         for grad in values[1:]:
             toy.grad = grad.clone()
-            args = [_closure(toy, grad)] if _needs_closure(step) else []
+            args = [_closure(toy, grad)] if needs_closure(step) else []
             try:
                 step_unnoticed(clone, *args)
             except Exception as error:
@@ -344,7 +344,7 @@ def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
         this_thread.probing = False
 
 
-def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Optimizer:
+def clone_of(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Optimizer:
     """Copy an optimizer with its settings; the copy holds ``toy`` in place of ``weight``, and no other parameters."""
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
@@ -380,7 +380,7 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
     return clone
 
 
-def _needs_closure(step: Callable[..., Any]) -> bool:
+def needs_closure(step: Callable[..., Any]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -399,7 +399,7 @@ def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], e
     toy = nn.Parameter(values[0].clone())
     toy.grad = values[1].to_sparse(1)
     try:
-        step_unnoticed(_clone(optimizer, weight, toy))
+        step_unnoticed(clone_of(optimizer, weight, toy))
     except Exception:
         return OptimizerError(f"{name} cannot step on a parameter of shape {tuple(toy.shape)}: {error}")
     twin = f"torch.optim.{name.removeprefix('Sparse')}" if name.startswith("Sparse") else "its dense twin"

@@ -365,7 +365,7 @@ class RowStep(Locked):
                     return
                 if self._status is _Status.STEPPING:
                     self.state.put_back()  # the previous step raised; start over
-                if self._status is not _Status.READY and self._is_zeroed(grad):
+                if self._status is not _Status.READY and self.state.idle is None and self._is_zeroed(grad):
                     weight.grad = None  # lazily: rows without a gradient are not touched
                     return
                 if self._status is not _Status.READY or rows.version != self.table.store.notes.version:
@@ -489,7 +489,12 @@ class RowStep(Locked):
             block = self._rows.block
             assert block is not None
             try:
-                self.table.give_back(block, leaving.values, commit if self.lookaheads > 0 else None)
+                later = commit if self.lookaheads > 0 else None
+                if self.state.idle is None:
+                    self.table.give_back(block, leaving.values, later)
+                else:
+                    with self.state.counting():
+                        self.table.give_back(block, leaving.values, later)
                 self.state.keep_scalars(optimizer, leaving.values, commit)
                 self._rows.drop_state()
                 self._status = _Status.STEPPED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class Notes:
         pinned: True if CUDA kernels read and write the rows' host memory directly.
         hot: the cache of hot rows on a GPU; None if there is none.
         viewed: addresses of memory that tensors outside view; the rows there may change without a call.
+        parts: the stores of parts of these rows, each the store of a table.
         listeners: called with the rows that are about to change.
         changes: the rows changed since :meth:`track_changes` was last called; None if unknown.
     """
@@ -49,6 +51,7 @@ class Notes:
     pinned: bool = False
     hot: kernels.HotRows | None = None
     viewed: set[int] = field(default_factory=set)
+    parts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     listeners: list[Callable[[Tensor | range | None], None]] = field(default_factory=list)
     changes: ChangedRows | None = None
 

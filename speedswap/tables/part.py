@@ -38,6 +38,7 @@ class PartStore(WrappedStore):
 
     def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
         super().__init__(inner)
+        inner.notes.parts.add(self)
         self.first_row, self.num_rows = first_row, num_rows
         self._columns: tuple[dict[str, Column], dict[str, Column]] = {}, {}
         weight = inner.columns["weight"].init

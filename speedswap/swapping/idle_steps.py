@@ -1,0 +1,334 @@
+"""An optimizer's steps without a gradient, which rows outside the batch miss, and take later.
+
+At every step a twin of the optimizer takes the same step on a few made-up rows in float64, with a gradient of zero. It
+reveals what the step does to any row, if that has one of two forms:
+
+- Each column becomes a sum of multiples of the columns, so that any number of steps is one matrix: SGD with momentum,
+  Nesterov's and weight decay, RMSprop with momentum, Adagrad, Adadelta, ASGD.
+- The weight also moves by momentum / (slope · x + flat), x being the root of the last column: Adam, AdamW, AMSGrad,
+  NAdam, RAdam. The sum of these terms over many steps is a smooth function of y = x / (x + base), kept as coefficients
+  of Chebyshev polynomials on 0 to 1.
+
+Other rows of the twin check the form at every step. If it does not fit, as with the decay within Adam, the twin takes
+the missed steps again, with the rows themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedswap.errors import OptimizerError
+from speedswap.kernels import CURVE_TERMS, MissedSteps, take_missed_steps
+from speedswap.swapping.optimizers import OF_THE_DEVICE, clone_of, needs_closure, step_unnoticed
+from speedswap.tables import Column
+
+MOST_STEPS = 4096  # that rows can miss before all are brought up to date
+MOST_REPLAYED = 64  # the same if the steps are taken again
+_CHECKED_ROWS = 12
+_LEFT = 1e-4  # of a momentum, where its further movement matters little to a curve's base
+_NONE_LEFT = 1e-18
+_ADAMS = (("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+# Chebyshev nodes from 0 to 1, and the coefficients of the polynomial through values there.
+_ANGLES = np.pi * (np.arange(CURVE_TERMS) + 0.5) / CURVE_TERMS
+_NODES = (np.cos(_ANGLES) + 1) / 2
+_TO_TERMS = 2 / CURVE_TERMS * np.cos(np.outer(_ANGLES, np.arange(CURVE_TERMS)))
+_TO_TERMS[:, 0] /= 2
+
+Values = dict[str, Any]
+_Array = NDArray[np.float64]
+
+
+class Before(NamedTuple):
+    """An optimizer's settings and scalars before a step: what its effect on rows depends on.
+
+    Attributes:
+        settings: those of the weight's parameter group.
+        scalars: its state that is not per row.
+        columns: the names of its state per row; none before the first step.
+    """
+
+    settings: Values
+    scalars: Values
+    columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, weight: nn.Parameter, scalars: Values, columns: tuple[str, ...]) -> Before:
+        """Copy the settings and scalars of an optimizer that is about to step.
+
+        Raises:
+            OptimizerError: a GradScaler lets the step itself decide whether it takes place.
+        """
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} is fused, and may skip a step within a GradScaler, which rows with "
+                "idle_rows='dense' could not miss; make it with fused=False"
+            )
+        group = _group_of(optimizer, weight)
+        settings = {key: _plain(group[key]) for key in group if key != "params" and key not in OF_THE_DEVICE}
+        return cls(settings, {key: _copied(value) for key, value in scalars.items()}, columns)
+
+
+class Step(NamedTuple):
+    """The effect of a step on any row without a gradient.
+
+    Attributes:
+        matrix: the factors ``[from, to]`` of the columns, weight first.
+        bend: slope and flat, if the weight moves by momentum / (slope · x + flat) as well.
+    """
+
+    matrix: _Array
+    bend: tuple[float, float] | None
+
+
+class Twin:
+    """A copy of an optimizer that takes its steps on other rows, without a gradient.
+
+    Args:
+        optimizer: the optimizer; it is not changed.
+        weight: the parameter that stands for the rows.
+        columns: the weight, and the state per row.
+        scalars: the other state, at its initial value.
+
+    Raises:
+        OptimizerError: its steps cannot be taken again: they are random, or it counts something outside its state.
+    """
+
+    def __init__(self, optimizer: Optimizer, weight: nn.Parameter, columns: Sequence[Column], scalars: Values) -> None:
+        self.columns = tuple(columns)
+        self._parameter = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64, device="cpu"))
+        self._optimizer = clone_of(optimizer, weight, self._parameter)
+        self._group = _group_of(self._optimizer, self._parameter)
+        self._group.update(dict.fromkeys(OF_THE_DEVICE & self._group.keys(), False))
+        self._optimizer.param_groups = [self._group]
+        closures: list[Callable[[], Tensor]] = [lambda: torch.zeros(())]
+        self._closures = closures if needs_closure(type(optimizer).step) else []
+        n, names = len(columns), [each.name for each in columns]
+        shapes = [each.row_shape for each in columns]
+        self._has_forms = all(each.dtype.is_floating_point for each in columns)
+        self.bends = self._has_forms and tuple(names[1:]) in _ADAMS and len(set(shapes)) == 1
+        # Factors between different columns that no form has.
+        self._apart = np.array([[one != other for other in shapes] for one in shapes])
+        if self.bends:
+            self._apart = ~np.eye(n, dtype=bool)
+            self._apart[1, 0] = False
+        self._starts = _made_up_rows(n, has_momentum=names[1:2] in (["exp_avg"], ["momentum_buffer"]))
+        self._inverse = np.linalg.inv(self._starts[:n])
+        self._require_repeatable(type(optimizer).__name__, Before.of(optimizer, weight, scalars, tuple(names[1:])))
+
+    def _require_repeatable(self, name: str, before: Before) -> None:
+        counts, reason = _counts_of(self._optimizer), ""
+        if not np.array_equal(self._stepped(before), self._stepped(before), equal_nan=True):
+            reason = "moves rows at random"
+        for key, value in _counts_of(self._optimizer).items():
+            if counts.get(key) != value:
+                reason = f"keeps {key!r} outside its param_groups and state"
+        if reason:
+            raise OptimizerError(
+                f"{name} {reason}, so that idle rows cannot take the steps they have missed; use idle_rows='lazy'"
+            )
+
+    def _stepped(self, before: Before) -> _Array:
+        """Return the made-up rows after a step, shape (rows, columns)."""
+        values = {}
+        for start, each in zip(self._starts.T, self.columns, strict=True):
+            dtype = torch.float64 if each.dtype.is_floating_point else each.dtype
+            values[each.name] = torch.tensor(start, dtype=dtype, device="cpu").view(-1, *[1] * len(each.row_shape))
+        self.take(values, before)
+        return np.stack([each.double().flatten().numpy() for each in values.values()], axis=1)
+
+    def take(self, values: dict[str, Tensor], before: Before) -> None:
+        """Take a step on rows, in place.
+
+        Args:
+            values: every column by name, shape (n, ...).
+            before: the step's settings and scalars.
+        """
+        parameter = self._parameter
+        parameter.grad = None
+        parameter.data = values["weight"]
+        parameter.grad = torch.zeros_like(parameter.data)
+        self._group.update(before.settings)
+        state: dict[str, Any] = {key: _copied(value) for key, value in before.scalars.items()}
+        state |= {name: values[name] for name in before.columns}
+        self._optimizer.state.clear()
+        if state:
+            self._optimizer.state[parameter] = state
+        step_unnoticed(self._optimizer, *self._closures)
+        after = {**self._optimizer.state[parameter], "weight": parameter.data}
+        for name, value in values.items():
+            if name in after and after[name] is not None and after[name].data_ptr() != value.data_ptr():
+                value.copy_(after[name])
+
+    def measure(self, before: Before) -> Step | None:
+        """Return what a step does to any row; None if it has neither form."""
+        if not self._has_forms:
+            return None
+        n, after = len(self.columns), self._stepped(before)
+        with np.errstate(all="ignore"):
+            bend = self._bend_in(after)
+            matrix: _Array = self._inverse @ after[:n]
+            start, end = self._starts[n + 1 :], after[n + 1 :]
+            expected, size = start @ matrix, np.abs(start) @ np.abs(matrix)
+            if bend is not None:
+                moved = start[:, 1] / (bend[0] * np.sqrt(start[:, -1]) + bend[1])
+                expected[:, 0] -= moved
+                size[:, 0] += np.abs(moved)
+            fits = bool((np.abs(expected - end) <= 1e-12 * size).all())
+        return Step(matrix, bend) if fits and not matrix[self._apart].any() else None
+
+    def _bend_in(self, after: _Array) -> tuple[float, float] | None:
+        """Return how the weight moves by the momentum; take it out of the measured rows."""
+        low, high = -after[1, 0], -after[len(self.columns), 0]  # the movement for x = 0, and for x = 1
+        if not self.bends or not abs(low - high) > 1e-12 * abs(high):
+            return None
+        after[1, 0] = 0
+        flat = float(1 / low)
+        return float(1 / high - flat), flat
+
+
+class ClosedSteps:
+    """Steps of the known forms: any number of them costs a row as much as one.
+
+    Args:
+        twin: the optimizer's.
+    """
+
+    def __init__(self, twin: Twin) -> None:
+        n, dtype = len(twin.columns), twin.columns[0].dtype
+        self.count = 0
+        self._names = [each.name for each in twin.columns]
+        self._maps = np.zeros((MOST_STEPS + 1, n, n))
+        self._maps[0] = np.eye(n)
+        self._curves = np.zeros((MOST_STEPS + 1, CURVE_TERMS if twin.bends else 0))
+        self._bases = np.zeros(MOST_STEPS + 1)
+        self._precision = 1e-13 if dtype == torch.float64 else 1e-9
+        self._first = 0  # the first step whose rows still have momentum
+        maps, curves, bases = (torch.from_numpy(each) for each in (self._maps, self._curves, self._bases))
+        self._missed = MissedSteps(maps, curves if twin.bends else None, bases)
+
+    def take(self, columns: dict[str, Tensor], taken: Tensor) -> None:
+        """Take the steps that rows have missed, in place, as :class:`speedswap.tables.idle.Steps` says."""
+        take_missed_steps([columns[name] for name in self._names], taken, self.count, self._missed)
+
+    def prepare(self, before: Before, step: Step | None) -> Callable[[], None] | None:
+        """Return a function that adds a step; None if it would not fit."""
+        if step is None or self.count == MOST_STEPS:
+            return None
+        matrix, bend = step
+        some = slice(self._first, self.count + 1)
+        curves, bases = self._curves[some] * matrix[0, 0], self._bases[some]
+        if bend is not None:
+            slope, flat = bend
+            if slope <= 0 or flat < 0:
+                return None
+            momentum, root = self._maps[some, 1, 1], np.sqrt(self._maps[some, -1, -1])
+            bases = np.where(bases == 0, flat / slope * _center(matrix, before), bases)
+            share = np.divide(flat, bases, out=np.full_like(bases, slope), where=bases > 0)
+            values = momentum[:, None] / (np.outer(slope * root, _NODES) + np.outer(share, 1 - _NODES))
+            curves += values @ _TO_TERMS
+            if not bool((np.abs(curves[:, -2:]) <= self._precision * np.abs(curves[:, :1])).all()):
+                return None
+
+        def add() -> None:
+            n, end = len(matrix), self.count + 1
+            if matrix[0, 0] != 1:
+                self._curves[: self._first] *= matrix[0, 0]
+            self._curves[some], self._bases[some] = curves, bases
+            self._maps[:end] = (self._maps[:end].reshape(-1, n) @ matrix).reshape(-1, n, n)
+            self._maps[end] = np.eye(n)
+            self.count = end
+            if self._curves.size:
+                maps = self._maps[some]
+                moves = np.abs(maps[:, 1, 1]) > _NONE_LEFT * np.sqrt(maps[:, -1, -1]).clip(1e-12)
+                self._first += int(moves.argmax()) if moves.any() else len(moves)
+
+        return add
+
+
+class ReplayedSteps:
+    """Steps that rows take again one after the other, at the price of dense training.
+
+    Args:
+        twin: the optimizer's.
+    """
+
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+        self._steps: list[Before] = []
+
+    @property
+    def count(self) -> int:
+        """The number of steps."""
+        return len(self._steps)
+
+    def take(self, columns: dict[str, Tensor], taken: Tensor) -> None:
+        """Take the steps that rows have missed, in place, as :class:`speedswap.tables.idle.Steps` says."""
+        ordered, order = taken.sort()
+        values = {name: column[order] for name, column in columns.items()}
+        for number in range(int(ordered[0]) if len(ordered) else self.count, self.count):
+            behind = int((ordered <= number).sum())
+            self._twin.take({name: column[:behind] for name, column in values.items()}, self._steps[number])
+        for name, column in columns.items():
+            column[order] = values[name]
+
+    def prepare(self, before: Before, step: Step | None) -> Callable[[], None] | None:
+        """Return a function that adds a step; None if there are too many."""
+        return None if self.count == MOST_REPLAYED else lambda: self._steps.append(before)
+
+
+def _made_up_rows(n: int, *, has_momentum: bool) -> _Array:
+    """Return rows for a twin: n that span all, one with x = 1, and others of many sizes, in columns of weight first.
+
+    Columns after the momentum grow from one to the next, as the largest squares are not below the squares.
+    """
+    span = np.triu(np.ones((n, n)))
+    span[:2] = np.eye(n)[:2]
+    one = np.arange(n)[None] > 0
+    random = np.random.default_rng(0)
+    sizes = 10.0 ** -np.arange(_CHECKED_ROWS)
+    weight = random.normal(size=_CHECKED_ROWS) * (np.arange(_CHECKED_ROWS) % 2)
+    momentum = random.normal(size=_CHECKED_ROWS) * sizes
+    squares = (random.uniform(0.5, 2, _CHECKED_ROWS) * sizes) ** 2
+    state = [momentum if has_momentum else squares, *(squares * 4.0**i for i in range(2, n))]
+    return np.concatenate([span, one, np.stack([weight, *state][:n], axis=1)])
+
+
+def _center(matrix: _Array, before: Before) -> float:
+    """Return the middle of the range in which a curve's base will move, relative to its beginning.
+
+    As steps pass, x shrinks; and the correction of its bias, which depends on the step's number, lets it grow.
+    """
+    momentum, squares = matrix[1, 1], matrix[-1, -1]
+    if not 0 < momentum < 1 or squares <= 0:
+        return 1.0
+    steps = min(MOST_STEPS, math.log(_LEFT) / math.log(momentum))
+    number = float(before.scalars.get("step", 0)) + 1
+    return math.sqrt(squares ** (-steps / 2) * math.sqrt(1 + steps / number))
+
+
+def _group_of(optimizer: Optimizer, weight: nn.Parameter) -> dict[str, Any]:
+    return next(group for group in optimizer.param_groups if any(each is weight for each in group["params"]))
+
+
+def _counts_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the plain values that an optimizer keeps outside its groups and state."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting with numbers in place of tensors of one."""
+    if isinstance(value, tuple | list):
+        return type(value)(_plain(each) for each in value)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
