@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from speedswap.kernels import HotRows, Records
 
 HotBytes = int | float | Literal["auto"]
-"""GPU memory for a cache, the map of rows included: bytes, or a fraction of the table, or a quarter of what is free."""
+"""GPU memory for records: bytes, or a fraction of the table, or a quarter of what is free."""
 
 # A cache with room for fewer batches costs more than it saves.
 BATCHES = 2
-_WORD_BYTES, _SLOT_BYTES = 4, 8  # of the map for each row, and of its inverse for each slot
 _AUTO_SHARE = 4
 
 
@@ -27,10 +26,8 @@ def require_hot_bytes(hot_bytes: HotBytes | None, engine: str) -> None:
         return
     if isinstance(hot_bytes, bool) or not (isinstance(hot_bytes, int | float) or hot_bytes == "auto"):
         raise TypeError(f"hot_bytes is {hot_bytes!r}; give bytes, a fraction of the table, 'auto', or None")
-    if isinstance(hot_bytes, float) and not 0 < hot_bytes < 1:
-        raise ValueError(f"hot_bytes is {hot_bytes!r}; give a fraction between 0 and 1, or bytes as a whole number")
-    if isinstance(hot_bytes, int) and hot_bytes < 1:
-        raise ValueError(f"hot_bytes is {hot_bytes!r}; give 1 or more bytes, or None for no cache")
+    if hot_bytes != "auto" and not (0 < hot_bytes < 1 if isinstance(hot_bytes, float) else hot_bytes >= 1):
+        raise ValueError(f"hot_bytes is {hot_bytes!r}; give 1 or more bytes, or a fraction of the table below 1")
     if engine not in ("auto", "zero_copy"):
         raise ValueError(
             f"hot_bytes is {hot_bytes!r}, but engine is {engine!r}, whose rows pass by the GPU's cache; use "
@@ -52,19 +49,17 @@ def make_cache(
     """
     from speedswap.kernels.cuda.hot import MOST_SLOTS, HotRows
 
-    num_rows, slot_bytes = groups[0].num_rows, _SLOT_BYTES + sum(each.stride for each in groups)
+    num_rows, row_bytes = groups[0].num_rows, sum(each.stride for each in groups)
     if isinstance(hot_bytes, float):
         slots = int(hot_bytes * num_rows)
     else:
         room = torch.cuda.mem_get_info(device)[0] // _AUTO_SHARE if hot_bytes == "auto" else hot_bytes
-        slots = (room - _WORD_BYTES * num_rows) // slot_bytes
-    slots = min(slots, num_rows, MOST_SLOTS)
-    least = min(BATCHES * batch_rows, num_rows, MOST_SLOTS)
+        slots = room // row_bytes
+    slots, least = min(slots, num_rows, MOST_SLOTS), min(BATCHES * batch_rows, num_rows, MOST_SLOTS)
     if slots < max(least, 1):
-        nbytes = least * slot_bytes + _WORD_BYTES * num_rows
         why = (
-            f"makes room for {max(slots, 0):,} rows, fewer than {BATCHES} batches of {batch_rows:,}; give "
-            f"{nbytes:,} bytes or more"
+            f"makes room for {slots:,} rows, fewer than {BATCHES} batches of {batch_rows:,}; give "
+            f"{least * row_bytes:,} bytes or more"
         )
     else:
         try:

@@ -155,7 +155,8 @@ class Pinned(_InMemory):
             zero_copy.
         hot_bytes: GPU memory for a cache of the rows that training writes most often: bytes, a fraction of the table's
             rows as a float between 0 and 1, or ``auto`` for a quarter of what is free at the first step; None for no
-            cache. Results are the same bits. Only for zero_copy, and one GPU. docs/storage.md says when it is of use.
+            cache. It also takes 4 bytes per row of the table, and 8 per row held. Results are the same bits. Only for
+            zero_copy, and one GPU. docs/storage.md says when it is of use.
 
     Raises:
         ValueError: the engine is unknown, or ``hot_bytes`` out of range or given for another engine.

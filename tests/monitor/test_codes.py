@@ -35,7 +35,9 @@ def test_every_code_is_said_somewhere():
 
 def test_codes_of_tables_are_documented_and_said():
     package = TABLE.parents[1] / "speedswap"
-    said = "".join(path.read_text() for folder in ("swapping", "ranks") for path in (package / folder).rglob("*.py"))
+    said = "".join(
+        path.read_text() for folder in ("swapping", "ranks", "tables") for path in (package / folder).rglob("*.py")
+    )
     documented = re.findall(r"^\| (SW4\d{2}) \|", TABLE.read_text(), flags=re.MULTILINE)
     assert documented == sorted(set(re.findall(r'"(SW4\d{2}): ', said)))
 

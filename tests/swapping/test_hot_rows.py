@@ -445,7 +445,7 @@ def test_a_cache_below_two_batches_is_none(gpu: str):
     """TorchRec: at about one batch a cache is slower than none."""
     model = embedding(Pinned(hot_bytes=9 / ROWS + 1e-9), name="items")
     message = (
-        r"SW404: hot_bytes=0\.37\d+ of table 'items' makes room for 9 rows, fewer than 2 batches of 5; give \d+ bytes "
+        r"SW404: hot_bytes=0\.37\d+ of table 'items' makes room for 9 rows, fewer than 2 batches of 5; give 480 bytes "
         "or more: it trains without a cache of hot rows"
     )
     with pytest.warns(SpeedswapWarning, match=message):
@@ -602,8 +602,34 @@ def test_a_gpu_without_room_for_it_is_no_reason_to_stop(gpu: str):
     require_same(model.table, plain.table)
 
 
-@pytest.mark.parametrize("hot_bytes", ["auto", 100_000, 0.5])
-def test_sizes(gpu: str, hot_bytes: Any):
+@pytest.mark.parametrize(
+    ("hot_bytes", "slots"), [("auto", ROWS), (ROWS * 48, ROWS), (10**9, ROWS), (0.5, ROWS // 2), (8 * 48 - 1, 7)]
+)
+def test_sizes(gpu: str, hot_bytes: Any, slots: int):
+    """In bytes they are those of records, of weight and state: 48 bytes here."""
     model = embedding(Pinned(hot_bytes=hot_bytes))
     train(model, [torch.arange(3, device=gpu)] * 6)
-    assert counts_of(model).slots == (ROWS // 2 if hot_bytes == 0.5 else ROWS)
+    assert counts_of(model).slots == slots
+
+
+# ---- interrupts
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("folder", ["kernels/cuda", "tables"])
+@pytest.mark.parametrize("line", [*range(1, 120, 4), 160, 200, 240])
+def test_a_ctrl_c_leaves_whole_rows(gpu: str, tiny: None, folder: str, line: int, interrupted_at: Any):
+    """Each row is as before a scatter or as after it, wherever it was, and the next scatter writes them all."""
+    model, rows = embedding(), torch.arange(7, device=gpu)
+    train(model, walk(6))
+    for value in (3.0, 4.0):
+        before = model.table.read()
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(line, folder):
+            model.table.scatter(rows, torch.full((7, DIM), value, device=gpu))
+        after = model.table.read()
+        written = (after == value).all(1)
+        assert torch.equal(after[~written], before[~written])
+        assert not written[7:].any()
+    model.table.scatter(rows, torch.full((7, DIM), 5.0, device=gpu))
+    before[:7] = 5.0
+    assert torch.equal(model.table.read(), before)

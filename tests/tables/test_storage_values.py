@@ -71,6 +71,12 @@ def test_names_are_short_for_places(name: Any, path: str | None, place: speedswa
         (lambda: as_storage(Disk), "storage is an ABCMeta; give a place, such as speedswap.Disk"),  # type: ignore[arg-type]
         (lambda: Disk(""), "path is ''; give the directory that holds the table"),
         (lambda: Disk(5), "path is 5; give the directory that holds the table"),  # type: ignore[arg-type]
+        (lambda: Pinned(hot_bytes=1.0), "hot_bytes is 1.0; give 1 or more bytes, or a fraction of the table below 1"),
+        (lambda: Pinned(hot_bytes=0), "hot_bytes is 0; give 1 or more bytes, or a fraction of the table below 1"),
+        (lambda: Pinned(hot_bytes="all"), "hot_bytes is 'all'; give bytes, a fraction of the table, 'auto', or None"),
+        (lambda: Pinned(hot_bytes=True), "hot_bytes is True; give bytes, a fraction"),
+        (lambda: Pinned("split", 0.1), "hot_bytes is 0.1, but engine is 'split', whose rows pass by the GPU's cache"),
+        (lambda: Ranks(Pinned(hot_bytes=0.1)), r"each is Pinned\(hot_bytes=0.1\), but rows of ranks have no cache of"),
         (lambda: Ranks(Ranks()), r"each is Ranks\(.*\), ranks again"),
         (lambda: Ranks(reduction="max"), "reduction is 'max'; choose one of mean, sum"),
         (lambda: speedswap.Embedding(9, 4, storage=Ranks()), "speedswap.Ranks was given, but this process is of no"),

@@ -96,3 +96,20 @@ def test_moves_on_several_streams_keep_their_order(storage: str, device: str):
         writing.synchronize()
         reading.synchronize()
         assert before.unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["added", "reset"])
+def test_a_copied_column_has_what_a_gpu_is_writing(device: str, reset: bool):
+    """The host copies records only once a queued scatter has reached them."""
+    before = speedswap.tables.Column("before", (4,), torch.float32, speedswap.init.copy_of("weight"))
+    with Table.create(30, 4, storage="pinned" if device == "cuda" else "pageable") as table:
+        rows = torch.arange(9, device=device)
+        table.write(0, torch.ones(30, 4))
+        if reset:
+            table.add_columns([before])
+        table.scatter(rows, torch.full((9, 4), 2.0, device=device))
+        if reset:
+            table.reset_columns([before])
+        else:
+            table.add_columns([before])
+        assert table.read(column="before")[:, 0].tolist() == [2.0] * 9 + [1.0] * 21

@@ -100,6 +100,7 @@ class HotRows:
 
     Attributes:
         slots: how many rows there is room for.
+        pointers: the addresses of the words and of the state.
 
     Raises:
         torch.OutOfMemoryError: the GPU has no room for it.
@@ -117,6 +118,7 @@ class HotRows:
             self._plan = torch.empty(3, self._limit, dtype=torch.int64, device=device)
             self._arenas = [torch.empty(slots * each.stride, dtype=torch.uint8, device=device) for each in groups]
         self._seen = PinnedMemory(8 * _MOVED)
+        self.pointers = self._words.data_ptr(), self._state.data_ptr()
         self._lock = threading.Lock()
         self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]  # after rows have last changed places
         self._seen_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -126,11 +128,6 @@ class HotRows:
         self._until_admission, self._admissions = EVERY_AT_FIRST, 0
         self._holds_rows = self._is_ahead_of_home = False  # anything, and newer than the host's records
         self._counts = HotCounts(slots)
-
-    @property
-    def pointers(self) -> tuple[int, int]:
-        """The addresses of the words and of the state."""
-        return self._words.data_ptr(), self._state.data_ptr()
 
     def of_groups(self) -> list[HotRecords]:
         """Return the cache as each group's moves see it."""
@@ -213,14 +210,14 @@ class HotRows:
             expected: the rows of batches to come, which count as scattered: int64, unique, each shape (n,), on the GPU;
                 the current stream waits for them.
         """
-        num_rows, slots, limit = len(self._words), np.int64(self.slots), np.int64(self._limit)
+        num_rows, limit = len(self._words), np.int64(self._limit)
         (words, state), plan = map(np.uint64, self.pointers), np.uint64(self._plan.data_ptr())
         with self._changing_places() as stream:
             for rows in expected:
                 rows.record_stream(stream)
                 self._launch(stream, "hot_expect", len(rows), words, np.uint64(rows.data_ptr()), np.int64(len(rows)))
             self._launch(stream, "hot_count", num_rows, words, np.int64(num_rows), state)
-            launch_kernel(self._device, stream, "hot_choose", 1, _BINS, state, slots, limit)
+            launch_kernel(self._device, stream, "hot_choose", 1, _BINS, state, np.int64(self.slots), limit)
             self._launch(stream, "hot_pick", num_rows, words, np.int64(num_rows), state, plan, limit)
             self._swap(stream, [each.data_ptr() for each in self._plan], self._limit)
             self._holds_rows = True
