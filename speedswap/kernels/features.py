@@ -2,44 +2,107 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.lookups import FeatureTable, join, merge
 from speedswap.kernels.host import address, as_read, threads_for
 
 
-@dataclass
+class JoinedBags(NamedTuple):
+    """The bags of several features, feature by feature, on a GPU.
+
+    Attributes:
+        offsets: the position of each bag's first id among all ids, and their number, int64.
+        stride: the number of bags per feature.
+        wrong: int64, shape (1,): not 0 if the features' own offsets do not ascend from 0 to the number of ids.
+    """
+
+    offsets: Tensor
+    stride: int
+    wrong: Tensor
+
+
+@dataclass(eq=False)
 class FeatureIds:
     """The ids of several features, and each feature's range of rows in a table. The caller has checked them.
 
     Attributes:
-        ids: the ids of all features, int32 or int64, shape (count,), dense, on any device.
+        ids: the ids of all features, int32 or int64, shape (count,), dense, on any device; or on a GPU those of each
+            feature, of one or two dimensions.
         bases: the first row of each feature's range, int64, shape (features,), contiguous, on the CPU.
         limits: each range's number of rows, like ``bases``: ids are below it.
-        counts: the number of each feature's ids, like ``bases``; or on the ids' device, without ``begins``, to avoid
-            waiting, if they sum to all ids.
-        begins: the position of each feature's first id in ``ids``, like ``bases``; by default the features follow one
-            another and have all ids.
+        counts: the number of each feature's ids, like ``bases``; None if only ``bags`` tells them, and they sum to all
+            ids.
+        begins: the position of each feature's first id in ``ids``, like ``bases``, but on the ids' device if ``counts``
+            is None; by default the features follow one another and have all ids.
+        offsets: on a GPU, each feature's offsets, int32 or int64, contiguous, None for bags of one size; and True if
+            the last of them is the number of ids.
+        bags: the features' bags, once :func:`join_bags` has joined them.
     """
 
-    ids: Tensor
+    ids: Tensor | Sequence[Tensor]
     bases: Tensor
     limits: Tensor
-    counts: Tensor
+    counts: Tensor | None
     begins: Tensor | None = None
+    offsets: Sequence[tuple[Tensor | None, bool]] = ()
+    bags: JoinedBags | None = None
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The number of rows to look up."""
+        return len(self.ids) if self.counts is None else int(self.counts.sum())
+
+    @functools.cached_property
+    def near(self) -> FeatureTable:
+        """The features on the ids' GPU."""
+        starts = [0] * (len(self.bases) + 1) if self.counts is None else [0, *self.counts.cumsum(0).tolist()]
+        ids = [self.ids] if isinstance(self.ids, Tensor) else self.ids
+        begins = self.begins if self.begins is not None and self.begins.is_cpu else None
+        return FeatureTable(ids, (self.bases, self.limits), -1, starts, begins, self.offsets)
+
+    def on_host(self) -> FeatureIds:
+        """Return the ids in host memory, after waiting for them."""
+        ids = self.ids if isinstance(self.ids, Tensor) else torch.cat([each.reshape(-1) for each in self.ids])
+        counts = self.counts
+        if counts is None:
+            assert self.bags is not None
+            counts = self.bags.offsets[:: self.bags.stride].diff().cpu()
+        begins = None if self.begins is None else self.begins.cpu()
+        return FeatureIds(ids.cpu(), self.bases, self.limits, counts, begins)
 
 
-def merge_ids(asked: FeatureIds) -> Tensor:
+def join_bags(asked: FeatureIds, stride: int) -> JoinedBags:
+    """Join the bags of features on a GPU, and check that their offsets ascend, without waiting for the answer.
+
+    Args:
+        asked: the features, with their offsets; its ``bags`` become the result.
+        stride: the number of bags per feature.
+    """
+    asked.bags = JoinedBags(join(asked.near, stride), stride, asked.near.wrong)
+    return asked.bags
+
+
+def merge_ids(asked: FeatureIds, indices: Tensor | None = None) -> Tensor:
     """Return the rows of all features' ids, feature by feature; -1 for an id outside its feature's range.
 
-    On a GPU the number of operations does not depend on the number of features, and nothing waits for them: the lookup
-    of the rows (:func:`speedswap.kernels.find_rows`) detects a -1, and :func:`first_outside` then finds the id.
+    On a GPU this is one kernel for any number of features, and nothing waits for it: the lookup of the rows
+    (:func:`speedswap.kernels.find_rows`) detects a -1, and :func:`first_outside` then finds the id. Every id is outside
+    if the features' offsets are wrong.
+
+    Args:
+        asked: the ids.
+        indices: on a GPU, int64, shape (ids,): where to write the index of each row's id in ``asked.ids``; or None.
 
     Returns:
-        int64, shape (ids,), on the ids' device.
+        int64, or on a GPU int32 if that holds all rows, shape (ids,), on the ids' device.
 
     Raises:
         ValueError: ``counts`` and ``begins`` do not match ``ids``.
@@ -49,8 +112,9 @@ def merge_ids(asked: FeatureIds) -> Tensor:
     tensor([ 7,  9, 10, 14, -1])
     """
     ids, counts, begins = asked.ids, asked.counts, asked.begins
-    if not ids.is_cpu:
-        return _merged_by_torch(asked)
+    if not isinstance(ids, Tensor) or not ids.is_cpu:
+        return _merged_on_gpu(asked, indices)
+    assert counts is not None
     count, size = ids.numel(), ids.dtype.itemsize
     if not ids.is_contiguous() or ids.data_ptr() % size:
         ids = as_read(ids)
@@ -79,33 +143,29 @@ def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
     >>> first_outside(FeatureIds(torch.tensor([7, 9, 0, 5]), bases, limits, counts=torch.tensor([2, 2])))
     (1, 1, 5)
     """
+    if not isinstance(asked.ids, Tensor) or not asked.ids.is_cpu:
+        asked = asked.on_host()
+    ids, counts = asked.ids, asked.counts
+    assert isinstance(ids, Tensor) and counts is not None  # noqa: PT018
     outside = (merge_ids(asked) < 0).nonzero()
     if not len(outside):
         return None
-    counts = asked.counts.cpu()
     ends = counts.cumsum(0)
     place = int(outside[0])
     feature = int(torch.searchsorted(ends, place, right=True))
     position = place - int(ends[feature] - counts[feature])
-    return feature, position, int(asked.ids[place if asked.begins is None else asked.begins[feature] + position])
+    return feature, position, int(ids[place if asked.begins is None else asked.begins[feature] + position])
 
 
-def _merged_by_torch(asked: FeatureIds) -> Tensor:
-    """Merge on a device, with a number of operations independent of the number of features."""
-    ids, counts, begins = asked.ids, asked.counts, asked.begins
-    on_host = counts.device.type == "cpu"
-    total = int(counts.sum()) if on_host else len(ids)
-    known = [asked.bases, asked.limits]
-    if begins is not None:
-        known.append(begins - (counts.cumsum(0) - counts))
-    if on_host:
-        known.append(counts)
-    # Pinned, so that the transfer does not block.
-    held = torch.empty((len(known), len(counts)), dtype=torch.int64, pin_memory=ids.device.type == "cuda")
-    near = torch.stack(known, out=held).to(ids.device, non_blocking=True)
-    feature = torch.repeat_interleave(near[-1] if on_host else counts, output_size=total)
-    base, limit, *moved = near[: 2 if begins is None else 3].index_select(1, feature)
-    if moved:
-        ids = ids.index_select(0, torch.arange(total, device=ids.device) + moved[0])
-    inside = (ids >= 0) & (ids < limit)
-    return torch.where(inside, ids + base, -1)
+def _merged_on_gpu(asked: FeatureIds, indices: Tensor | None) -> Tensor:
+    near, bags = asked.near, asked.bags
+    starts, wrong = (near.starts, 1), near.wrong
+    if bags is not None:
+        starts, wrong = (bags.offsets.data_ptr(), bags.stride), bags.wrong
+    begins = starts
+    if not isinstance(asked.ids, Tensor):
+        begins = 0, 0
+    elif asked.begins is not None:
+        begins = near.begins if asked.begins.is_cpu else asked.begins.data_ptr(), 1
+    dtype = torch.int32 if int((asked.bases + asked.limits).max()) < 2**31 else torch.int64
+    return merge(near, asked.total, dtype, starts, begins, wrong, indices)

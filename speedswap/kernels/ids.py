@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from speedswap.errors import IdError
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.lookups import FeatureTable, merge, number
 from speedswap.kernels.host import address, as_ids, empty, get_num_threads, ids_at, require_dense, threads_for
 
 
@@ -166,45 +166,44 @@ def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[T
 
 
 def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor] | None]:
-    """Return each lookup's rows, and each id's position among them: with one sort and one round trip to a device.
+    """Return each lookup's rows, and each id's position among them: on a GPU, with one sort and one round trip.
 
     The ids of all lookups are sorted together, as keys: an id is offset by its lookup's base. An id out of range
-    becomes one of two extra keys, the smallest or the greatest of its lookup.
+    becomes an extra key, the greatest of its lookup.
 
     Args:
-        lookups: int32 or int64, any shapes, on one device.
+        lookups: int32 or int64, any shapes, on one GPU.
         num_rows: per lookup, the bound of its ids, which start at 0. If None, there is one lookup, of any ids.
 
     Returns:
         For each lookup as :func:`unique` does, with :func:`order_of`; None if an id is out of range.
     """
-    ends = list(accumulate(ids.numel() for ids in lookups))
-    begins = [0, *ends[:-1]]
-    keys, bases = _keys(lookups, begins, ends, num_rows)
-    some = [i for i, ids in enumerate(lookups) if ids.numel()]
-    nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
-    results = [None if ids.numel() else (nothing, nothing.view(ids.shape)) for ids in lookups]
-    if not some:
+    flat = [ids.detach().reshape(-1) for ids in lookups]
+    starts = list(accumulate(map(len, flat), initial=0))
+    device = flat[0].device
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    results = [
+        None if len(ids) else (nothing, nothing.view(given.shape)) for ids, given in zip(flat, lookups, strict=True)
+    ]
+    if not starts[-1]:
         return results
+    bases = [0] if num_rows is None else list(accumulate((count + 1 for count in num_rows), initial=0))
+    dtype = flat[0].dtype if num_rows is None else torch.int32 if bases[-1] < 2**31 else torch.int64
+    keys, table = flat[0], None
+    if len(flat) > 1 or keys.dtype != dtype:  # narrow keys are sorted in half the time
+        table = FeatureTable(flat, (bases[:-1], num_rows), [base - 1 for base in bases[1:]], starts)
+        keys = merge(table, starts[-1], dtype, (table.starts, 1))
     ordered, order = torch.sort(keys, stable=True)
-    is_new = torch.empty(len(keys), dtype=torch.bool, device=keys.device)
-    is_new[:1].fill_(False)
-    torch.ne(ordered[1:], ordered[:-1], out=is_new[1:])
-    places = torch.cumsum(is_new, 0)
-    local = torch.empty_like(places).scatter_(0, order, places)
-    # Equal keys write equal values to one place; the number of places need not be known for that.
-    found = torch.empty_like(ordered).scatter_(0, places, ordered)
-    place, key = _ask([begins[i] for i in some] + [ends[i] - 1 for i in some], places, ordered)
-    for first, i in enumerate(some):
-        last = first + len(some)
-        if num_rows is not None and not bases[i] <= key[first] <= key[last] < bases[i] + num_rows[i]:
+    found, local, answers = number(ordered, order, table, len(flat))
+    for i, (first, last, low, high) in enumerate(answers):
+        if not len(flat[i]) or (num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]):
             continue
-        rows = empty((place[last] + 1 - place[first],), torch.int64, keys.device)
-        torch.sub(found[place[first] : place[last] + 1], bases[i], out=rows)
-        mine = local[begins[i] : ends[i]].sub_(place[first]).view(lookups[i].shape)
-        positions = order[begins[i] : ends[i]]
-        mine.order = positions.sub_(begins[i]) if begins[i] else positions  # type: ignore[attr-defined]
-        results[i] = (rows, mine)
+        # A view would keep far more memory alive than the rows need.
+        rows = empty((last + 1 - first,), torch.int64, device).copy_(found[first : last + 1])
+        mine, positions = (each[starts[i] : starts[i + 1]] for each in (local, order))
+        mine = mine.view(lookups[i].shape)
+        mine.order = positions.sub_(starts[i]) if starts[i] else positions  # type: ignore[attr-defined]
+        results[i] = rows, mine
     return results
 
 
@@ -218,28 +217,6 @@ def order_of(local: Tensor) -> Tensor | None:
         int64, shape (count,); None for ids in host memory, which are not sorted.
     """
     return getattr(local, "order", None)
-
-
-def _keys(
-    lookups: Sequence[Tensor], begins: Sequence[int], ends: Sequence[int], num_rows: Sequence[int] | None
-) -> tuple[Tensor, list[int]]:
-    """Return all ids as keys, and each lookup's base. Narrow keys are sorted in half the time."""
-    flat = [ids.detach().reshape(-1) for ids in lookups]
-    if num_rows is None:
-        (ids,) = flat
-        return ids, [0]
-    bases = list(accumulate((count + 2 for count in num_rows), initial=0))
-    dtype = torch.int32 if bases[-1] < 2**31 else torch.int64
-    if len(flat) == 1 and flat[0].dtype == dtype:
-        return flat[0], bases
-    keys = torch.empty(ends[-1], dtype=dtype, device=flat[0].device)
-    for ids, begin, end, base, count in zip(flat, begins, ends, bases, num_rows, strict=False):
-        known = ids.clamp(-1, min(count, torch.iinfo(ids.dtype).max))
-        if ids.dtype == torch.int64:
-            torch.add(known, base, out=keys[begin:end])
-        else:  # which cannot hold every base
-            keys[begin:end].copy_(known).add_(base)
-    return keys, bases
 
 
 # ---- duplicates ------------------------------------------------------------------------------------------------------
@@ -305,68 +282,3 @@ def first_fall(values: Tensor) -> int:
         return _C.first_fall(read.data_ptr(), read.numel(), get_num_threads())
     falls = (values[1:] < values[:-1]).nonzero()
     return int(falls[0]) if len(falls) else -1
-
-
-# ---- answers from a device -------------------------------------------------------------------------------------------
-
-
-def _ask(positions: Sequence[int], *values: Tensor) -> list[list[int]]:
-    """Return the items at some positions of tensors on a device: the only thing that the host waits for in a step.
-
-    Positions and items travel through pinned memory, which is reused; the host waits only for this stream.
-
-    Args:
-        positions: in each of the tensors.
-        values: int32 or int64, shape (n,), on one device.
-
-    Raises:
-        RuntimeError: the stream is being captured into a CUDA graph.
-    """
-    if values[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "rows are looked up inside torch.cuda.graph, but the number of a batch's rows is not known before the ids "
-            "are; look them up before the graph, and capture what is computed with them"
-        )
-    needed = len(positions) * (1 + len(values))
-    waiting = _free[values[0].device]
-    mailbox = waiting.pop() if waiting else None
-    if mailbox is None or mailbox.capacity < needed:
-        mailbox = _Mailbox(values[0].device, max(256, 2 * needed))
-    try:
-        return mailbox.ask(positions, values)
-    finally:
-        waiting.append(mailbox)
-
-
-class _Mailbox:
-    """Pinned host memory, and the same amount on the device. No transfer is pending between two questions."""
-
-    def __init__(self, device: torch.device, capacity: int) -> None:
-        self.capacity = capacity
-        with torch.inference_mode(False):  # it is written to later, in other modes
-            self._near = torch.empty(capacity, dtype=torch.int64, device=device)
-            self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._items = self._host.numpy()
-
-    def ask(self, positions: Sequence[int], values: Sequence[Tensor]) -> list[list[int]]:
-        count = len(positions)
-        begins = range(count, count * (1 + len(values)), count)
-        self._items[:count] = positions
-        try:
-            places = self._near[:count].copy_(self._host[:count], non_blocking=True)
-            for begin, tensor in zip(begins, values, strict=True):
-                self._near[begin : begin + count].copy_(tensor.index_select(0, places))
-            self._host[count : begins.stop].copy_(self._near[count : begins.stop], non_blocking=True)
-        finally:
-            self._wait()
-        return [self._items[begin : begin + count].tolist() for begin in begins]
-
-    def _wait(self) -> None:
-        if self._near.device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(self._near.device))
-            done.synchronize()
-
-
-# Idle buffers; one per concurrent caller.
-_free: defaultdict[torch.device, list[_Mailbox]] = defaultdict(list)

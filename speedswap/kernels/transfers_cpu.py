@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speedswap._forks import in_child
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.lookups import find_places
 from speedswap.kernels.host import as_ids, get_num_threads
 from speedswap.kernels.records import (
     Part,
@@ -214,5 +215,18 @@ def places_among(rows: Tensor, wanted: Tensor) -> Tensor:
     >>> places_among(torch.tensor([2, 5, 9]), torch.tensor([1, 5, 9]))
     tensor([-1,  1,  2])
     """
+    if rows.is_cuda:
+        return find_places(wanted, [rows])[0]
     places = torch.searchsorted(rows, wanted).clamp_(max=len(rows) - 1)
     return torch.where(rows[places] == wanted, places, -1)
+
+
+def shared_places(rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a batch's rows with -1 for those of other batches; and :func:`places_among` each of these batches.
+
+    Args:
+        rows: int64, ascending without duplicates, shape (n,), on a GPU.
+        others: the same, of at least one other batch.
+    """
+    rest = torch.empty_like(rows)
+    return rest, find_places(rows, others, rest)

@@ -52,6 +52,7 @@ class Announced(NamedTuple):
         ids: rows of the table, int32 or int64, any shape, at least one. They are not modified afterwards, unless they
             are one of ``given``.
         asked: the lookup's keys, as the module keeps them, if an id map assigned these rows.
+        batch: what the module has read the ids from, to look them up in the same form; or None.
     """
 
     table: Table
@@ -59,6 +60,7 @@ class Announced(NamedTuple):
     device: torch.device
     ids: Tensor
     asked: Any = None
+    batch: Any = None
 
 
 class PrefetchedLookup:
@@ -74,9 +76,11 @@ class PrefetchedLookup:
         self.table = lookup.table
         self.device = lookup.device
         self.asked = lookup.asked
+        self.batch = lookup.batch
         self._given = given
-        own = [tensor.copy for tensor in given if tensor.is_tensor(lookup.ids)]
-        self.ids = own[0] if own else _copied(lookup.ids, lookup.device)
+        own = [tensor.ids for tensor in given if tensor.is_tensor(lookup.ids)]
+        ids = lookup.ids
+        self.ids = own[0] if own else ids if ids.is_cuda else _copied(ids, lookup.device)
         self._found: tuple[Block, Tensor] | None = None
         self._found_version = -1
         self._rows_version = 0
@@ -130,7 +134,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
 
 
 class GivenTensor:
-    """A snapshot of a tensor at the time its lookup was announced.
+    """A tensor as it was when its lookup was announced: a copy; or itself, in GPU memory, where its version tells.
 
     Args:
         tensor: the tensor, of any dtype and shape.
@@ -140,20 +144,23 @@ class GivenTensor:
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self._tensor = tensor
         self._version = _version(tensor)
-        self.copy = _copied(tensor, device)
+        self._is_copied = not tensor.is_cuda or self._version is None
+        self.ids = _copied(tensor, device) if self._is_copied else tensor.detach()
 
     def is_tensor(self, tensor: Tensor) -> bool:
         return tensor is self._tensor
 
     def equals(self, now: Tensor) -> bool:
-        """Return whether a tensor equals the snapshot."""
-        if now.numel() != self.copy.numel():
+        """Return whether a tensor equals this one as it was. GPU memory that changed since equals none."""
+        if now.numel() != self.ids.numel():
             return False
-        if self._is_unchanged(now):
+        if self.is_unchanged(now):
             return True
-        return torch.equal(now.detach().reshape(-1).to(self.copy.dtype), self.copy.to(now.device).reshape(-1))
+        if not self._is_copied and self._version != _version(self._tensor):
+            return False
+        return torch.equal(now.detach().reshape(-1).to(self.ids.dtype), self.ids.to(now.device).reshape(-1))
 
-    def _is_unchanged(self, now: Tensor) -> bool:
+    def is_unchanged(self, now: Tensor) -> bool:
         """Return whether a tensor is the same, unchanged GPU memory; comparing values would wait for the GPU.
 
         CPU memory may be written without changing a tensor's version.

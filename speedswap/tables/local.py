@@ -336,12 +336,12 @@ class LocalStore(RowStore):
             others = [(write.block, write.rows_here()) for write in writes if write.has(self.columns)]
             if expected is not None:
                 others.append((expected, expected.rows))
-            to_read, known = rows, []
-            for block, other in others if is_on_host and rows.is_cuda else []:
-                if len(other) and len(rows):
-                    places = kernels.places_among(other.to(rows.device), rows)
-                    to_read = torch.where(places < 0, to_read, -1)
-                    known.append((block, places))
+            to_read, known = rows, list[tuple[Block, Tensor]]()
+            if is_on_host and rows.is_cuda and len(rows):
+                known = [(block, other.to(rows.device)) for block, other in others if len(other)]
+            if known:
+                to_read, places = kernels.shared_places(rows, [other for _, other in known])
+                known = [(block, each) for (block, _), each in zip(known, places, strict=True)]
 
             def gather() -> Gathered:
                 kernels.used_here([rows, to_read])

@@ -128,6 +128,48 @@ extern "C" Count hot_state_bytes() {
     return sizeof(HotState);
 }
 
+// Those of lookups.cuh, for keys of 32 or 64 bits.
+
+extern "C" void run_merge(int bits, unsigned int grid, unsigned int block, const Feature* features, Count num_features,
+                          const Count* starts, Count start_stride, const Count* begins, Count begin_stride,
+                          const Count* wrong, void* rows, Count* indices, Count num_ids) {
+    if (bits == 32)
+        host_cuda::launch(grid, block, merge_ids_i32, features, num_features, starts, start_stride, begins,
+                          begin_stride, wrong, static_cast<int*>(rows), indices, num_ids);
+    else
+        host_cuda::launch(grid, block, merge_ids_i64, features, num_features, starts, start_stride, begins,
+                          begin_stride, wrong, static_cast<Count*>(rows), indices, num_ids);
+}
+
+extern "C" void run_join(unsigned int grid, unsigned int block, const Feature* features, Count num_features,
+                         const Count* starts, Count num_bags, Count* joined, Count* wrong) {
+    host_cuda::launch(grid, block, ::join_offsets, features, num_features, starts, num_bags, joined, wrong);
+}
+
+extern "C" void run_count(int bits, unsigned int grid, unsigned int block, const void* keys, Count num_keys,
+                          Count* counts) {
+    if (bits == 32)
+        host_cuda::launch(grid, block, count_keys_i32, static_cast<const int*>(keys), num_keys, counts);
+    else
+        host_cuda::launch(grid, block, count_keys_i64, static_cast<const Count*>(keys), num_keys, counts);
+}
+
+extern "C" void run_number(int bits, unsigned int grid, unsigned int block, const void* keys, const Count* order,
+                           Count num_keys, const Count* ends, const Feature* features, const Count* starts,
+                           Count num_lookups, Count* found, Count* local, Count* answers) {
+    if (bits == 32)
+        host_cuda::launch(grid, block, number_keys_i32, static_cast<const int*>(keys), order, num_keys, ends, features,
+                          starts, num_lookups, found, local, answers);
+    else
+        host_cuda::launch(grid, block, number_keys_i64, static_cast<const Count*>(keys), order, num_keys, ends,
+                          features, starts, num_lookups, found, local, answers);
+}
+
+extern "C" void run_find_places(unsigned int grid, unsigned int block, const Count* rows, Count num_rows,
+                                const Batches* batches, const Count* before, Count* rest) {
+    host_cuda::launch(grid, block, ::find_places, rows, num_rows, *batches, before, rest);
+}
+
 extern "C" void run_bandwidth_copy(unsigned int grid, unsigned int block, const void* from, void* to, Count num_words) {
     host_cuda::launch(grid, block, bandwidth_copy, static_cast<const Word16*>(from), static_cast<Word16*>(to),
                       num_words);

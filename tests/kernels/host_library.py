@@ -62,6 +62,13 @@ class HostKernels:
         ]  # fmt: skip
         self._library.run_expect.argtypes = [*launched, address, count]
         self._library.hot_state_bytes.restype = count
+        self._library.run_merge.argtypes = [number, *grid[1:], address, count, address, count, address, count,
+                                            address, address, address, count]  # fmt: skip
+        self._library.run_join.argtypes = [*grid[1:], address, count, address, count, address, address]
+        self._library.run_count.argtypes = [number, *grid[1:], address, count, address]
+        self._library.run_number.argtypes = [number, *grid[1:], address, address, count, address, address, address,
+                                             count, address, address, address]  # fmt: skip
+        self._library.run_find_places.argtypes = [*grid[1:], address, count, address, address, address]
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 
     def move(
@@ -138,6 +145,11 @@ class HostKernels:
 
     def expect(self, grid: int, block: int, words: np.ndarray, rows: np.ndarray) -> None:
         self._library.run_expect(grid, block, pointer(words), pointer(rows), len(rows))
+
+    def lookup(self, what: str, *arguments: int | np.ndarray | None) -> None:
+        """Run a kernel of lookups.cuh: its bits if it has some, grid, block, and its own arguments."""
+        passed = [pointer(each) if isinstance(each, np.ndarray) else each for each in arguments]
+        getattr(self._library, f"run_{what}")(*passed)
 
     def bandwidth_copy(self, grid: int, block: int, source: np.ndarray, target: np.ndarray) -> None:
         self._library.run_bandwidth_copy(grid, block, pointer(source), pointer(target), source.nbytes // 16)

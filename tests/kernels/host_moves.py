@@ -19,6 +19,7 @@ sys.path.insert(0, str(HERE))
 
 import compact_reference as reference  # noqa: E402
 from host_library import HostKernels  # noqa: E402
+from host_lookups import check_lookups  # noqa: E402
 
 # By its path: the package around it would bring torch, which the sanitizer would watch too.
 _SHAPES = HERE.parents[1] / "speedswap" / "kernels" / "cuda" / "shapes.py"
@@ -206,6 +207,7 @@ def check_conversions(kernels: HostKernels) -> set[tuple]:
 
 def main() -> None:
     kernels = HostKernels(Path(sys.argv[1]))
+    check_lookups(kernels, shapes)
     conversions = check_conversions(kernels)
     for form in ("float16", "bfloat16"):
         assert {(form, word, lanes) for word in (2, 16) for lanes in (1, 2, 4, 8, 16, 32)} <= conversions

@@ -32,6 +32,8 @@ KERNELS = {
         for what in ("pool", "pool_max", "dot_bags", "sum_chunks", "join_chunks")
         for dtype in ("float32", "float64", "float16", "bfloat16")
     ),
+    *(f"{what}_i{bits}" for what in ("merge_ids", "count_keys", "number_keys") for bits in (32, 64)),
+    *("join_offsets", "find_places"),
 }
 
 
@@ -125,11 +127,13 @@ def test_nvcc_compiles_without_warnings(tmp_path: Path):
     assert fatbin.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "bandwidth.cuh", "philox.cuh"])
+@pytest.mark.parametrize(
+    "name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "lookups.cuh", "bandwidth.cuh", "philox.cuh"]
+)
 def test_the_kernels_need_no_header(name: str):
     """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
     text = (CSRC / name).read_text()
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
-    ours = {'"bags.cuh"', '"compact.cuh"', '"hot.cuh"', '"bandwidth.cuh"', '"philox.cuh"'}
+    ours = {'"bags.cuh"', '"compact.cuh"', '"hot.cuh"', '"lookups.cuh"', '"bandwidth.cuh"', '"philox.cuh"'}
     assert set(re.findall(r"#include\s+(\S+)", device)) <= ours
     assert "#include" not in modules.source().split("#else")[0]

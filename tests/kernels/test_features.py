@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap import kernels
 from speedswap.errors import IdError
-from speedswap.kernels import FeatureIds, first_outside, merge_ids
-from speedswap.kernels import features as module
+from speedswap.kernels import FeatureIds, JoinedBags, first_outside, join_bags, merge_ids
+from speedswap.kernels.cuda import launch
 
 DTYPES = [torch.int32, torch.int64]
 
@@ -49,23 +46,26 @@ def lookups(draw: st.DrawFn) -> tuple[list[list[int]], list[int], torch.dtype]:
     return [[min(i, 2**31 - 1) if dtype == torch.int32 else i for i in each] for each in ids], limits, dtype
 
 
-@given(drawn=lookups(), by_torch=st.booleans())
-def test_any_features_are_moved_to_their_ranges(drawn: tuple[list[list[int]], list[int], torch.dtype], by_torch: bool):
-    """Both by the CPU loop and by the operations for a GPU."""
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the device is the same for all examples
+@given(drawn=lookups())
+def test_any_features_are_moved_to_their_ranges(drawn: tuple[list[list[int]], list[int], torch.dtype], device: str):
     each, limits, dtype = drawn
     bases, bounds = ranges(limits)
-    ids = torch.cat([torch.tensor(ids, dtype=dtype) for ids in each])
+    parts = [torch.tensor(ids, dtype=dtype, device=device) for ids in each]
     expected = [
         int(base) + i if 0 <= i < limit else -1
         for ids, base, limit in zip(each, bases, limits, strict=True)
         for i in ids
     ]
-    asked = FeatureIds(ids, bases, bounds, torch.tensor([len(ids) for ids in each]))
-    merged = module._merged_by_torch(asked) if by_torch else merge_ids(asked)
-    assert merged.dtype == torch.int64
-    assert merged.tolist() == expected
+    counts = torch.tensor([len(ids) for ids in each])
     outside = [(f, i, v) for f, ids in enumerate(each) for i, v in enumerate(ids) if not 0 <= v < limits[f]]
-    assert first_outside(asked) == (outside[0] if outside else None)
+    for ids in [torch.cat(parts), parts] if device == "cuda" else [torch.cat(parts)]:
+        asked = FeatureIds(ids, bases, bounds, counts)
+        merged = merge_ids(asked)
+        is_narrow = device == "cuda" and sum(limits) < 2**31
+        assert merged.dtype == (torch.int32 if is_narrow else torch.int64)
+        assert merged.tolist() == expected
+        assert first_outside(asked) == (outside[0] if outside else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,46 +83,92 @@ def test_many_ids_by_several_threads(dtype: torch.dtype):
     assert torch.equal(merge_ids(FeatureIds(every_other, bases[:1], limits[:1], counts))[:-1], every_other[:-1].long())
 
 
-class _Counting(TorchDispatchMode):
-    """Counts the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+@pytest.fixture
+def gpu(device: str) -> str:
+    if device != "cuda":
+        pytest.skip("needs a GPU, or the simulated one: SPEEDSWAP_TEST_DEVICE=simulated")
+    return device
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_thousand_features_are_as_many_operations_as_two_on_a_gpu(begins: bool):
-    counted = []
-    for features in (2, 1000):
-        bases, limits = ranges([50] * features)
-        counts = torch.full((features,), 3)
-        asked = FeatureIds(torch.randint(50, (3 * features,)), bases, limits, counts)
-        if begins:
-            asked = replace(asked, begins=torch.arange(features).flip(0) * 3)
-        with _Counting() as mode:
-            module._merged_by_torch(asked)
-        counted.append(mode.count)
-    assert counted[0] == counted[1] < 25
+def test_ids_of_each_feature_may_lie_anywhere(gpu: str):
+    """Columns of a matrix, several ids for each sample, and both widths: read where they are."""
+    matrix = torch.arange(24).view(4, 6).to(gpu)
+    parts = [matrix[:, 1], matrix[::2, 1:5:2], matrix[0].int(), matrix[:0, 0], matrix[:1, :2].expand(3, 2)]
+    bases, limits = ranges([24] * len(parts))
+    counts = torch.tensor([ids.numel() for ids in parts])
+    merged = merge_ids(FeatureIds(parts, bases, limits, counts))
+    expected = [ids.reshape(-1).cpu() + base for ids, base in zip(parts, bases, strict=True)]
+    assert torch.equal(merged.cpu(), torch.cat(expected).int())
 
 
-def test_counts_on_the_device_are_not_waited_for(device: str):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bags_of_each_feature_are_joined(dtype: torch.dtype, gpu: str):
+    """Offsets with and without the number of ids at their end, and bags of one size."""
+    bases, limits = ranges([9, 9, 9])
+    parts = [torch.arange(size, device=gpu) for size in (4, 3, 6)]
+    offsets = [
+        (torch.tensor([0, 1, 4], dtype=dtype, device=gpu), False),
+        (torch.tensor([0, 0, 0, 3], dtype=dtype, device=gpu), True),
+        (None, False),
+    ]
+    parts[2] = parts[2].view(3, 2)
+    asked = FeatureIds(parts, bases, limits, torch.tensor([4, 3, 6]), offsets=offsets)
+    bags = join_bags(asked, 3)
+    assert bags.offsets.tolist() == [0, 1, 4, 4, 4, 4, 7, 9, 11, 13]
+    assert bags.wrong.tolist() == [0]
+    assert merge_ids(asked).tolist() == [0, 1, 2, 3, 9, 10, 11, 18, 19, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "closed"),
+    [([1, 2], False), ([0, 4], False), ([0, -1], False), ([0, 2, 4], True), ([0, 4, 3], True), ([0, 2, 1], True)],
+    ids=str,
+)
+def test_no_id_is_read_by_wrong_offsets(offsets: list[int], closed: bool, gpu: str):
+    bases, limits = ranges([9, 9])
+    parts = [torch.arange(size, device=gpu) for size in (4, 3)]
+    right = torch.tensor([0, 1], device=gpu), False
+    asked = FeatureIds(
+        parts, bases, limits, torch.tensor([4, 3]), offsets=[right, (torch.tensor(offsets, device=gpu), closed)]
+    )
+    assert join_bags(asked, 2).wrong.tolist() == [1]
+    assert merge_ids(asked).tolist() == [-1] * 7
+
+
+def test_counts_and_begins_that_only_the_gpu_knows_are_not_waited_for(gpu: str):
+    """Of two features with two bags each, the second is first in memory; an index per row says where its id is."""
     bases, limits = ranges([4, 6])
-    counts = torch.tensor([1, 2], device=device)
-    asked = FeatureIds(torch.tensor([3, 0, 6], device=device), bases, limits, counts)
-    if device == "cuda":
+    ids = torch.tensor([3, 0, 6], device=gpu)
+    offsets, begins = torch.tensor([0, 1, 1, 1, 3], device=gpu), torch.tensor([2, 0], device=gpu)
+    for first, expected in ((None, [3, 4, -1]), (begins, [-1, 7, 4])):
+        bags = JoinedBags(offsets, 2, torch.zeros(1, dtype=torch.int64, device=gpu))
+        asked, indices = FeatureIds(ids, bases, limits, None, first, bags=bags), torch.empty(3, device=gpu).long()
         torch.cuda.set_sync_debug_mode("error")
-    try:
-        merged = merge_ids(asked)
-    finally:
-        if device == "cuda":
+        try:
+            merged = merge_ids(asked, indices)
+        finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert merged.tolist() == [3, 4, -1]
-    assert first_outside(asked) == (1, 1, 6)
+        assert merged.tolist() == expected
+        assert indices.tolist() == ([0, 1, 2] if first is None else [2, 0, 1])
+        assert first_outside(asked) == ((1, 1, 6) if first is None else (0, 0, 6))
+
+
+def test_a_thousand_features_are_one_launch(gpu: str, monkeypatch: pytest.MonkeyPatch):
+    launched: list[str] = []
+    launch_kernel = launch.launch_kernel
+
+    def watched(device: object, stream: object, name: str, *rest: object) -> None:
+        launched.append(name)
+        launch_kernel(device, stream, name, *rest)
+
+    monkeypatch.setattr("speedswap.kernels.cuda.lookups.launch_kernel", watched)
+    parts = [torch.tensor([f % 50, 49], device=gpu) for f in range(1000)]
+    bases, limits = ranges([50] * 1000)
+    merged = merge_ids(FeatureIds(parts, bases, limits, torch.full((1000,), 2)))
+    assert launched == ["merge_ids_i32"]
+    assert torch.equal(
+        merged.cpu(), torch.cat([ids.cpu() + base for ids, base in zip(parts, bases, strict=True)]).int()
+    )
 
 
 def test_the_lookup_of_the_rows_finds_an_id_outside(device: str):

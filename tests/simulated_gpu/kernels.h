@@ -98,6 +98,67 @@ const char* illegal(void (*)(B), const char*, void** arguments, Legal legal) {
     return nullptr;
 }
 
+// Merging ids: (features, number of features, starts, their stride, begins, their stride, wrong, rows, indices, ids)
+template <typename Feature, typename Row>
+const char* illegal(void (*)(const Feature*, long long, const long long*, long long, const long long*, long long,
+                             const long long*, Row*, long long*, long long),
+                    const char*, void** arguments, Legal legal) {
+    const auto* features = *(const Feature**)arguments[0];
+    const auto count = *(long long*)arguments[1], stride = *(long long*)arguments[3];
+    const auto* starts = *(const long long**)arguments[2];
+    const auto* rows = *(const Row**)arguments[7];
+    const auto num_ids = *(long long*)arguments[9];
+    if (!legal(features) || !legal(features + count - 1)) return "the features of a kernel";
+    if (!legal(starts) || !legal(starts + (count - 1) * stride)) return "the starts of features";
+    if (!legal(rows) || !legal(rows + num_ids - 1)) return "the rows of a kernel";
+    for (long long f = 0; f < count; ++f)
+        if (features[f].ids && !legal((const void*)features[f].ids)) return "the ids of a feature";
+    return nullptr;
+}
+
+// Joining offsets: (features, number of features, starts, bags, joined, wrong)
+template <typename Feature>
+const char* illegal(void (*)(const Feature*, long long, const long long*, long long, long long*, long long*),
+                    const char*, void** arguments, Legal legal) {
+    const auto* features = *(const Feature**)arguments[0];
+    const auto count = *(long long*)arguments[1], bags = *(long long*)arguments[3];
+    for (long long f = 0; f < count; ++f) {
+        const auto& feature = features[f];
+        const auto last = (bags - !feature.closed) * (feature.narrow_offsets ? 4 : 8);
+        if (feature.offsets && bags && (!legal((const char*)feature.offsets) || !legal((const char*)feature.offsets + last)))
+            return "the offsets of a feature";
+    }
+    return nullptr;
+}
+
+// Numbering keys: (keys, order, number of keys, ends, features, starts, lookups, found, local, answers)
+template <typename Key, typename Feature>
+const char* illegal(void (*)(const Key*, const long long*, long long, const long long*, const Feature*,
+                             const long long*, long long, long long*, long long*, long long*),
+                    const char*, void** arguments, Legal legal) {
+    const auto count = *(long long*)arguments[2], lookups = *(long long*)arguments[6];
+    for (const int which : {1, 7, 8})
+        if (!legal(*(long long**)arguments[which]) || !legal(*(long long**)arguments[which] + count - 1))
+            return "what is as long as the keys";
+    if (!legal(*(Key**)arguments[0]) || !legal(*(Key**)arguments[0] + count - 1)) return "the keys";
+    const auto* answers = *(long long**)arguments[9];
+    return legal(answers) && legal(answers + 4 * lookups - 1) ? nullptr : "the answers of a kernel";
+}
+
+// Finding places: (rows, number of rows, batches, before, rest)
+template <typename Batches>
+const char* illegal(void (*)(const long long*, long long, Batches, const long long*, long long*), const char*,
+                    void** arguments, Legal legal) {
+    const auto& batches = *(const Batches*)arguments[2];
+    const auto count = *(long long*)arguments[1];
+    for (int b = 0; b < batches.count; ++b)
+        for (const auto& [address, length] : {std::pair(batches.batch[b].rows, batches.batch[b].num_rows),
+                                              std::pair(batches.batch[b].places, count)})
+            if (length && (!legal((const void*)address) || !legal((const long long*)address + length - 1)))
+                return "the rows of a batch";
+    return legal(*(void**)arguments[0]) ? nullptr : "the rows of a kernel";
+}
+
 template <typename... P, std::size_t... I>
 void unpack(void (*kernel)(P...), unsigned int grid, unsigned int block, void** arguments, std::index_sequence<I...>) {
     host_cuda::launch(grid, block, kernel, *static_cast<std::remove_cv_t<P>*>(arguments[I])...);

@@ -40,6 +40,14 @@ _BAGS = np.dtype(
     ]
 )
 
+# As in csrc/lookups.cuh.
+KEYS_PER_THREAD = 16
+BATCHES_PER_LAUNCH = 8
+_FEATURE = "ids narrow per_bag stride inner_stride base limit outside offsets narrow_offsets closed"
+FEATURE = np.dtype([(name, "i8") for name in _FEATURE.split()])
+_BATCH = np.dtype([(name, "i8") for name in ("rows", "num_rows", "places")])
+BATCHES = np.dtype([("count", "i8"), ("batch", _BATCH, (BATCHES_PER_LAUNCH,))])
+
 
 class BlockPart(NamedTuple):
     """A column in bytes: offset in a record, width, address of its block, and distance between the block's rows."""

@@ -321,7 +321,9 @@ class TableCollection(nn.Module, Generic[Config]):
     def _given(self, features: Any) -> FeatureBatch:
         """Read forward's arguments."""
         if not self._has_keys:
-            return read_features(features, self._slots, self._is_weighted)
+            announced = (lookup.batch for group in self._slots.groups for lookup in group._step.announced or ())
+            same = next((batch for batch in announced if batch is not None and batch.is_of(features)), None)
+            return same or read_features(features, self._slots, self._is_weighted)
         return read(features, self._slots, self._slots.groups, self._is_weighted, ahead=False)[0]
 
     def _look_up(self, found: FeatureBatch, index: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +334,8 @@ class TableCollection(nn.Module, Generic[Config]):
         try:
             return group._look_up(Request(given, device, functools.partial(found.rows, index, checked=True)))
         except IdError as error:
-            raise found.outside(error) from None
+            wrong = found.outside(error.with_traceback(None))
+        raise wrong
 
     def lookups_of(self, features: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with these features, for a lookahead: one per group of tables.
@@ -346,13 +349,15 @@ class TableCollection(nn.Module, Generic[Config]):
             TypeError, ValueError: as forward does.
         """
         found, asked = read(features, self._slots, self._slots.groups, self._is_weighted, ahead=True)
+        if not self._has_keys:
+            found.remember(features)
         lookups: list[tuple[TableModule, Announced]] = []
         for index, group in enumerate(self._slots.groups):
             rows = found.rows(index)
             device = group._target(rows)
             if (len(rows) or group._step.is_sharded) and not group.has_keys_of_ranks:
                 given = found.tensors(index, device)
-                lookups.append((group, Announced(group.table, given, device, rows, asked[index])))
+                lookups.append((group, Announced(group.table, given, device, rows, asked[index], found)))
         return lookups
 
     def extra_repr(self) -> str:

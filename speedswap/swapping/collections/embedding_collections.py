@@ -83,12 +83,13 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
 
     def _looked_up(self, features: Any) -> dict[str, JaggedTensor]:
         found = self._given(features)
-        slots, counts = found.slots, [stop - start for start, stop in pairwise(found.starts)]
-        lengths = found.offsets.diff().view(len(counts), found.stride).unbind(0)
+        slots = found.slots
+        lengths = found.offsets.diff().view(len(slots), found.stride).unbind(0)
         results: dict[str, JaggedTensor] = {}
         for index, some in enumerate(slots.of_group):
             weight, local = self._look_up(found, index)
-            vectors = look_up(weight, local).split_with_sizes(counts[some.start : some.stop])
+            counts = [stop - start for start, stop in pairwise(found.starts[some.start : some.stop + 1])]
+            vectors = look_up(weight, local).split_with_sizes(counts)
             for own, slot in zip(vectors, some, strict=True):
                 results[slots.keys[slot]] = JaggedTensor(own, lengths=lengths[slot])
         return (

@@ -26,6 +26,7 @@ from speedswap.swapping.collections.one_feature import (
     require_weights,
 )
 from speedswap.swapping.graphs import leaving_transforms
+from speedswap.swapping.prefetched import GivenTensor
 
 _MOST_ORDERS = 64
 
@@ -141,27 +142,36 @@ class FeatureBatch:
         asked: the ids, their number per slot, and the tables' row ranges.
         stride: number of bags per slot.
         offsets: each bag's first id, and the number of ids, int64, shape (slots · stride + 1,), on the ids' device.
-        starts: the position of each slot's first id, and the number of ids.
+        known_starts: the position of each slot's first id, and the number of ids; None if only ``offsets`` has them.
         is_single: True if every bag has one id.
         weights: a factor per id, shape (ids,), or None.
         by_name: each slot's ids as passed; empty for a keyed batch.
         announced: for a keyed batch, the tensors that its ids depend on.
+        wrong_offsets: returns the error of offsets that do not ascend, or None, after waiting for a GPU; None if they
+            have been checked.
     """
 
     slots: Slots
     asked: kernels.FeatureIds
     stride: int
     offsets: Tensor
-    starts: list[int]
+    known_starts: list[int] | None
     is_single: bool = False
     weights: Tensor | None = None
     by_name: Sequence[Tensor] = ()
     announced: tuple[Tensor, ...] = ()
+    wrong_offsets: Callable[[], ValueError | None] | None = None
     _merged: Tensor | None = None
     _is_inside: bool = False
+    _source: tuple[object, list[GivenTensor | None]] | None = None
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The position of each slot's first id, and the number of ids; on a GPU the host may wait for them."""
+        return self.offsets[:: self.stride].tolist() if self.known_starts is None else self.known_starts
 
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
-        """Return a group's rows, int64, shape (ids,); -1 for an id outside its table.
+        """Return a group's rows, int64, on a GPU also int32, shape (ids,); -1 for an id outside its table.
 
         Args:
             group: its index.
@@ -186,7 +196,12 @@ class FeatureBatch:
 
     def bounds(self, group: int) -> tuple[int, int]:
         """Return the positions of a group's first id, and past its last."""
-        some = self.slots.of_group[group]
+        return self.span(self.slots.of_group[group])
+
+    def span(self, some: range) -> tuple[int, int]:
+        """Return the positions of consecutive slots' first id, and past their last."""
+        if len(some) == len(self.slots):  # without asking a GPU for the others
+            return 0, self.asked.total
         return self.starts[some.start], self.starts[some.stop]
 
     def tensors(self, group: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -197,16 +212,39 @@ class FeatureBatch:
             device: where its rows are needed.
         """
         begin, end = self.bounds(group)
-        if begin == end or not self.by_name:
-            return () if begin == end else self.announced
-        some = self.slots.of_group[group]
-        if device.type != "cpu":  # identified by memory, since comparing would wait for them
-            return tuple(self.by_name[some.start : some.stop])
-        return self.asked.ids[begin:end], self.asked.counts[some.start : some.stop]
+        if begin == end:
+            return ()
+        if device.type != "cpu":
+            return (self.rows(group),)
+        if not self.by_name:
+            return self.announced
+        some, ids, counts = self.slots.of_group[group], self.asked.ids, self.asked.counts
+        assert isinstance(ids, Tensor)
+        assert counts is not None
+        return ids[begin:end], counts[some.start : some.stop]
+
+    def remember(self, features: Any) -> None:
+        """Remember what the batch was read from, to be used again at its turn; only for features on a GPU."""
+        form, parts = _parts(features, self.slots)
+        if all(each is None or (each.is_cuda and not each.requires_grad) for each in parts):
+            self._source = form, [None if each is None else GivenTensor(each, each.device) for each in parts]
+
+    def is_of(self, features: Any) -> bool:
+        """Return whether the batch was read from these features, which have not changed since."""
+        if self._source is None or not (isinstance(features, Mapping) or is_keyed(features)):
+            return False
+        before, (form, parts) = self._source, _parts(features, self.slots)
+        return before[0] == form and all(
+            given is now if given is None else isinstance(now, Tensor) and given.is_unchanged(now)
+            for given, now in zip(before[1], parts, strict=True)
+        )
 
     @leaving_transforms
-    def outside(self, error: IdError) -> IdError:
-        """Return the error for the first id outside its table, to replace one that does not name the table."""
+    def outside(self, error: IdError) -> IdError | ValueError:
+        """Return the error for wrong offsets, or for the first id outside its table, to replace one without names."""
+        wrong = None if self.wrong_offsets is None else self.wrong_offsets()
+        if wrong is not None:
+            return wrong
         found = kernels.first_outside(self.asked)
         if found is None:
             return error
@@ -246,6 +284,17 @@ def require_features(features: Any) -> Any:
     )
 
 
+def _parts(features: Any, slots: Slots) -> tuple[object, list[Any]]:
+    """Return the tensors of features, None for offsets or weights left out, and what tells how they are arranged."""
+    if isinstance(features, Mapping):
+        values = [features.get(name) for name in slots.features]
+        parts = [each if isinstance(each, tuple | list) else (each,) for each in values]
+        return (features.keys() == slots.names, *map(len, parts)), [each for some in parts for each in some]
+    bags = features.offsets() if has_methods(features, ["offsets"]) else features.lengths()
+    weights = features.weights_or_none() if has_methods(features, ["weights_or_none"]) else None
+    return (*features.keys(), features.stride()), [features.values(), bags, weights]
+
+
 # ---------------------------------------------------------------------- by name
 
 
@@ -267,11 +316,9 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
         require_bags(name, ids)
         if is_weighted:
             _require_all_weighted(name, is_weighted, None)
-        flat, stride, per_bag = torch.cat(tuple(values)), ids.shape[0], 1
-        if ids.ndim == 2:
-            flat, per_bag = flat.reshape(-1), ids.shape[1]
+        stride, per_bag = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
         counts, starts, num_offsets = slots.alike(stride, per_bag)
-        asked = kernels.FeatureIds(flat, slots.bases, slots.limits, counts)
+        asked = kernels.FeatureIds(_together(values), slots.bases, slots.limits, counts)
         offsets = steps(num_offsets, per_bag, ids.device)
         return FeatureBatch(slots, asked, stride, offsets, starts, is_single=per_bag == 1, by_name=values)
     bags = [checked_feature(name, value) for name, value in zip(slots.features, values, strict=True)]
@@ -285,19 +332,37 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
         _require_all_weighted(name, is_weighted, each.weights)
     given = [each.ids for each in bags]
     starts = [0, *accumulate(ids.numel() for ids in given)]
-    flat, counts = torch.cat([ids.reshape(-1) for ids in given]), torch.tensor(starts, device="cpu").diff()
+    counts = torch.tensor(starts, device="cpu").diff()
+    asked = kernels.FeatureIds(_together(given), slots.bases, slots.limits, counts)
     weights = [each.weights.reshape(-1) for each in bags if each.weights is not None]
     is_even = per_bag >= 0 and all(each.per_bag == per_bag for each in bags)
+    wrong_offsets = None
+    if is_even:
+        offsets = steps(len(slots) * stride + 1, per_bag, device)
+    elif device.type == "cpu":
+        offsets = _offsets(bags, slots, starts)
+    else:
+        asked.offsets = [(None if each.offsets is None else each.offsets.contiguous(), each.is_closed) for each in bags]
+        offsets = kernels.join_bags(asked, stride).offsets
+        wrong_offsets = functools.partial(_wrong_offsets, bags, slots)
+        if not (starts[-1] and stride) and (error := wrong_offsets()) is not None:  # no lookup would notice
+            raise error
     return FeatureBatch(
         slots,
-        kernels.FeatureIds(flat, slots.bases, slots.limits, counts),
+        asked,
         stride,
-        steps(len(slots) * stride + 1, per_bag, device) if is_even else _offsets(bags, slots, starts),
+        offsets,
         starts,
         is_single=is_even and per_bag == 1,
         weights=torch.cat(weights) if weights else None,
         by_name=given,
+        wrong_offsets=wrong_offsets,
     )
+
+
+def _together(values: Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+    """Return the ids of all features as one tensor; on a GPU as they are, since a kernel reads them one by one."""
+    return values if values[0].is_cuda else torch.cat([ids.reshape(-1) for ids in values])
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
@@ -309,25 +374,29 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 
 def _offsets(bags: list[GivenFeature], slots: Slots, starts: Sequence[int]) -> Tensor:
-    """Return the offsets of all slots' bags, after checking that they ascend."""
-    device, stride = bags[0].ids.device, bags[0].stride
+    """Return the offsets of all slots' bags in host memory, after checking that they ascend."""
+    device, stride, begins = bags[0].ids.device, bags[0].stride, torch.tensor(starts)
     firsts = [
         steps(stride, each.per_bag, device) if each.offsets is None else each.offsets[:stride].long() for each in bags
     ]
-    begins = near(torch.tensor(starts), device)
     offsets = (torch.cat(firsts).view(len(slots), stride) + begins[:-1].unsqueeze(1)).reshape(-1)
     offsets = torch.cat([offsets, begins[-1:]])
     wrong = (offsets[1:] < offsets[:-1]).any()
     if stride:
         wrong = wrong | (offsets[:-1:stride] != begins[:-1]).any()
-    closed = [index for index, each in enumerate(bags) if each.offsets is not None and len(each.offsets) > stride]
+    closed = [index for index, each in enumerate(bags) if each.is_closed and len(each.offsets)]
     if closed:
         lasts = torch.cat([bags[index].offsets[-1:] for index in closed])
-        wrong = wrong | (lasts != near(torch.tensor([bags[index].ids.numel() for index in closed]), device)).any()
-    if bool(wrong):
-        for name, each in zip(slots.features, bags, strict=True):
-            each.require_ascending(name)
+        wrong = wrong | (lasts != torch.tensor([bags[index].ids.numel() for index in closed])).any()
+    if bool(wrong) and (error := _wrong_offsets(bags, slots)) is not None:
+        raise error
     return offsets
+
+
+def _wrong_offsets(bags: Sequence[GivenFeature], slots: Slots) -> ValueError | None:
+    """Return the error of the first feature whose offsets do not ascend."""
+    errors = (each.wrong_offsets(name) for name, each in zip(slots.features, bags, strict=True))
+    return next((error for error in errors if error is not None), None)
 
 
 # ---------------------------------------------------------------------- keyed
@@ -345,13 +414,16 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
             f"features has {len(keys)} keys and a stride of {stride}, but {len(known) - 1} bags, on {known.device}; "
             f"there must be a bag for each key and sample, on {ids.device}"
         )
-    offsets = known.long()
-    per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
     weights = keyed.weights_or_none() if is_weighted and has_methods(keyed, ["weights_or_none"]) else None
     if is_weighted and weights is None:
         raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
     if weights is not None:
         require_weights("features.weights()", weights, ids)
+    is_checked = isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked
+    if ids.is_cuda and not is_checked and len(keys) == len(slots) and len(ids) and stride:
+        return _keyed_on_gpu(keyed, slots, known, order, weights)
+    offsets = known.long()
+    per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
     counts, begins = per_key.diff(), None
     announced: tuple[Tensor, ...] = ids, known
     if order is not None:
@@ -362,6 +434,38 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts, begins)
     starts = [0, *counts.cumsum(0).tolist()]
     return FeatureBatch(slots, asked, stride, offsets, starts, weights=weights, announced=announced)
+
+
+def _keyed_on_gpu(
+    keyed: Any, slots: Slots, known: Tensor, order: Tensor | None, weights: Tensor | None
+) -> FeatureBatch:
+    """Read a keyed batch on a GPU without waiting for its offsets: if they are wrong, every id is outside its table."""
+    ids, stride = keyed.values(), keyed.stride()
+    counts = torch.tensor([len(ids)], device="cpu")
+    known = (known if known.dtype is torch.int32 else known.long()).contiguous()
+    whole = kernels.FeatureIds(ids, slots.bases[:1], slots.limits[:1], counts, offsets=[(known, True)])
+    bags, begins = kernels.join_bags(whole, len(slots) * stride)._replace(stride=stride), None
+    if order is not None:
+        order = near(order, ids.device)
+        begins = bags.offsets[:-1:stride][order]
+        bags = bags._replace(offsets=offsets_of(bags.offsets.diff().view(len(slots), stride)[order]))
+    asked = kernels.FeatureIds(ids, slots.bases, slots.limits, None, begins, bags=bags)
+    wrong_offsets = functools.partial(_wrong_offsets_of_keyed, keyed, known, stride)
+    found = FeatureBatch(slots, asked, stride, bags.offsets, None, weights=weights, wrong_offsets=wrong_offsets)
+    if order is not None and weights is not None:
+        indices = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
+        found._merged = kernels.merge_ids(asked, indices)
+        found.weights = weights[indices]
+    return found
+
+
+def _wrong_offsets_of_keyed(keyed: Any, offsets: Tensor, stride: int) -> ValueError | None:
+    """Return the error of a keyed batch's offsets that do not ascend."""
+    try:
+        _offsets_per_key(keyed, offsets.long(), len(keyed.keys()), stride, len(keyed.values()))
+    except ValueError as error:
+        return error
+    return None
 
 
 def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, num_ids: int) -> Tensor:

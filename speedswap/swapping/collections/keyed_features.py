@@ -86,7 +86,7 @@ def _taken(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_w
             rows = zeros[alike]
         table.put(rows)
     found = read_slots(values, slots, is_weighted)
-    if sum(len(table.places) for table in tables) < len(slots):
+    if found.wrong_offsets is not None or sum(len(table.places) for table in tables) < len(slots):
         found.require_inside()
     taken = take_all(lookups)
     if all(now is before for now, before in zip(taken, known, strict=True)):

@@ -39,22 +39,23 @@ class GivenFeature(NamedTuple):
             return -1
         return 1 if self.ids.ndim == 1 else int(self.ids.shape[1])
 
-    def require_ascending(self, name: str) -> None:
-        """Raise ValueError unless the offsets ascend from 0 and stay within the ids."""
+    def wrong_offsets(self, name: str) -> ValueError | None:
+        """Return the error of offsets that do not ascend from 0 or leave the ids, after waiting for a GPU."""
         if self.offsets is None:
-            return
+            return None
         count, before = len(self.ids), 0
         if len(self.offsets) > self.stride and int(self.offsets[-1]) != count:
-            raise ValueError(f"feature {name!r} has offsets up to {int(self.offsets[-1])}, but {count} ids")
+            return ValueError(f"feature {name!r} has offsets up to {int(self.offsets[-1])}, but {count} ids")
         for place, offset in enumerate(self.offsets.tolist()):
             if place == 0 and offset != 0:
-                raise ValueError(f"offsets[0] of feature {name!r} is {offset}; the first bag begins at 0")
+                return ValueError(f"offsets[0] of feature {name!r} is {offset}; the first bag begins at 0")
             if not before <= offset <= count:
-                raise ValueError(
+                return ValueError(
                     f"offsets[{place}] of feature {name!r} is {offset} after {before}, and there are {count} ids; bags "
                     "lie one after the other, so offsets ascend"
                 )
             before = offset
+        return None
 
     def with_rows(self, rows: Tensor) -> Tensor | GivenFeature:
         """Return the feature with rows in place of its keys."""

@@ -41,7 +41,7 @@ class Pass(NamedTuple):
         """
         features = self.stop - self.start
         begin, end = found.bounds(self.group)
-        first, last = found.starts[self.start], found.starts[self.stop]
+        first, last = found.span(range(self.start, self.stop))
         offsets = found.offsets[self.start * found.stride : self.stop * found.stride + 1]
         offsets = offsets - first if first else offsets
         if (first, last) != (begin, end):
@@ -59,12 +59,15 @@ class Pass(NamedTuple):
         if int(paddings.max()) < 0:
             return None
         begin, _ = found.bounds(self.group)
-        rows = found.rows(self.group)[found.starts[self.start] - begin : found.starts[self.stop] - begin]
-        sizes, paddings = found.asked.counts[self.start : self.stop], near(paddings, rows.device)
-        if int(sizes.min()) == int(sizes.max()):
+        first, last = found.span(range(self.start, self.stop))
+        rows = found.rows(self.group)[first - begin : last - begin]
+        counts, paddings = found.asked.counts, near(paddings, rows.device)
+        sizes = (found.offsets[:: found.stride].diff() if counts is None else counts)[self.start : self.stop]
+        if counts is not None and int(sizes.min()) == int(sizes.max()):
             counting = (rows.view(len(sizes), -1) != paddings.unsqueeze(1)).view(-1)
         else:
-            counting = rows != torch.repeat_interleave(paddings, near(sizes, rows.device), output_size=len(rows))
+            sizes = sizes if counts is None else near(sizes, rows.device)
+            counting = rows != torch.repeat_interleave(paddings, sizes, output_size=len(rows))
         return None if rows.device.type == "cpu" and bool(counting.all()) else counting
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import speedswap
-from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, kernels
 from speedswap.batching.nested import Batch
 from speedswap.errors import BatchError, IdError
 from speedswap.swapping.collections.features import steps
@@ -164,6 +164,74 @@ def test_other_keys_with_the_same_ids_are_another_lookup(device: str) -> None:
         with torch.no_grad():
             assert torch.equal(collection(given).values(), expected)
             assert not torch.equal(collection(batch).values(), expected)
+
+
+@pytest.mark.parametrize("form", ["one", "tuples"])
+@pytest.mark.filterwarnings("ignore:rows of table .* are looked up for training that the lookahead was not told of")
+def test_features_changed_in_place_after_they_were_announced_are_looked_up_as_they_are(form: str, device: str) -> None:
+    results = []
+    for depth in (0, 1):
+        collection = collection_of("bags", device)
+        optimizer = torch.optim.Adagrad(collection.parameters(), lr=0.1)
+        outputs = []
+        batches = [FORMS[form](seed, device) for seed in range(4)]
+        for place, features in enumerate(
+            speedswap.lookahead(batches, {collection: lambda features: features}, depth=depth)
+        ):
+            if place % 2:
+                for each in features.values():
+                    ids = each[0] if isinstance(each, tuple) else each
+                    ids.copy_((ids + 1) % 7)
+            outputs.append(step(collection, optimizer, features))
+        results.append((outputs, rows_of(collection)))
+    for one, other in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(one, other)
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("again", ["same", "views", "copies"])
+def test_announced_features_are_read_once(again: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where only a copy has to be read and compared again; memory of the CPU may change unnoticed."""
+    merged: list[kernels.FeatureIds] = []
+    merge = kernels.merge_ids
+    monkeypatch.setattr(kernels, "merge_ids", lambda asked: (merged.append(asked), merge(asked))[1])
+    collection = collection_of("bags", device)
+    optimizer = torch.optim.Adagrad(collection.parameters(), lr=0.1)
+    batches = [FORMS["tuples"](seed, device) for seed in range(5)]
+    change = {"same": lambda ids: ids, "views": lambda ids: ids[:], "copies": Tensor.clone}[again]
+    for features in speedswap.lookahead(batches, {collection: lambda features: features}):
+        step(collection, optimizer, {name: (change(ids), offsets) for name, (ids, offsets) in features.items()})
+    if device == "cuda":
+        assert len(merged) == len(batches) * (1 + (again == "copies"))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("form", ["tuples", "foreign"])
+def test_wrong_offsets_are_told_in_their_turn(form: str, depth: int, device: str) -> None:
+    """On a GPU with the answer about the ids: nothing is read for them, and the batches around train as ever."""
+    make = SPLIT.get(form) or FORMS[form]
+    batches = [make(seed, device) for seed in range(3)]
+    if form == "tuples":
+        batches[1]["item"][1][2] = -1
+        message = r"offsets\[2\] of feature 'item' is -1 after"
+    else:
+        batches[1].offsets()[3] = 99
+        message = "features has offsets that decrease, from 99 to "
+    collection = collection_of("bags", device)
+    optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
+    loop = iter(speedswap.lookahead(batches, {collection: lambda features: features}, depth=depth))
+    step(collection, optimizer, next(loop))
+    before = rows_of(collection)
+    with pytest.raises(ValueError, match=message):
+        step(collection, optimizer, next(loop))
+    assert rows_of(collection) == before
+    step(collection, optimizer, batches[2])
+
+
+def test_wrong_offsets_of_a_batch_without_ids_are_told(device: str) -> None:
+    none, offsets = torch.empty(0, dtype=torch.int64, device=device), torch.tensor([0, 0, 3], device=device)
+    with pytest.raises(ValueError, match=r"offsets\[2\] of feature 'user' is 3 after 0, and there are 0 ids"):
+        collection_of("bags", device)(dict.fromkeys(SIZES, (none, offsets)))
 
 
 def test_ids_outside_of_their_table_are_named_in_their_turn(device: str) -> None:

@@ -36,6 +36,14 @@ def launches_kernels(name: str) -> bool:
     return name.startswith("aten::") and name not in NO_LAUNCH
 
 
+def is_called(event: Any) -> bool:
+    """Return whether an event of torch's profiler is an operation that is not part of another."""
+    while (event := event.cpu_parent) is not None:
+        if event.name.startswith("aten::"):
+            return False
+    return True
+
+
 class Costs(NamedTuple):
     """The costs of one step: launches of the package's kernels, and of torch's by name."""
 
@@ -46,8 +54,8 @@ class Costs(NamedTuple):
 
 
 @contextmanager
-def counted() -> Iterator[Callable[[], Costs]]:
-    """Count until the block's end; the function returns the costs then."""
+def counted(which: Callable[[Any], bool] = lambda event: True) -> Iterator[Callable[[], Costs]]:
+    """Count until the block's end, of torch's operations some; the function returns the costs then."""
     launches = 0
     call = simulated_gpu.device.call
 
@@ -63,7 +71,7 @@ def counted() -> Iterator[Callable[[], Costs]]:
         with simulated_gpu.counted() as counts, torch.autograd.profiler.profile() as profiled:
             yield lambda: Costs(
                 launches,
-                Counter(each.name for each in profiled.function_events if launches_kernels(each.name)),
+                Counter(each.name for each in profiled.function_events if launches_kernels(each.name) and which(each)),
                 len(counts.round_trips),
                 counts.allocations,
             )
@@ -73,21 +81,27 @@ def counted() -> Iterator[Callable[[], Costs]]:
         gc.enable()
 
 
-def collection_of(kind: str, num_tables: int, device: str, dims: tuple[int, ...] = (4,)) -> Any:
+def collection_of(
+    kind: str,
+    num_tables: int,
+    device: str,
+    dims: tuple[int, ...] = (4,),
+    poolings: tuple[str, ...] = ("sum", "mean", "max"),
+    padding_idx: int | None = 0,
+) -> Any:
     settings = {"storage": "pinned" if device == "cuda" else "pageable", "device": device}
     named = [
         {
             "name": f"t{i}",
             "num_embeddings": ROWS,
             "embedding_dim": dims[i % len(dims)],
-            "padding_idx": 0 if i % 2 else None,
+            "padding_idx": padding_idx if i % 2 else None,
         }
         for i in range(num_tables)
     ]
     if kind == "rows":
         return speedswap.EmbeddingCollection([EmbeddingConfig(**each) for each in named], **settings)
-    poolings = ("sum", "mean", "max")
-    configs = [EmbeddingBagConfig(**each, pooling=poolings[i % 3]) for i, each in enumerate(named)]
+    configs = [EmbeddingBagConfig(**each, pooling=poolings[i % len(poolings)]) for i, each in enumerate(named)]
     return speedswap.EmbeddingBagCollection(configs, **settings)
 
 
@@ -150,16 +164,16 @@ def test_a_step_costs_the_same_for_any_number_of_tables(kind: str, form: str, ah
         loop = iter(speedswap.lookahead(batches, {collection: lambda features: features}) if ahead else batches)
         for _ in range(4):
             step(collection, optimizer, next(loop))
-        kernels.finish_transfers()
+            kernels.finish_transfers()  # so that no thread's timing decides how many writes are still pending
         with counted() as so_far:
             for _ in range(2):
                 step(collection, optimizer, next(loop))
+                kernels.finish_transfers()
         costs.append(so_far())
     few, many = costs
     assert few.round_trips == many.round_trips > 0 < few.launches
-    if not ahead:  # where thread timing decides how many pending writes forward their rows
-        assert few.operations == many.operations
-        assert few == many
+    assert few.operations == many.operations
+    assert few == many
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
@@ -194,18 +208,46 @@ def test_the_sort_that_finds_rows_orders_their_gradients(
     assert len(sorts) == len(batches)
 
 
-@pytest.mark.parametrize("form", ["one", "keyed"])
-def test_the_host_waits_once_for_each_store(form: str, gpu: str) -> None:
-    """For the number of rows; ids of several stores are also checked before any are read, and offsets on a GPU."""
+@pytest.mark.parametrize("poolings", [("sum", "mean"), ("sum", "max")], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_host_waits_once_for_each_store(form: str, poolings: tuple[str, ...], gpu: str) -> None:
+    """For the number of rows, and whether ids and offsets are right; of several stores, before any rows are read.
+
+    If only offsets tell the number of each feature's ids, that is one more where ids are split: among several stores,
+    or between sums and maxima.
+    """
     for dims in ((4,), (4, 6)):
-        collection = collection_of("bags", 6, gpu, dims)
+        collection = collection_of("bags", 6, gpu, dims, poolings)
         optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
         batches = [FORMS[form](6, seed, gpu) for seed in range(3)]
         for features in batches[:2]:
             step(collection, optimizer, features)
         with simulated_gpu.counted() as counts:
             step(collection, optimizer, batches[2])
-        assert len(counts.round_trips) == len(dims) + (len(dims) > 1) + (form == "keyed")
+        is_split = len(dims) > 1 or "max" in poolings
+        asks = form in ("keyed", "otherwise") and is_split
+        assert len(counts.round_trips) == len(dims) + (len(dims) > 1) + asks
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "lookahead"])
+@pytest.mark.parametrize("num_tables", [10, 100])
+def test_a_step_has_few_launches(num_tables: int, ahead: bool, gpu: str) -> None:
+    """Of torch's operations each counts as one, in the main thread and backward, on the host too."""
+    collection = collection_of("bags", num_tables, gpu, poolings=("sum",), padding_idx=None)
+    optimizer = torch.optim.Adam(collection.parameters(), lr=0.1, fused=True)
+    batches = [one(num_tables, seed, gpu) for seed in range(8)]
+    with simulated_gpu.policy("eager"):  # under which the simulation itself calls no operations of torch
+        loop = iter(speedswap.lookahead(batches, {collection: lambda features: features}) if ahead else batches)
+        for _ in range(5):
+            step(collection, optimizer, next(loop))
+            kernels.finish_transfers()
+        with counted(is_called) as so_far:
+            step(collection, optimizer, next(loop))
+            kernels.finish_transfers()
+    costs = so_far()
+    assert costs.round_trips == 1
+    assert costs.launches <= 9 + 2 * ahead
+    assert costs.operations.total() <= 19, costs.operations
 
 
 @pytest.mark.parametrize("kind", ["bags", "rows"])
