@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from large_tables.measuring import RUNS, Plan, measure
 
 from speedswap import kernels
 from speedswap.apps.bench import cli
+from speedswap.apps.bench.measure import machine
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.output import check_output
 from speedswap.cli import run_command
@@ -56,12 +58,18 @@ def run(args: argparse.Namespace) -> int:
     only = [name.strip() for name in (args.only or "").split(",") if name.strip()]
     if unknown := set(only) - set(RUNS):
         raise BenchmarkError(f"only has {', '.join(sorted(unknown))}; choose among {', '.join(RUNS)}")
-    there = only and args.json is not None and args.json.exists()
-    before = json.loads(args.json.read_text())["results"] if there else None
+    before = earlier(args.json) if only and args.json is not None and args.json.exists() else None
     keep = partial(cli.write, args.json, f"tables-{device}")
     found = measure(device, plan, only=only, before=before, profile_to=args.profile, engine=args.engine, keep=keep)
     keep(found)
     return 1 if any(line.partition(": ")[0] in (only or RUNS) for line in found["failed"]) else 0
+
+
+def earlier(path: Path) -> dict[str, Any] | None:
+    """Return the figures of a file if they are of this machine and these sources, which others may join."""
+    document, now = json.loads(path.read_text()), machine()
+    alike = all(document["machine"][name] == now[name] for name in ("commit", "gpu", "processor", "torch"))
+    return document["results"] if alike else None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from gpu_page import LONGEST, page
@@ -39,7 +40,7 @@ def part(name, status, *, failures=(), tail=(), result=""):
     return {"name": name, "failures": [*failures], "tail": [*tail], **seconds}
 
 
-def made(folder, *parts, runs=None):
+def made(folder, *parts, runs=None, began=0.0):
     if runs is not None:
         found = {
             "workload": {"tables": 10, "rows": 4_000_000, "dim": 128, "lookups": 1_048_570},
@@ -51,7 +52,7 @@ def made(folder, *parts, runs=None):
         }
         (folder / "tables-cuda.json").write_text(json.dumps({"results": found}))
     machine = {"gpu": ["NVIDIA H100", "79 GiB"], "torch": "2.11", "commit": "abc", "packages": {"cupy-cuda13x": "14.2"}}
-    return page({"seconds": 100.0, "machine": machine, "parts": [*parts]}, [folder])
+    return page({"began": began, "seconds": 100.0, "machine": machine, "parts": [*parts]}, [folder])
 
 
 def test_page_says_what_ran_and_what_failed(tmp_path):
@@ -109,6 +110,11 @@ def test_page_fits_whatever_fails_and_keeps_figures_and_goals(tmp_path):
     assert len(text) <= LONGEST
     assert "more lines, in summary.json" in text
     assert "GOALS" in text
+
+
+def test_figures_of_an_earlier_check_are_left_out(tmp_path):
+    assert "not measured: tables, ceilings, word2vec" in made(tmp_path, runs=RUNS, began=time.time() + 60)
+    assert "not measured: ceilings, word2vec" in made(tmp_path, began=time.time() - 60)
 
 
 def test_a_file_that_was_cut_short_is_left_out(tmp_path):

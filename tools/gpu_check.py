@@ -213,7 +213,7 @@ def check(
     """
     out.mkdir(parents=True, exist_ok=True)
     (more / "logs").mkdir(parents=True, exist_ok=True)
-    began, outcomes, log = time.monotonic(), dict[str, Outcome](), out / "running.log"
+    began, clock, outcomes, log = time.monotonic(), time.time(), dict[str, Outcome](), out / "running.log"
     first = next((part.call for part in parts if part.call != "build"), "build")
     said = ""
     for _, group in itertools.groupby(parts, lambda part: first if part.call == "build" else part.call):
@@ -229,6 +229,7 @@ def check(
                 outcomes[part.name] = run_part(part, min(part.limit_seconds, left), log)
             summary = {
                 **({"note": note} if note else {}),
+                "began": clock,
                 "seconds": round(time.monotonic() - began, 1),
                 "passed": len(outcomes) == len(parts) and all(outcome.ok for outcome in outcomes.values()),
                 "machine": dict(machine),

@@ -24,13 +24,13 @@ def page(summary: Mapping[str, Any], folders: Sequence[Path]) -> str:
 
     Args:
         summary: what ``summary.json`` has.
-        folders: where the files with the figures are.
+        folders: where the files with the figures are, and perhaps files of earlier checks.
     """
     found = {
         file.name.removesuffix("-cuda.json"): document
         for folder in folders
         for file in sorted(folder.glob("*-cuda.json"))
-        if (document := _read(file)) is not None
+        if file.stat().st_mtime >= summary["began"] and (document := _read(file)) is not None
     }
     goals = [
         f"{'met' if line.met else 'no':>4}  {line.what}: asked {line.asked}, reached {line.reached}"

@@ -16,6 +16,7 @@ from speedswap.apps.bench.measure import write_json
 device, file = sys.argv[1:3]
 write_json(pathlib.Path(file), "recoveries", measure_limits(device, quick="--quick" in sys.argv))
 """
+SIMULATED = "tools/on_simulated_gpu.py"
 REHEARSAL_SECONDS = 900.0  # of a part, on a machine that has much else to do
 TOO_FEW = "too few tests to mean anything"  # as tools/gpu_tests.py says
 
@@ -68,7 +69,7 @@ class Place:
 
     def on_gpu(self, *words: str) -> list[str]:
         """Return the command that runs a script or a module with the GPU."""
-        return [self.python, *(["tools/on_simulated_gpu.py"] if self.rehearsal else []), *words]
+        return [self.python, *([SIMULATED] if self.rehearsal else []), *words]
 
     def quick(self, *full: str) -> list[str]:
         """Return the words for the sizes of a benchmark."""
@@ -177,6 +178,14 @@ def _tables(place: Place) -> list[Part]:
     ]
 
 
+def _real(place: Place, part: Part) -> Part:
+    """Return a part that needs limits and views of memory which the simulated GPU lacks: it is rehearsed on the CPU."""
+    if not place.rehearsal:
+        return part
+    words = ["cpu" if word == "cuda" else word for word in part.command if word != SIMULATED]
+    return dataclasses.replace(part, command=words)
+
+
 def _applications(place: Place) -> list[Part]:
     def bench(name: str, limit: float, kept: float) -> Part:
         file = str(place.more / f"{name}-cuda.json")
@@ -190,20 +199,18 @@ def _applications(place: Place) -> list[Part]:
 
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests/kernels"]
     nvrtc = {"call": "applications", "SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
-    # The simulated GPU has no limit of memory.
-    recoveries = [place.python, "-c", RECOVERIES, "cpu" if place.rehearsal else "cuda"]
-    recoveries += [str(place.more / "recoveries-cuda.json"), *place.quick()]
+    recoveries = place.on_gpu("-c", RECOVERIES, "cuda", str(place.more / "recoveries-cuda.json"), *place.quick())
     return [
         _pytest(place, "kernel tests by NVRTC", 60, 30, "-m", "cuda_kernels", *which, **nvrtc),
         _script(place, "word2vec", 60, 35, *place.quick(), out=True),
-        Part("recoveries", recoveries, 40, 20, call="applications"),
+        _real(place, Part("recoveries", recoveries, 40, 20, call="applications")),
         app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
         app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
-        app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",)),
+        _real(place, app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",))),
         _script(place, "speedtorch", 30, 15, *place.quick()),
         bench("step", 30, 10),
         bench("transfer", 40, 10),
         _script(place, "many_tables", 60, 0, "--quick"),
         dataclasses.replace(_script(place, "ncf", 60, 0, "--quick"), name="ncf of large tables"),
-        _script(place, "batching", 60, 0, "--quick"),
+        _real(place, _script(place, "batching", 60, 0, "--quick")),
     ]

@@ -241,6 +241,11 @@ def test_runs_join_those_of_earlier_processes(monkeypatch, tmp_path):
     reached = [line["reached"] for line in found["acceptance"] if line["what"].endswith((": sgd", ": adam"))]
     assert None not in reached
     assert main(["--device", "cpu", "--only", "nonsense"]) == 2
+    document = json.loads(report.read_text())
+    document["machine"]["commit"] = "older"
+    report.write_text(json.dumps(document))
+    assert main(["--device", "cpu", "--only", "sgd", "--json", str(report)]) == 0
+    assert [*json.loads(report.read_text())["results"]["runs"]] == ["sgd"]  # the other's sources were others
 
 
 def test_time_for_a_table_in_host_memory_is_not_told_by_one_on_the_gpu(monkeypatch, device):
