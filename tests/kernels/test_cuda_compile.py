@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,21 @@ def test_the_kernels_need_no_header(name: str):
     ours = {'"bags.cuh"', '"compact.cuh"', '"hot.cuh"', '"lookups.cuh"', '"bandwidth.cuh"', '"philox.cuh"'}
     assert set(re.findall(r"#include\s+(\S+)", device)) <= ours
     assert "#include" not in modules.source().split("#else")[0]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_the_fatbin_has_ptx_of_the_oldest_architecture_too(tmp_path: Path):
+    """GPUs between those that are named, as sm_87 and sm_110, are older than the newest PTX."""
+    pybind11 = pytest.importorskip("pybind11")
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\nprintf 'compute_75\\ncompute_87\\ncompute_90\\ncompute_110\\ncompute_120\\n'\n")
+    nvcc.chmod(0o755)
+    settings = [f"-DNVCC={nvcc}", "-DSPEEDSWAP_CUDA=ON", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+    command = ["cmake", "-S", str(CSRC.parent), "-B", str(tmp_path / "build"), "-G", "Unix Makefiles", *settings]
+    subprocess.run([*command, f"-DPython_EXECUTABLE={sys.executable}"], check=True, stdout=subprocess.DEVNULL)
+    rules = (tmp_path / "build/CMakeFiles/fatbin.dir/build.make").read_text()
+    targets = re.findall(r"arch=compute_(\d+),code=(\w+)", rules)
+    assert targets == [
+        *((arch, f"sm_{arch}") for arch in ("75", "90", "120")),
+        *((arch, f"compute_{arch}") for arch in ("75", "120")),
+    ]

@@ -212,3 +212,18 @@ def test_a_gather_that_passes_ids_over_waits_for_no_stream(gpu):
         with simulated_gpu.counted() as counts:
             engines.move_between("gather", WAYS["staged"], table.records, wanted, parts, gpu)
     assert {trip.what for trip in counts.round_trips} <= {"synchronize an event"}
+
+
+def test_rows_that_go_directly_record_only_the_event_of_their_fence(gpu, monkeypatch: pytest.MonkeyPatch):
+    """The event that staged rows wait for is recorded for them alone."""
+    table, ids, parts = Table(50, 64), ascending(50, 10).to(gpu), blocks([(0, 64)], 10, gpu)
+    recorded, record = [], torch.cuda.Event.record
+
+    def counted(event: torch.cuda.Event, *stream: torch.cuda.Stream) -> None:
+        recorded.append(event)
+        record(event, *stream)
+
+    monkeypatch.setattr(torch.cuda.Event, "record", counted)
+    for what in ("gather", "scatter", "gather"):
+        engines.move_between(what, 1.0, table.records, ids, parts, gpu)
+    assert len(recorded) == 3

@@ -278,12 +278,13 @@ def move_between(
     direct = round(share * len(ids))
     if direct < len(ids) and records.fence is not None:
         records.fence.wait(reads=what == "scatter", forwarded=_forwarded(records, device))
-    stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    ready.record(stream)  # staged rows wait for the work queued so far, not for the rows that go directly
+    stream = torch.cuda.current_stream(device)
+    # Staged rows wait for the work queued so far, not for the rows that go directly.
+    ready = stream.record_event() if direct < len(ids) else None
     if direct:
         near, some = ids[:direct].to(device), rows_of(parts, slice(0, direct))
         _launch(what, records, near, some, device, stream)
-    if direct < len(ids):
+    if ready is not None:
         staged = ring(index_of(device), "in" if what == "gather" else "out")
         turn = staged.gather if what == "gather" else staged.scatter
         turn(records, ids[direct:], rows_of(parts, slice(direct, len(ids))), ready)
