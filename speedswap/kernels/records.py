@@ -37,12 +37,14 @@ class Fence:
         self._writes: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._shared = False
 
-    def queued(self, stream: torch.cuda.Stream, *, writes: bool) -> None:
-        """Record that the work queued last on a stream reads or writes the memory."""
+    def queued(self, stream: torch.cuda.Stream, owner: object = None, *, writes: bool) -> None:
+        """Record that the work queued last on a stream reads or writes the memory; a GPU's belongs to ``owner``."""
         with self._lock:
             events = self._writes if writes else self._reads
             if stream not in events:
                 events[stream] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                if isinstance(owner, Tensor) and owner.is_cuda:
+                    owner.record_stream(stream)  # torch must not reuse memory that is freed before the work is done
             events[stream].record(stream)
 
     def share(self) -> None:
@@ -66,7 +68,9 @@ class Fence:
     def wait(self, *, reads: bool = True, forwarded: torch.cuda.Stream | None = None) -> None:
         """Wait for queued writes, and on request also for queued reads; ``forwarded`` as for :meth:`order`."""
         if self._shared and forwarded is None:
-            torch.cuda.synchronize()
+            from speedswap.kernels.cuda import modules
+
+            modules.synchronize()
             return
         with self._lock:
             events = [event for other, event in self._writes.items() if other != forwarded]

@@ -52,6 +52,8 @@ class PendingWrite(Transfer[None]):
         self.block = block
         self.rows = block.rows.to(torch.int64).contiguous()  # in the form that is forwarded
         self._values = values
+        self._device = next((value.device for value in values.values()), self.rows.device)
+        self._made_on = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._forms = forms
         self._rows_made: torch.cuda.Event | None = None
 
@@ -82,6 +84,9 @@ class PendingWrite(Transfer[None]):
         """Copy shared rows into a block; ``places`` are the indices of its rows within these, if known."""
         device = block.rows.device
         names = [name for name in block.columns if name in self._values]
+        if self._made_on is not None and (here := torch.cuda.current_stream(self._device)) != self._made_on:
+            here.wait_stream(self._made_on)
+            kernels.used_here([self.rows, *self._values.values()])
         kernels.forward(
             self.rows.to(device),
             [self._values[name].to(device) for name in names],

@@ -70,6 +70,26 @@ def test_a_pending_write_of_any_ids_is_forwarded(dtype: torch.dtype, step: int, 
     assert torch.equal(take(table, prefetched), table.gather(ids).weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("storage", ["pinned", "pageable", "device"])
+def test_a_write_is_forwarded_to_another_stream_once_its_values_are_there(storage: str, device: str) -> None:
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    writing, reading = torch.cuda.Stream(), torch.cuda.Stream()
+    table, ids, rows = table_of(storage), torch.arange(10, device=device), torch.arange(5, 20, device=device)
+    table.scatter(ids, torch.zeros(10, DIM, device=device))
+    prefetched, ones = begin(table, ids), torch.ones(15, DIM, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(writing), Commit() as commit:
+        table.scatter(rows, ones * 7, commit=commit)
+    with torch.cuda.stream(reading):
+        weight = take(table, prefetched)
+        assert weight is not None
+        copied = weight.clone()
+    reading.synchronize()
+    assert copied.sum(1).tolist() == [0.0] * 5 + [7.0 * DIM] * 5
+    table.drain()
+
+
 def test_rows_of_a_pending_write_must_ascend(device: str) -> None:
     with table_of() as table:
         before, rows = table.read(), torch.tensor([3, 1], device=device)

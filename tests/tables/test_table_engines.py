@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -113,3 +114,39 @@ def test_a_copied_column_has_what_a_gpu_is_writing(device: str, reset: bool):
         else:
             table.add_columns([before])
         assert table.read(column="before")[:, 0].tolist() == [2.0] * 9 + [1.0] * 21
+
+
+@pytest.mark.parametrize("ends", ["closed", "freed"])
+@pytest.mark.parametrize("writes", [False, True], ids=["gather", "scatter"])
+def test_memory_of_a_device_table_stays_until_moves_on_other_streams_are_done(ends: str, writes: bool, device: str):
+    """torch gives freed memory to the next tensor of the stream that allocated it."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    side, rows = torch.cuda.Stream(), torch.tensor([3, 49], device=device)
+    table = Table.create(50, 4, storage="device", init=speedswap.init.constant(2.0))
+    values = torch.ones(2, 4, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        if writes:
+            table.scatter(rows, values)
+        weight = table.gather(rows).weight
+    if ends == "closed":
+        table.close()
+    del table
+    gc.collect()
+    others = [torch.zeros(50 * 4, device=device) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert weight.unique().tolist() == [1.0 if writes else 2.0]
+    assert not any(bool(other.any()) for other in others)
+
+
+def test_the_cpu_waits_for_every_gpu_in_use_before_it_touches_shared_memory(monkeypatch: pytest.MonkeyPatch):
+    """Work of others on the memory is not tracked, and may be on any GPU. One that is not in use gets no context."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    fence = speedswap.kernels.Fence()
+    fence.share()
+    fence.wait()
+    assert waited == [0, 2]

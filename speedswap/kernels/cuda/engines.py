@@ -305,7 +305,7 @@ def _launch(
             fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
         launch.move(what, records, ids, parts, device, stream)
         if fence is not None and not records.ahead:
-            fence.queued(stream, writes=writes)
+            fence.queued(stream, records.owner, writes=writes)
 
 
 def _forwarded(records: Records, device: torch.device) -> torch.cuda.Stream | None:

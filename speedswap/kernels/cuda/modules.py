@@ -94,6 +94,13 @@ def used_devices() -> list[int]:
     return sorted(_used_devices)
 
 
+def synchronize() -> None:
+    """Wait for all work on every GPU that this process has in use, through whichever library."""
+    for index in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
+            torch.cuda.synchronize(index)
+
+
 def load() -> Kernels:
     """Return the kernels, loading them the first time.
 
