@@ -126,6 +126,18 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         pytest.skip(str(error).partition(" with arguments")[0])
 
 
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two GPUs in place of those that the machine has: :class:`two_gpus.TwoGpus`."""
+    from two_gpus import TwoGpus
+
+    from speedswap.kernels.cuda import modules
+
+    yield TwoGpus(monkeypatch)
+    for cache in (modules._process, modules._load):
+        cache.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)

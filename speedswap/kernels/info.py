@@ -17,8 +17,8 @@ def compiled_in() -> Path:
 
 
 def cuda_ready() -> tuple[bool, str]:
-    """Return True if rows can move to and from a GPU here; otherwise False, the reason and the remedy."""
-    reason = modules.unavailable()
+    """Return True if there is a usable GPU; otherwise False, the reason and the remedy. No GPU is taken into use."""
+    reason = modules.lacking()
     return reason is None, reason or ""
 
 
@@ -28,9 +28,9 @@ def capabilities() -> dict[str, str]:
         built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
     except FileNotFoundError as error:
         built = f"{error}; NVRTC compiles the kernels at first use"
-    ready, reason = cuda_ready()
+    reason = modules.unavailable()
     kernels = f"none: {reason}"
-    if ready:
+    if reason is None:
         loaded = modules.load()
         kernels = f"{loaded.origin} ({loaded.why})" if loaded.why else loaded.origin
     return {

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -238,9 +238,14 @@ def _run(
                 entry.work.set_exception(error)
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    # torch.cuda.stream(None) would take an unused GPU into use.
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    # torch.cuda.stream(None) would take an unused GPU into use, as would leaving a stream of one that is not current.
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def _find(lookups: Sequence[Lookup], device: torch.device) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from children import exit_status
+from two_gpus import TwoGpus
 
 import speedswap
-from speedswap.kernels.cuda import modules, pinning
+from speedswap import kernels
+from speedswap.kernels.cuda import launch, modules, pinning
 
 
 @pytest.fixture
@@ -61,6 +65,43 @@ def test_a_forked_child_takes_ordinary_memory(device: str):
 
     assert exit_status(child) == 0
     assert modules.unavailable() is None
+
+
+def test_each_gpu_is_taken_into_use_by_what_is_done_on_it(two_gpus: TwoGpus):
+    """The processes of a job that set no GPU must not all take some of the first one's memory."""
+    assert kernels.cuda_ready() == (True, "")
+    assert two_gpus.in_use == set()
+    second = torch.device("cuda", 1)
+    launch.launch_kernel(second, SimpleNamespace(cuda_stream=0), "gather_w4", 1, 32)  # type: ignore[arg-type]
+    assert two_gpus.in_use == {1}
+    with torch.cuda.device(1):
+        memory = pinning.PinnedMemory(8192)
+    assert two_gpus.registered == {(memory.pointer, 8192): 1}
+    memory.close()
+    assert two_gpus.in_use == {1}
+
+
+@pytest.mark.usefixtures("loads_anew")
+def test_memory_may_be_freed_while_kernels_are_loaded(monkeypatch: pytest.MonkeyPatch):
+    """The garbage collector runs finalizers in any thread, so also in the one that loads them."""
+    from cupy.cuda import runtime
+
+    memory = [pinning.PinnedMemory(8192)]
+    pointer, real = memory[0].pointer, modules._from_fatbin
+    modules._load.cache_clear()
+
+    def frees() -> object:
+        memory.clear()
+        gc.collect()
+        return real()
+
+    monkeypatch.setattr(modules, "_from_fatbin", frees)
+    loader = threading.Thread(target=modules.load, daemon=True)
+    loader.start()
+    loader.join(60)
+    assert not loader.is_alive()
+    with pytest.raises(runtime.CUDARuntimeError):
+        runtime.hostUnregister(pointer)
 
 
 def test_a_child_forked_while_kernels_are_loaded_finds_the_lock_free():

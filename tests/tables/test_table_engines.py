@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import speedswap
 from speedswap import Table
 from speedswap.kernels.cuda import engines
+from speedswap.tables import Commit, prefetch
 
 ENGINES = ["auto", "zero_copy", "staged", "split"]
 
@@ -138,6 +140,42 @@ def test_memory_of_a_device_table_stays_until_moves_on_other_streams_are_done(en
     torch.cuda.synchronize()
     assert weight.unique().tolist() == [1.0 if writes else 2.0]
     assert not any(bool(other.any()) for other in others)
+
+
+def test_streams_are_used_while_their_gpu_is_current(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise torch makes the GPU current that was so before, which takes it into use."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    current, entered = threading.local(), []
+
+    class Current(torch.cuda.device):  # type: ignore[misc]
+        def __enter__(self) -> None:
+            current.depth = getattr(current, "depth", 0) + 1
+            super().__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            current.depth -= 1
+            super().__exit__(*error)
+
+    class Noted(torch.cuda.StreamContext):
+        def __enter__(self) -> None:
+            entered.append(getattr(current, "depth", 0))
+            super().__enter__()
+
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch.cuda, "stream", Noted)
+    rows, ones = torch.arange(9, device=device), torch.ones(9, 4, device=device)
+    engines.ring.cache_clear()
+    with Table.create(50, 4, storage="pageable") as table:
+        table.scatter(rows, ones)
+        table.gather(torch.where(rows < 5, rows, rows + 1))
+        (prefetched,) = prefetch([(table, rows, rows.device)])
+        with Commit() as commit:
+            table.scatter(rows, ones * 2, commit=commit)
+        assert prefetched.take() is not None
+        table.drain()
+    assert len(entered) > 4
+    assert all(entered)
 
 
 def test_the_cpu_waits_for_every_gpu_in_use_before_it_touches_shared_memory(monkeypatch: pytest.MonkeyPatch):

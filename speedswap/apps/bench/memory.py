@@ -43,8 +43,8 @@ def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
 def measure(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
     """Measure in this process, one table after the other; each is filled, so that all its pages exist."""
     if device == "cuda":
-        torch.ones(1, device="cuda")  # the context's own memory is not the tables'
-        kernels.cuda_ready()
+        torch.ones(1, device="cuda")  # the context's own memory is not the tables', nor is that of the kernels
+        kernels.capabilities()
     found: list[dict[str, Any]] = []
     for what, make in _makers(device, num_rows, folder).items():
         entry: dict[str, Any] = {"what": what}

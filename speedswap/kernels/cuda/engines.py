@@ -245,7 +245,8 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
     blocks_on = parts[0].block.device
     if records.device.type == "cpu":
         share = SHARES[records.engine if records.pinned else "staged"]
-        move_between(what, share, records, ids, parts, blocks_on)
+        with torch.cuda.device(blocks_on):  # otherwise what a ring allocates takes the current GPU into use
+            move_between(what, share, records, ids, parts, blocks_on)
         return
     near = parts  # with blocks next to the records
     if blocks_on != torch.device("cuda", index_of(records.device)):

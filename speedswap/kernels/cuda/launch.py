@@ -207,17 +207,16 @@ def launch_kernel(
     device: torch.device, stream: torch.cuda.Stream, name: str, grid: int, threads_per_block: int, *arguments: Any
 ) -> None:
     """Queue a kernel of ``csrc/rows.cuh``; the arguments are NumPy scalars of exactly its parameters' types."""
-    kernel = _kernel(name)
     with modules.on_device(index_of(device)):
+        kernel = _kernel(name)
         kernel((grid,), (threads_per_block,), arguments, stream=_Stream(stream.cuda_stream))
 
 
 @functools.cache
 def kernel_handle(device: torch.device, name: str) -> int:
     """Return the driver's handle of a kernel of ``csrc/rows.cuh`` on a GPU."""
-    kernel = _kernel(name)
     with modules.on_device(index_of(device)):
-        return int(kernel.kernel.ptr)
+        return int(_kernel(name).kernel.ptr)
 
 
 @functools.cache

@@ -30,12 +30,11 @@ NVRTC_OPTIONS = ("-std=c++17", "-fmad=false")
 
 
 class Kernels(NamedTuple):
-    """The loaded module, its origin ("fatbin" or "NVRTC"), the reason if it is not the fatbin, and the process."""
+    """The loaded module, its origin ("fatbin" or "NVRTC"), and the reason if it is not the fatbin."""
 
     module: Any
     origin: str
     why: str
-    process: int
 
 
 class Unavailable(NamedTuple):
@@ -102,7 +101,7 @@ def synchronize() -> None:
 
 
 def load() -> Kernels:
-    """Return the kernels, loading them the first time.
+    """Return the kernels, loading them the first time, which takes the current GPU into use.
 
     Raises:
         ImportError: there is no CuPy.
@@ -115,24 +114,37 @@ def load() -> Kernels:
 
 
 def unavailable() -> str | None:
-    """Return the reason why no kernels are available here, or None if they are."""
+    """Return the reason why no kernels are available here, or None once they are loaded, as by :func:`load`."""
     found = _found()
+    return found.reason if isinstance(found, Unavailable) else None
+
+
+def lacking() -> str | None:
+    """Return the reason why there is no usable GPU, or None. No GPU is taken into use."""
+    with _loading.lock:
+        found = _usable()
     return found.reason if isinstance(found, Unavailable) else None
 
 
 def _found() -> Kernels | Unavailable:
     with _loading.lock:
-        found = _load()
-    if isinstance(found, Kernels) and found.process != os.getpid():
-        return Unavailable(
-            f"CUDA was in use in process {found.process} when this one was forked from it, and does not follow a fork; "
-            "start processes that use a GPU with multiprocessing's method 'spawn'"
-        )
-    return found
+        found = _usable()
+        return found if isinstance(found, Unavailable) else _load()
+
+
+def _usable() -> Unavailable | int:
+    process = _process()
+    if isinstance(process, Unavailable) or process == os.getpid():
+        return process
+    return Unavailable(
+        f"CUDA was in use in process {process} when this one was forked from it, and does not follow a fork; "
+        "start processes that use a GPU with multiprocessing's method 'spawn'"
+    )
 
 
 @functools.cache
-def _load() -> Kernels | Unavailable:
+def _process() -> Unavailable | int:
+    """Return the number of this process if it can use a GPU."""
     if not torch.cuda.is_available():
         built = "finds no CUDA device" if torch.version.cuda else "was built without CUDA"
         return Unavailable(f"torch {torch.__version__} {built}")
@@ -142,6 +154,11 @@ def _load() -> Kernels | Unavailable:
         return Unavailable(str(error), ImportError)
     except cupy().cuda.runtime.CUDARuntimeError as error:
         return Unavailable(f"CuPy cannot use the GPU that torch sees ({error}); install the CuPy for torch's CUDA")
+    return os.getpid()
+
+
+@functools.cache
+def _load() -> Kernels | Unavailable:
     wanted = os.environ.get("SPEEDSWAP_CUDA_SOURCE", "")
     if wanted not in ("", "nvrtc", "fatbin"):
         return Unavailable(f'SPEEDSWAP_CUDA_SOURCE is {wanted!r}; set it to "nvrtc" or "fatbin", or unset it')
@@ -149,7 +166,7 @@ def _load() -> Kernels | Unavailable:
     if wanted != "nvrtc":
         why = ""
         try:
-            return Kernels(_from_fatbin(), "fatbin", "", os.getpid())
+            return Kernels(_from_fatbin(), "fatbin", "")
         except FileNotFoundError as error:
             why = str(error)
         except Exception as error:  # CuPy's CUDADriverError, and other signs of an old driver
@@ -161,7 +178,7 @@ def _load() -> Kernels | Unavailable:
         if wanted == "fatbin":
             return Unavailable(f"SPEEDSWAP_CUDA_SOURCE asks for the fatbin, but {why}")
     try:
-        return Kernels(_from_source(), "NVRTC", why, os.getpid())
+        return Kernels(_from_source(), "NVRTC", why)
     except Exception as error:  # of a missing libnvrtc: RuntimeError, OSError or ImportError, depending on CuPy
         return Unavailable(f"the kernels cannot be compiled with NVRTC: {error}")
 
