@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 from children import exit_status
 
+from speedswap._machine import physical_bytes
+from speedswap.kernels import _C
 from speedswap.kernels.cuda import pinning
 from speedswap.kernels.cuda.pinning import PinnedMemory
 
@@ -54,3 +59,52 @@ def test_ctrl_c_leaves_no_memory_registered(
     memory = PinnedMemory(8192)
     assert (memory.failure is None) == torch.cuda.is_available()
     memory.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="is about Linux's promises of memory")
+def test_memory_may_be_larger_than_what_the_machine_has_so_far():
+    """A virtual machine may be given memory only as it uses it."""
+    mapping = pinning.anonymous(16 * physical_bytes())
+    mapping[0] = mapping[len(mapping) - 1] = 7
+    assert mapping[len(mapping) // 2] == 0
+
+
+def test_memory_is_touched_in_steps_which_wait_for_it(monkeypatch: pytest.MonkeyPatch):
+    """A machine that is given memory more slowly than all threads touch it would end the process."""
+    step, free, touched = 1 << 16, 1 << 16, []
+
+    def available() -> int:
+        nonlocal free
+        free += 1 << 14
+        return free
+
+    def touch(pointer: int, nbytes: int, threads: int) -> None:
+        nonlocal free
+        assert free >= 2 * nbytes
+        touched.append((pointer - memory.data_ptr(), nbytes))
+        free -= nbytes
+
+    memory = torch.empty(5 * step // 2, dtype=torch.uint8)
+    monkeypatch.setattr(pinning, "_STEP_BYTES", step)
+    monkeypatch.setattr(pinning, "available_bytes", available)
+    monkeypatch.setattr(_C, "prefault", touch)
+    pinning.prefault(memory.data_ptr(), memory.nbytes)
+    assert touched == [(0, step), (step, step), (2 * step, step // 2)]
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_memory_that_never_comes_is_an_error_only_if_the_system_promised_less(
+    is_reserved: bool, monkeypatch: pytest.MonkeyPatch
+):
+    touched: list[int] = []
+    monkeypatch.setattr(pinning, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(pinning, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(pinning, "_PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr(_C, "prefault", lambda pointer, nbytes, threads: touched.append(nbytes))
+    if is_reserved:
+        pinning.prefault(4096, 8192)
+        assert touched == [8192]
+    else:
+        with pytest.raises(MemoryError, match=r"0\.00 GiB of memory are free, and no more came within 0\.02 s"):
+            pinning.prefault(4096, 8192, is_reserved=False)
+        assert touched == []

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
+import time
 import weakref
 
 import torch
 
+from speedswap._machine import available_bytes
 from speedswap.kernels import _C
 from speedswap.kernels.cuda import modules
 from speedswap.kernels.host import get_num_threads
@@ -19,12 +22,32 @@ _CUDART_UNLOADING = 4
 _NOT_INITIALIZED = 3
 _NOT_REGISTERED = 713
 
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+# Python 3.13 names it.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_STEP_BYTES = 256 << 20
+_PAUSE_SECONDS, _PATIENCE_SECONDS = 0.1, 30
+
 _log = logging.getLogger("speedswap")
 
 
-def anonymous(nbytes: int) -> mmap.mmap:
-    """Return zeroed memory of exactly this size, from no pool, in huge pages if available."""
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+class Mapping(mmap.mmap):
+    """Anonymous memory; ``is_reserved`` is False if the machine has less than all of it so far."""
+
+    is_reserved = True
+
+
+def anonymous(nbytes: int) -> Mapping:
+    """Return zeroed memory of exactly this size, from no pool, in huge pages if available.
+
+    A virtual machine may be given memory only as it uses it: it may be more than the machine has now, and
+    :func:`prefault` waits for the rest.
+    """
+    try:
+        mapping = Mapping(-1, nbytes, flags=_PRIVATE)
+    except OSError:
+        mapping = Mapping(-1, nbytes, flags=_PRIVATE | _NO_RESERVE)
+        mapping.is_reserved = False
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:  # a kernel without transparent huge pages
@@ -47,7 +70,7 @@ class PinnedMemory:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.pointer = self.bytes.data_ptr()
         self.nbytes = nbytes
-        prefault(self.pointer, nbytes)
+        prefault(self.pointer, nbytes, is_reserved=mapping.is_reserved)
         # First, so that a Ctrl-C cannot come between the two and leave freed memory registered.
         self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping)
         self.failure = pin(self.pointer, nbytes)
@@ -61,9 +84,33 @@ class PinnedMemory:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def prefault(pointer: int, nbytes: int) -> None:
-    """Touch every page for writing, with all threads of the CPU loops; the pages keep their contents."""
-    _C.prefault(pointer, nbytes, get_num_threads())
+def prefault(pointer: int, nbytes: int, *, is_reserved: bool = True) -> None:
+    """Touch every page for writing, with all threads of the CPU loops; the pages keep their contents.
+
+    Args:
+        pointer: the address of the first page.
+        nbytes: size of the memory.
+        is_reserved: False to wait long for memory that the machine is still to be given.
+
+    Raises:
+        MemoryError: it was not given any for as long. Some of the pages were touched.
+    """
+    for start in range(0, nbytes, _STEP_BYTES):
+        step = min(_STEP_BYTES, nbytes - start)
+        _wait_for(step, is_reserved)
+        _C.prefault(pointer + start, step, get_num_threads())
+
+
+def _wait_for(nbytes: int, is_reserved: bool) -> None:
+    """Wait until that much memory is free, and as much again for everything else."""
+    seconds = _PAUSE_SECONDS if is_reserved else _PATIENCE_SECONDS
+    until = time.monotonic() + seconds
+    while (free := available_bytes()) < 2 * nbytes:
+        if time.monotonic() >= until:
+            if is_reserved:
+                return
+            raise MemoryError(f"{free / 2**30:.2f} GiB of memory are free, and no more came within {seconds} s")
+        time.sleep(0.01)
 
 
 def pin(pointer: int, nbytes: int) -> str | None:
