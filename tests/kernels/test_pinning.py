@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
 from children import exit_status
+from two_gpus import TwoGpus
 
 from speedswap._machine import physical_bytes
 from speedswap.kernels import _C
@@ -108,3 +109,71 @@ def test_memory_that_never_comes_is_an_error_only_if_the_system_promised_less(
         with pytest.raises(MemoryError, match=r"0\.00 GiB of memory are free, and no more came within 0\.02 s"):
             pinning.prefault(4096, 8192, is_reserved=False)
         assert touched == []
+
+
+def system_of(folder: Path, processors: dict[str, str], nodes: dict[str, str]) -> Path:
+    """Return a folder like ``/sys`` with the processors of NUMA nodes, and the nodes of GPUs by bus id."""
+    for node, listed in processors.items():
+        place = folder / f"devices/system/node/node{node}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(f"{listed}\n")
+    for bus_id, node in nodes.items():
+        place = folder / "bus/pci/devices" / bus_id
+        place.mkdir(parents=True)
+        (place / "numa_node").write_text(f"{node}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processors", "nodes", "near"),
+    [
+        ({"0": "0-3,8", "1": "4-7,9-11"}, ("0", "1"), ({0, 1, 2, 3, 8}, {4, 5, 6, 7, 9})),
+        ({"0": "0-9"}, ("0", "0"), (set(), set())),
+        ({"0": "0-9"}, ("-1", "-1"), (set(), set())),
+        ({"0": "0-9", "1": ""}, ("1", "2"), (set(), set())),
+    ],
+    ids=["two sockets", "one", "unknown", "a node of memory alone, and none"],
+)
+def test_the_processors_near_a_gpu(
+    processors: dict[str, str],
+    nodes: tuple[str, str],
+    near: tuple[set[int], set[int]],
+    two_gpus: TwoGpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    bus_ids = [bus_id.lower() for bus_id in two_gpus.bus_ids]
+    monkeypatch.setattr(pinning, "_SYSTEM", system_of(tmp_path, processors, dict(zip(bus_ids, nodes, strict=True))))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(10)), raising=False)
+    for gpu in range(2):
+        with torch.cuda.device(gpu):
+            assert pinning.near_processors() == near[gpu]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
+def test_rows_are_placed_near_the_gpu_that_uses_them(
+    two_gpus: TwoGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By the first touch: threads of other processors would place half of a table behind the other socket."""
+    first, second, *_ = sorted(ours := os.sched_getaffinity(0))
+    nodes = {bus_id.lower(): str(node) for node, bus_id in enumerate(two_gpus.bus_ids)}
+    system = system_of(tmp_path / "two", {"0": str(first), "1": str(second)}, nodes)
+    touched: list[tuple[int, set[int]]] = []
+    real = _C.prefault
+
+    def touch(pointer: int, nbytes: int, threads: int) -> None:
+        touched.append((nbytes, os.sched_getaffinity(0)))
+        real(pointer, nbytes, threads)
+
+    monkeypatch.setattr(_C, "prefault", touch)
+    monkeypatch.setattr(pinning, "_STEP_BYTES", 1 << 16)
+    monkeypatch.setattr(pinning, "_PIECE_BYTES", 1 << 15)
+    for place, expected, piece in ((system, {second}, 1 << 15), (tmp_path / "none", ours, 1 << 16)):
+        monkeypatch.setattr(pinning, "_SYSTEM", place)
+        touched.clear()
+        with torch.cuda.device(1):
+            memory = PinnedMemory(3 << 16)
+        assert memory.bytes.sum() == 0
+        memory.close()
+        assert touched == [(piece, expected)] * (memory.nbytes // piece)
+        assert os.sched_getaffinity(0) == ours

@@ -306,6 +306,7 @@ RUNTIME: dict[str, Any] = {
     "setDevice": _set_device,
     "deviceSynchronize": _device_synchronize,
     "deviceGetAttribute": _device_get_attribute,
+    "deviceGetPCIBusId": lambda device: "FFFF:00:00.0",
     "driverGetVersion": lambda: CUDA_VERSION,
     "runtimeGetVersion": lambda: CUDA_VERSION,
     "hostRegister": _host_register,

@@ -8,6 +8,9 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -25,7 +28,8 @@ _NOT_REGISTERED = 713
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Python 3.13 names it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_STEP_BYTES = 256 << 20
+_SYSTEM = Path("/sys")
+_STEP_BYTES, _PIECE_BYTES = 256 << 20, 4 << 20
 _PAUSE_SECONDS, _PATIENCE_SECONDS = 0.1, 30
 
 _log = logging.getLogger("speedswap")
@@ -70,7 +74,7 @@ class PinnedMemory:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.pointer = self.bytes.data_ptr()
         self.nbytes = nbytes
-        prefault(self.pointer, nbytes, is_reserved=mapping.is_reserved)
+        prefault(self.pointer, nbytes, is_reserved=mapping.is_reserved, processors=near_processors())
         # First, so that a Ctrl-C cannot come between the two and leave freed memory registered.
         self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping)
         self.failure = pin(self.pointer, nbytes)
@@ -84,21 +88,49 @@ class PinnedMemory:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def prefault(pointer: int, nbytes: int, *, is_reserved: bool = True) -> None:
+def near_processors() -> set[int]:
+    """Return the processors of the current GPU's NUMA node; none if that is unknown, or all of this process' are."""
+    if modules.lacking() is not None:
+        return set()
+    bus_id = modules.cupy().cuda.runtime.deviceGetPCIBusId(torch.cuda.current_device()).lower()
+    try:
+        node = (_SYSTEM / f"bus/pci/devices/{bus_id}/numa_node").read_text().strip()
+        ranges = (_SYSTEM / f"devices/system/node/node{node}/cpulist").read_text().strip().split(",")
+    except OSError:  # node -1 has no folder
+        return set()
+    bounds = [each.partition("-") for each in ranges if each]
+    near = {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}
+    ours = os.sched_getaffinity(0)
+    return near & ours if not ours <= near else set()
+
+
+def prefault(pointer: int, nbytes: int, *, is_reserved: bool = True, processors: Collection[int] = ()) -> None:
     """Touch every page for writing, with all threads of the CPU loops; the pages keep their contents.
 
     Args:
         pointer: the address of the first page.
         nbytes: size of the memory.
         is_reserved: False to wait long for memory that the machine is still to be given.
+        processors: those whose threads touch the pages, which Linux then places in their NUMA node's memory, as long
+            as there is some; by default all.
 
     Raises:
         MemoryError: it was not given any for as long. Some of the pages were touched.
     """
     for start in range(0, nbytes, _STEP_BYTES):
-        step = min(_STEP_BYTES, nbytes - start)
-        _wait_for(step, is_reserved)
-        _C.prefault(pointer + start, step, get_num_threads())
+        size = min(_STEP_BYTES, nbytes - start)
+        _wait_for(size, is_reserved)
+        if processors:
+            _touch_on(processors, pointer + start, size)
+        else:
+            _C.prefault(pointer + start, size, get_num_threads())
+
+
+def _touch_on(processors: Collection[int], pointer: int, nbytes: int) -> None:
+    threads = min(get_num_threads(), len(processors))
+    with ThreadPoolExecutor(threads, initializer=os.sched_setaffinity, initargs=(0, processors)) as pool:
+        pieces = range(0, nbytes, _PIECE_BYTES)
+        list(pool.map(lambda at: _C.prefault(pointer + at, min(_PIECE_BYTES, nbytes - at), 1), pieces))
 
 
 def _wait_for(nbytes: int, is_reserved: bool) -> None:
@@ -114,7 +146,7 @@ def _wait_for(nbytes: int, is_reserved: bool) -> None:
 
 
 def pin(pointer: int, nbytes: int) -> str | None:
-    """Register host memory with CUDA.
+    """Register host memory with CUDA, which takes the current GPU into use; all others can use the memory as well.
 
     Args:
         pointer: address of a page of anonymous memory; file mappings must not be registered.
@@ -124,12 +156,15 @@ def pin(pointer: int, nbytes: int) -> str | None:
         None, or the reason why it could not be registered: the memory remains usable. CuPy clears the error, so that
         the next CUDA call does not report it.
     """
-    reason = modules.unavailable()
+    reason = modules.lacking()
     if reason is not None:
         return reason
     runtime = modules.cupy().cuda.runtime
     device = torch.cuda.current_device()
     with modules.on_device(device):
+        reason = modules.unavailable()
+        if reason is not None:
+            return reason
         # Kernels are passed host addresses, which must be valid on the GPU.
         if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, device):
             return "this GPU does not use the host's addresses for registered memory"
@@ -148,16 +183,17 @@ def unpin(pointer: int, owner_pid: int, owner: object) -> None:
         owner_pid: the process that pinned it; a forked child does nothing.
         owner: object that keeps the memory alive until now.
     """
-    if os.getpid() != owner_pid or modules.unavailable() is not None:
+    used = modules.used_devices()
+    if os.getpid() != owner_pid or modules.lacking() is not None or not used:
         return
     runtime = modules.cupy().cuda.runtime
     try:
-        for device in modules.used_devices():
+        for device in used:
             with modules.on_device(device):
                 runtime.deviceSynchronize()
         # Use a GPU already in use: a garbage-collecting thread may have another GPU current, which would then
         # lose memory.
-        with modules.on_device(modules.used_devices()[0]):
+        with modules.on_device(used[0]):
             runtime.hostUnregister(pointer)
     except runtime.CUDARuntimeError as error:
         # At interpreter exit the driver may unload first, which drops its registrations.
