@@ -88,10 +88,9 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, order: Tensor | None 
             [5.]])
     """
     if values.is_cuda and values.dtype in (*_SUMMED, *_HALF):
-        from speedswap.kernels.cuda import bags
+        from speedswap.kernels.cuda.bags import sum_entries
 
-        rows = values.reshape(local.numel(), values.shape[-1])
-        return bags.sum_entries(rows, local.reshape(-1), order, num_rows)
+        return sum_entries(values.reshape(local.numel(), values.shape[-1]), local.reshape(-1), order, num_rows)
     if values.device.type != "cpu":
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
     if not has_memory(values):

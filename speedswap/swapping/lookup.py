@@ -66,33 +66,18 @@ def pool(
     """
     order, local = kernels.order_of(local), local.reshape(-1).contiguous()
     if weight.is_cuda and not _needs_torch(weight):
-        return _BagsOnGpu.apply(weight, factors, local, offsets, counts, is_mean, mode, features, order)  # type: ignore[no-any-return, no-untyped-call]
-    ends = offsets if counts is None else counted(offsets, counts)
-    if counts is not None and counts.device.type == "cpu":
-        local, factors = local[counts], None if factors is None else factors[counts]
-        offsets, counts = ends, None
-    elif counts is not None:
-        # The host would wait for their number. Torch skips one row: make it the first, and point the others to it.
-        weight = torch.cat([weight.new_zeros(1, weight.shape[1]), weight])
-        local = torch.where(counts, local + 1, 0)
+        return _BagsOnGpu.apply(weight, factors, local, order, offsets, mode, features, counts, is_mean)  # type: ignore[no-any-return, no-untyped-call]
+    if counts is not None:
+        ends = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        local, offsets, factors = local[counts], ends[offsets], None if factors is None else factors[counts]
     divisors = None
     if is_mean is not None:
-        sizes = torch.where(is_mean, ends.diff().view(features, -1).clamp(min=1), 1).reshape(-1)
+        sizes = torch.where(is_mean, offsets.diff().view(features, -1).clamp(min=1), 1).reshape(-1)
         divisors, mode = sizes.to(torch.promote_types(weight.dtype, torch.float32)), "sum"  # halves cannot count
     if _needs_torch(weight):
-        dtype = weight.dtype
-        if divisors is not None:  # the sum itself may overflow half precision
-            weight, factors = weight.to(divisors.dtype), None if factors is None else factors.to(divisors.dtype)
-        pooled = F.embedding_bag(
-            local,
-            weight,
-            offsets,
-            mode=mode,
-            per_sample_weights=factors,
-            include_last_offset=True,
-            padding_idx=None if counts is None else 0,
-        )
-        return _side_by_side(pooled if divisors is None else (pooled / divisors.unsqueeze(1)).to(dtype), features)
+        wide = weight if divisors is None else weight.to(divisors.dtype)  # the sum itself may overflow half precision
+        pooled = F.embedding_bag(local, wide, offsets, mode=mode, per_sample_weights=factors, include_last_offset=True)
+        return _side_by_side(pooled if divisors is None else pooled / divisors.unsqueeze(1), features).to(weight.dtype)
     if mode == "mean":
         divisors, mode = offsets.diff().clamp(min=1).to(torch.promote_types(weight.dtype, torch.float32)), "sum"
     is_half = weight.dtype in (torch.float16, torch.bfloat16)
@@ -102,11 +87,6 @@ def pool(
     else:
         pooled = _SumOfBags.apply(rows, factors, local, offsets, divisors, features)  # type: ignore[no-untyped-call]
     return pooled.to(weight.dtype)
-
-
-def counted(offsets: Tensor, counts: Tensor) -> Tensor:
-    """Return the offsets of the same bags among the entries that count; arguments are those of :func:`pool`."""
-    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])[offsets]
 
 
 def _side_by_side(bags: Tensor, features: int) -> Tensor:
@@ -271,31 +251,18 @@ class _BagsOnGpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Tensor,
-        factors: Tensor | None,
-        local: Tensor,
-        offsets: Tensor,
-        counts: Tensor | None,
-        is_mean: Tensor | None,
-        mode: str,
-        features: int,
-        order: Tensor | None,
+        ctx: Any, weight: Tensor, factors: Tensor | None, local: Tensor, order: Tensor | None, *of: Any
     ) -> Tensor:
-        trains = any(ctx.needs_input_grad)
-        out, *noted = pool_bags(weight, local, offsets, mode, features, factors, counts, is_mean, trains)
+        out, noted = pool_bags(weight, factors, any(ctx.needs_input_grad), local, *of)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, local, order, *noted)
-        ctx.num_rows, ctx.features = len(weight), features
+        ctx.num_rows, ctx.features = len(weight), of[2]
         return _own(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, local, order, places, scales, taken = ctx.saved_tensors
-        to_weight, to_factors = None, None
-        if ctx.needs_input_grad[0]:
-            noted = {"features": ctx.features, "places": places, "scales": scales, "taken": taken}
-            to_weight = sum_entries(grad, local, order, ctx.num_rows, **noted)
-        if ctx.needs_input_grad[1]:
-            to_factors = dot_bags(weight, local, grad, places, ctx.features)
-        return to_weight, to_factors, *(None for _ in range(7))
+        weight, local, order, *noted = ctx.saved_tensors
+        of_rows, of_factors, *_ = ctx.needs_input_grad
+        to_weight = sum_entries(grad, local, order, ctx.num_rows, ctx.features, *noted) if of_rows else None
+        to_factors = dot_bags(weight, local, grad, noted[0], ctx.features) if of_factors else None
+        return to_weight, to_factors, *[None] * 7

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.errors import IdError
-from speedswap.kernels import check_ids, find_rows, first_duplicate, first_fall, last_occurrences, unique
+from speedswap.kernels import (
+    check_ids,
+    find_all,
+    find_rows,
+    first_duplicate,
+    first_fall,
+    last_occurrences,
+    order_of,
+    unique,
+)
 
 ID_DTYPES = [torch.int32, torch.int64]
 id_dtypes = pytest.mark.parametrize("dtype", ID_DTYPES, ids=str)
@@ -131,6 +140,17 @@ def test_unique_of_any_layout(device: str):
 
 
 # ---- duplicates ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_leaves_the_positions_of_each_lookup_by_row(device: str):
+    """A stable sort of each, though all lookups are sorted together."""
+    lookups = [torch.randint(9, shape, device=device) for shape in ((300,), (7, 20), (0,), (40,))]
+    for ids, found in zip(lookups, find_all([(ids, 9) for ids in lookups]), strict=True):
+        order, values = order_of(found[1]), ids.flatten().tolist()
+        if device == "cpu" or not values:
+            assert order is None
+        else:
+            assert order.tolist() == sorted(range(len(values)), key=lambda i: values[i])
 
 
 def test_last_occurrences_of_a_batch(device: str):

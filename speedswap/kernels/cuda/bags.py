@@ -6,7 +6,7 @@ float16 and bfloat16 are added as float32 and rounded once. Everything is queued
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,46 +17,36 @@ from speedswap.kernels.cuda.shapes import CHUNK, THREADS_PER_BLOCK, bags_argumen
 from speedswap.kernels.host import as_read, empty
 
 
-class Pooled(NamedTuple):
-    """Pooled bags, and what their gradients need.
-
-    Attributes:
-        out: the bags, shape (samples, features · dim).
-        places: int64, shape (entries,): each entry's sample << bits | feature, -1 if it does not count; None if
-            gradients are not needed.
-        scales: each entry's factor over its bag's divisor, float32 or float64, shape (entries,); None if all are 1.
-        taken: for maxima, int64, of out's shape: the entry that gave each item, -1 in a bag without entries.
-    """
-
-    out: Tensor
-    places: Tensor | None
-    scales: Tensor | None
-    taken: Tensor | None
-
-
 def pool_bags(
     rows: Tensor,
+    factors: Tensor | None,
+    trains: bool,
     local: Tensor,
     offsets: Tensor,
     mode: str,
     features: int,
-    factors: Tensor | None,
     counts: Tensor | None,
     is_mean: Tensor | None,
-    trains: bool,
-) -> Pooled:
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return the sum, mean or maximum over each bag of rows, and what their gradients need.
 
     Args:
         rows: floating-point, shape (n, dim).
+        factors: for "sum": of each entry, of rows' dtype.
+        trains: True if gradients are needed.
         local: int64, shape (entries,), contiguous, 0 to n - 1. The caller has checked.
         offsets: int64, shape (bags + 1,), ascending from 0 to entries. The caller has checked.
         mode: "sum", "mean" or "max".
         features: the number of features, in whose order the bags are: a divisor of their number.
-        factors: for "sum": of each entry, of rows' dtype.
         counts: bool, shape (entries,): False for each entry that does not count; None if all do.
         is_mean: for "mean": bool, features items: False for each feature whose bags are sums; None if there is none.
-        trains: True if gradients are needed.
+
+    Returns:
+        The bags, shape (samples, features · dim); and for their gradients, None without them:
+
+        - each entry's sample and feature, -1 if it does not count; int64, shape (entries,);
+        - each entry's factor over its bag's divisor, float32 or float64, shape (entries,); None if all are 1;
+        - for maxima, the entry that gave each item, -1 in a bag without entries; int64, of the bags' shape.
 
     Raises:
         TypeError: factors have another dtype than rows.
@@ -68,30 +58,20 @@ def pool_bags(
     places = torch.empty_like(local) if trains else None
     scales = taken = None
     if trains and (factors is not None or mode == "mean"):
-        scales = torch.empty(len(local), dtype=_as_added(rows.dtype), device=rows.device)
+        scales = local.new_empty(len(local), dtype=_as_added(rows.dtype))
     if trains and mode == "max":
-        taken = torch.empty(out.shape, dtype=torch.int64, device=rows.device)
+        taken = local.new_empty(out.shape)
     factors, counts, is_mean = (None if each is None else as_read(each.detach()) for each in (factors, counts, is_mean))
-    arguments = {
-        "rows": rows, "local": local, "offsets": offsets, "factors": factors, "counts": counts, "is_mean": is_mean,
-        "out": out, "places": places, "scales": scales, "taken": taken, "entries": len(local), "num_bags": num_bags,
-        "samples": len(out), "features": features, "width": width, "row_bytes": width * rows.itemsize,
-        "means": mode == "mean", "whole": _are_whole(width, rows, out),
-    }  # fmt: skip
-    _launch("pool_max" if mode == "max" else "pool", rows, num_bags, width, arguments)
-    return Pooled(out, places, scales, taken)
+    _launch(
+        "pool_max" if mode == "max" else "pool", rows, local, (num_bags, width), width, features, rows=rows,
+        offsets=offsets, factors=factors, counts=counts, is_mean=is_mean, out=out, places=places, scales=scales,
+        taken=taken, num_bags=num_bags, samples=len(out), means=mode == "mean",
+    )  # fmt: skip
+    return out, (places, scales, taken)
 
 
 def sum_entries(
-    grad: Tensor,
-    local: Tensor,
-    order: Tensor | None,
-    num_rows: int,
-    *,
-    features: int = 1,
-    places: Tensor | None = None,
-    scales: Tensor | None = None,
-    taken: Tensor | None = None,
+    grad: Tensor, local: Tensor, order: Tensor | None, num_rows: int, features: int = 1, *noted: Tensor | None
 ) -> Tensor:
     """Return the sum of each row's entries: the gradient of the rows of :func:`pool_bags`, or of a lookup.
 
@@ -102,31 +82,28 @@ def sum_entries(
         local: int64, shape (entries,), contiguous, 0 to num_rows - 1.
         order: as :func:`speedswap.kernels.order_of` returns it; None to sort now.
         num_rows: the number of rows.
-        features, places, scales, taken: those of the bags.
+        features: the bags' number of features.
+        noted: for bags, what :func:`pool_bags` returned.
 
     Returns:
         A new tensor, shape (num_rows, dim); zeros for a row without entries.
     """
-    grad, width, entries = _readable(grad), grad.shape[1] // features, len(local)
+    grad, width = _readable(grad), grad.shape[1] // features
     out = empty((num_rows, width), grad.dtype, grad.device)
-    if not entries:
+    if not len(local):
         return out.zero_()
     if order is None:
         order = torch.sort(local.int() if num_rows < 2**31 else local, stable=True)[1]
-    windows = -(-entries // CHUNK)
-    starts, partial = torch.empty(num_rows + 1, dtype=torch.int64, device=grad.device), None
-    if windows > 1:  # otherwise no row has several chunks
-        partial = torch.empty(2 * windows, width, dtype=_as_added(grad.dtype), device=grad.device)
-    arguments = {
-        "local": local, "out": out, "grad": grad, "places": places, "scales": scales, "taken": taken, "order": order,
-        "starts": starts, "partial": partial, "entries": entries, "features": features, "num_rows": num_rows,
-        "width": width, "row_bytes": width * grad.itemsize, "grad_stride": grad.stride(0),
-        "whole": _are_whole(width, out, grad),
+    windows = -(-len(local) // CHUNK)
+    given = {
+        "out": out, "grad": grad, "order": order, "starts": local.new_empty(num_rows + 1),
+        "partial": grad.new_empty(2 * windows, width, dtype=_as_added(grad.dtype)), "num_rows": num_rows,
+        **dict(zip(("places", "scales", "taken"), noted, strict=False)),
     }  # fmt: skip
-    _launch("find_starts", grad, num_rows + 1, 1, arguments)
-    _launch("sum_chunks", grad, windows, width, arguments)
-    if partial is not None:
-        _launch("join_chunks", grad, windows, width, arguments)
+    _launch("find_starts", grad, local, (num_rows + 1, 1), width, features, **given)
+    _launch("sum_chunks", grad, local, (windows, width), width, features, **given)
+    if windows > 1:  # otherwise no row has several chunks
+        _launch("join_chunks", grad, local, (windows, width), width, features, **given)
     return out
 
 
@@ -136,16 +113,11 @@ def dot_bags(rows: Tensor, local: Tensor, grad: Tensor, places: Tensor, features
     Args:
         rows, local, features: those of the bags.
         grad: their gradient.
-        places: as :func:`pool_bags` returned them.
+        places: each entry's, as :func:`pool_bags` returned them.
     """
-    rows, grad, width = as_read(rows.detach()), _readable(grad), rows.shape[1]
-    out = torch.empty(len(local), dtype=rows.dtype, device=rows.device)
-    arguments = {
-        "rows": rows, "local": local, "out": out, "grad": grad, "places": places, "entries": len(local),
-        "features": features, "width": width, "row_bytes": width * rows.itemsize, "grad_stride": grad.stride(0),
-        "whole": _are_whole(width, rows, grad),
-    }  # fmt: skip
-    _launch("dot_bags", rows, len(local), 1, arguments)
+    rows, grad, out = as_read(rows.detach()), _readable(grad), rows.new_empty(len(local))
+    shape = (len(local), 1)
+    _launch("dot_bags", grad, local, shape, rows.shape[1], features, rows=rows, out=out, grad=grad, places=places)
     return out
 
 
@@ -159,19 +131,28 @@ def _readable(grad: Tensor) -> Tensor:
     return grad if grad.stride(1) == 1 and not grad.is_neg() else as_read(grad)
 
 
-def _are_whole(width: int, *matrices: Tensor) -> bool:
-    """Return whether the kernels can read and write all rows 16 bytes at a time."""
-    everything = 0
-    for each in matrices:
-        everything |= each.data_ptr() | each.itemsize * (width | each.stride(0))
-    return everything % 16 == 0
+def _launch(
+    kernel: str, values: Tensor, local: Tensor, shape: tuple[int, int], width: int, features: int, **given: Any
+) -> None:
+    """Queue a kernel.
 
-
-def _launch(kernel: str, values: Tensor, count: int, width: int, arguments: dict[str, Any]) -> None:
-    """Queue a kernel, with a thread per 16 bytes of ``count`` rows of ``width`` values."""
-    given = {name: value.data_ptr() if isinstance(value, Tensor) else value or 0 for name, value in arguments.items()}
-    grid = group_grid(count, width, 16 // values.itemsize, multiprocessors=multiprocessors(index_of(values.device)))
+    Args:
+        kernel: its name, without the dtype.
+        values: the bags' rows, or their gradient.
+        local: the row of each entry.
+        shape: of a matrix of values that the threads share, 16 bytes each.
+        width, features: of the bags.
+        given: what else the kernel's ``Bags`` holds: tensors and numbers.
+    """
+    numbers = {"width": width, "features": features, "entries": len(local), "row_bytes": width * values.itemsize}
+    multiples = 0
+    for name, each in given.items():
+        numbers[name] = each.data_ptr() if isinstance(each, Tensor) else each or 0
+        if isinstance(each, Tensor) and each.ndim == 2 and each.dtype == values.dtype:
+            multiples |= each.data_ptr() | values.itemsize * (width | each.stride(0))
+    numbers |= {"local": local.data_ptr(), "grad_stride": values.stride(0), "whole": multiples % 16 == 0}
+    grid = group_grid(*shape, 16 // values.itemsize, multiprocessors=multiprocessors(index_of(values.device)))
     name = kernel if kernel == "find_starts" else f"{kernel}_{dtype_name(values.dtype)}"
     if grid:
         stream = torch.cuda.current_stream(values.device)
-        launch_kernel(values.device, stream, name, grid, THREADS_PER_BLOCK, bags_argument(**given))
+        launch_kernel(values.device, stream, name, grid, THREADS_PER_BLOCK, bags_argument(**numbers))

@@ -30,15 +30,10 @@ _COMPACT_COLUMN = np.dtype(
 _COMPACT_COLUMNS = np.dtype(
     [("count", "i8"), ("pieces", "i8"), ("hot", _HOT), ("column", _COMPACT_COLUMN, (COLUMNS_PER_LAUNCH,))]
 )
-_BAGS = np.dtype(
-    [
-        (name, "i8")
-        for name in (
-            *"rows local offsets factors counts is_mean out grad places scales taken order starts partial".split(),
-            *"entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split(),
-        )
-    ]
-)
+_BAGS = (
+    "rows local offsets factors counts is_mean out grad places scales taken order starts partial "
+    "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole"
+).split()
 
 # As in csrc/lookups.cuh.
 KEYS_PER_THREAD = 16
@@ -169,11 +164,8 @@ def compact_columns_argument(parts: Sequence[CompactPart]) -> npt.NDArray[np.voi
 
 def bags_argument(**values: int) -> npt.NDArray[np.void]:
     """Return the kernels' ``Bags``, as an array of one structure; what is not given is 0."""
-    argument = np.zeros(1, _BAGS)
-    for name, value in values.items():
-        argument[name] = value
-    argument["shift"] = (values["features"] - 1).bit_length()
-    return argument
+    values["shift"] = (values["features"] - 1).bit_length()
+    return np.array([values.get(name, 0) for name in _BAGS], np.int64).view(f"V{8 * len(_BAGS)}")
 
 
 def block_addresses(argument: npt.NDArray[np.void]) -> list[int]:
