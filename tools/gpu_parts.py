@@ -179,7 +179,7 @@ def _tables(place: Place) -> list[Part]:
 
 
 def _real(place: Place, part: Part) -> Part:
-    """Return a part that needs limits and views of memory which the simulated GPU lacks: it is rehearsed on the CPU."""
+    """Return a part that asks for what the simulated GPU lacks, as peers do: it is rehearsed on the CPU."""
     if not place.rehearsal:
         return part
     words = ["cpu" if word == "cuda" else word for word in part.command if word != SIMULATED]
@@ -209,8 +209,8 @@ def _applications(place: Place) -> list[Part]:
         _real(place, app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",))),
         _script(place, "speedtorch", 30, 15, *place.quick()),
         bench("step", 30, 10),
-        bench("transfer", 40, 10),
-        _script(place, "many_tables", 60, 0, "--quick"),
+        _real(place, bench("transfer", 40, 10)),
+        _real(place, _script(place, "many_tables", 60, 0, "--quick")),
         dataclasses.replace(_script(place, "ncf", 60, 0, "--quick"), name="ncf of large tables"),
         _real(place, _script(place, "batching", 60, 0, "--quick")),
     ]
