@@ -25,6 +25,7 @@ import speedswap
 from speedswap.losses import Negatives, UniformSampler, candidates, sampled_softmax, target_ranks
 
 PADDING = 0  # before a sequence that is shorter than others; items are numbered from 1
+CACHE_BYTES = 256 << 20  # of rows on disk
 
 
 class Batch(NamedTuple):
@@ -36,12 +37,13 @@ class Batch(NamedTuple):
 
 
 class SequenceModel(nn.Module):
-    """Vectors of users after each of their items, to be compared with the rows of the next item's candidates."""
+    """Vectors of users after each of their items, to be compared with the rows of candidates."""
 
     def __init__(self, num_items: int, dim: int, length: int, path: str | None) -> None:
         super().__init__()
         init = speedswap.init.normal(std=dim**-0.5)
-        self.items = speedswap.Embedding(num_items + 1, dim, padding_idx=PADDING, init=init, path=path)
+        place = "auto" if path is None else speedswap.Disk(path, cache_bytes=CACHE_BYTES)
+        self.items = speedswap.Embedding(num_items + 1, dim, padding_idx=PADDING, init=init, storage=place)
         self.positions = nn.Embedding(length, dim)
         layer = nn.TransformerEncoderLayer(dim, nhead=2, dim_feedforward=2 * dim, dropout=0.1, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
@@ -58,8 +60,7 @@ def read(path: Path) -> list[list[int]]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         rows = [line.split("\t") for line in lines if line.strip()]
     rows.sort(key=lambda row: float(row[3]))
-    numbers: dict[str, int] = {}
-    users: dict[str, list[int]] = {}
+    numbers, users = dict[str, int](), dict[str, list[int]]()
     for user, item, *_ in rows:
         users.setdefault(user, []).append(numbers.setdefault(item, len(numbers) + 1))
     return [items for items in users.values() if len(items) > 2]

@@ -39,8 +39,7 @@ def candidates(targets: Any, negatives: Any, *, ignore_index: int | None = IGNOR
         tensor([7, 3, 1, 2])
     """
     if isinstance(negatives, CandidateSampler):
-        kind = type(negatives).__name__
-        raise TypeError(f"negatives is a {kind}, which draws others each time; give sampler.sample() to both calls")
+        raise TypeError(f"negatives is {a_kind(negatives)}, which draws others each time; give sampler.sample()")
     drawn = as_negatives(negatives).ids
     parts = [require_ids("targets", targets), *([] if drawn is None else [require_ids("negatives", drawn)])]
     if len({isinstance(each, Tensor) for each in parts}) > 1:
@@ -142,8 +141,7 @@ def sampled_softmax(
     # A target that a sample has twice is one row of the softmax.
     repeats = ((own.unsqueeze(2) == own.unsqueeze(1)) & batch.is_target.unsqueeze(1)).tril(-1).any(2)
     of_own = batch.by_sample(of_targets, lowest).masked_fill(repeats, lowest).logsumexp(1)
-    losses = torch.logaddexp(of_own, of_negatives) - batch.mean_of_targets(of_targets)
-    return batch.reduced(losses, reduction)
+    return batch.reduced(torch.logaddexp(of_own, of_negatives) - batch.mean_of_targets(of_targets), reduction)
 
 
 def _by_sample(values: Tensor, num_sampled: int, batch: LossBatch) -> Tensor:
@@ -211,8 +209,7 @@ class LossBatch:
         if shape[: len(samples)] != samples or len(shape) > len(samples) + 1:
             wanted = f"one target per sample, {tuple(samples)}, or several, {(*samples, 'n')}"
             raise ValueError(f"targets has shape {tuple(shape)}, but hidden {tuple(hidden.shape)}; give {wanted}")
-        most = shape[-1] if len(shape) > len(samples) else 1
-        is_target = kept(targets, ignore_index).to(hidden.device).reshape(samples.numel(), most)
+        is_target = kept(targets, ignore_index).to(hidden.device).reshape(samples.numel(), (*shape, 1)[len(samples)])
         has_target = is_target.any(1)
         flat = hidden.reshape(samples.numel(), hidden.shape[-1])
         if not bool(has_target.all()):
@@ -235,8 +232,7 @@ class LossBatch:
         """Reduce the losses of the samples, shape (n,); samples without a target have none, and their mean is 0."""
         if reduction == "none":
             return losses.new_zeros(self.has_target.shape).masked_scatter(self.has_target, losses)
-        total = losses.sum()
-        return total if reduction == "sum" else total / max(1, len(losses))
+        return losses.sum() if reduction == "sum" else losses.sum() / max(1, len(losses))
 
 
 def kept(targets: Any, ignore_index: int | None) -> Tensor:
