@@ -202,7 +202,7 @@ def _applications(place: Place) -> list[Part]:
     recoveries = place.on_gpu("-c", RECOVERIES, "cuda", str(place.more / "recoveries-cuda.json"), *place.quick())
     return [
         _pytest(place, "kernel tests by NVRTC", 60, 30, "-m", "cuda_kernels", *which, **nvrtc),
-        _script(place, "word2vec", 60, 35, *place.quick(), out=True),
+        _script(place, "word2vec", 60, 35, *(["--quick", "--words", "50000"] if place.rehearsal else []), out=True),
         _real(place, Part("recoveries", recoveries, 40, 20, call="applications")),
         app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
         app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
