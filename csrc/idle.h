@@ -21,10 +21,10 @@ struct IdleRows {
     char* columns[kMostIdleColumns];  // contiguous rows of `width` items
     int num_columns;
     int64_t width;
-    int item_bytes;       // 4 (float) or 8 (double)
-    const int32_t* last;  // the step that each row has
-    int32_t now;          // the step that rows get; those that have it stay as they are
-    const double* maps;   // [step][from][to]: factors
+    int item_bytes;        // 4 (float) or 8 (double)
+    const int32_t* last;   // the step that each row has
+    int32_t now;           // the step that rows get; those that have it stay as they are
+    const double* maps;    // [step][from][to]: factors
     const double* curves;  // [step][kMostCurveTerms]; null without curves
     const double* bases;   // [step]
 };

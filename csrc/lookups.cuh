@@ -4,8 +4,8 @@
 
 namespace speedswap {
 
-// One feature: its ids, 32 or 64 bits wide, id i being item i / per_bag * stride + i % per_bag * inner_stride. Ids from 0
-// to limit - 1 are rows from `base` on; others become `outside`. Its bags begin at `offsets`, or every per_bag ids if
+// One feature: its ids, 32 or 64 bits wide, id i being item i / per_bag * stride + i % per_bag * inner_stride. Ids from
+// 0 to limit - 1 are rows from `base` on; others become `outside`. Its bags begin at `offsets`, or every per_bag ids if
 // that is null; if `closed`, one more offset is the number of ids.
 struct Feature {
     Count ids, narrow, per_bag, stride, inner_stride, base, limit, outside, offsets, narrow_offsets, closed;
@@ -43,7 +43,8 @@ SPEEDSWAP_FUNCTION void merge_ids(const Feature* features, Count num_features, c
         Count index = 0, row = feature.outside;
         if (is_sound) {
             index = i - starts[f * start_stride] + (begins ? begins[f * begin_stride] : 0);
-            const Count item = index / feature.per_bag * feature.stride + index % feature.per_bag * feature.inner_stride;
+            const Count item =
+                index / feature.per_bag * feature.stride + index % feature.per_bag * feature.inner_stride;
             const Count id = integer_at(feature.ids, feature.narrow, item);
             if (id >= 0 && id < feature.limit) row = feature.base + id;
         }
@@ -76,7 +77,7 @@ SPEEDSWAP_FUNCTION void join_offsets(const Feature* features, Count num_features
     }
 }
 
-// ---- distinct keys ---------------------------------------------------------------------------------------------------
+// ---- distinct keys -------------------------------------------------------------------------------------------------
 
 // Ascending keys are taken in pieces of this size, one per thread.
 constexpr int kKeysPerThread = 16;
@@ -145,7 +146,7 @@ SPEEDSWAP_FUNCTION void number_keys(const Key* keys, const Count* order, Count n
     }
 }
 
-// ---- rows that batches share -----------------------------------------------------------------------------------------
+// ---- rows that batches share ---------------------------------------------------------------------------------------
 
 constexpr int kBatches = 8;
 

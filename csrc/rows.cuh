@@ -319,7 +319,7 @@ SPEEDSWAP_FUNCTION void fill_rows(char* out, Count row_stride, Count first_row, 
 
 }  // namespace speedswap
 
-#include "bags.cuh"  // with the types above
+#include "bags.cuh"     // with the types above
 #include "lookups.cuh"  // with the types above
 
 // ---- the kernels by name: <what>_w<bytes of a word> ----------------------------------------------------------------
@@ -413,24 +413,22 @@ SPEEDSWAP_SWAP(hot_swap_w1, unsigned char)
 
 // ---- lookups.cuh ---------------------------------------------------------------------------------------------------
 
-#define SPEEDSWAP_KEYS(bits, Key)                                                                                   \
-    SPEEDSWAP_KERNEL merge_ids_i##bits(const speedswap::Feature* features, speedswap::Count num_features,           \
-                                       const speedswap::Count* starts, speedswap::Count start_stride,               \
-                                       const speedswap::Count* begins, speedswap::Count begin_stride,               \
-                                       const speedswap::Count* wrong, Key* rows, speedswap::Count* indices,         \
-                                       speedswap::Count num_ids) {                                                  \
-        speedswap::merge_ids(features, num_features, starts, start_stride, begins, begin_stride, wrong, rows,       \
-                             indices, num_ids);                                                                     \
-    }                                                                                                               \
-    SPEEDSWAP_KERNEL count_keys_i##bits(const Key* keys, speedswap::Count num_keys, speedswap::Count* counts) {     \
-        speedswap::count_keys(keys, num_keys, counts);                                                              \
-    }                                                                                                               \
-    SPEEDSWAP_KERNEL number_keys_i##bits(const Key* keys, const speedswap::Count* order, speedswap::Count num_keys, \
-                                         const speedswap::Count* ends, const speedswap::Feature* features,          \
-                                         const speedswap::Count* starts, speedswap::Count num_lookups,              \
-                                         speedswap::Count* found, speedswap::Count* local,                          \
-                                         speedswap::Count* answers) {                                               \
-        speedswap::number_keys(keys, order, num_keys, ends, features, starts, num_lookups, found, local, answers);  \
+#define SPEEDSWAP_KEYS(bits, Key)                                                                                      \
+    SPEEDSWAP_KERNEL merge_ids_i##bits(                                                                                \
+        const speedswap::Feature* features, speedswap::Count num_features, const speedswap::Count* starts,             \
+        speedswap::Count start_stride, const speedswap::Count* begins, speedswap::Count begin_stride,                  \
+        const speedswap::Count* wrong, Key* rows, speedswap::Count* indices, speedswap::Count num_ids) {               \
+        speedswap::merge_ids(features, num_features, starts, start_stride, begins, begin_stride, wrong, rows, indices, \
+                             num_ids);                                                                                 \
+    }                                                                                                                  \
+    SPEEDSWAP_KERNEL count_keys_i##bits(const Key* keys, speedswap::Count num_keys, speedswap::Count* counts) {        \
+        speedswap::count_keys(keys, num_keys, counts);                                                                 \
+    }                                                                                                                  \
+    SPEEDSWAP_KERNEL number_keys_i##bits(                                                                              \
+        const Key* keys, const speedswap::Count* order, speedswap::Count num_keys, const speedswap::Count* ends,       \
+        const speedswap::Feature* features, const speedswap::Count* starts, speedswap::Count num_lookups,              \
+        speedswap::Count* found, speedswap::Count* local, speedswap::Count* answers) {                                 \
+        speedswap::number_keys(keys, order, num_keys, ends, features, starts, num_lookups, found, local, answers);     \
     }
 
 SPEEDSWAP_KEYS(32, int)

@@ -125,7 +125,8 @@ const char* illegal(void (*)(const Feature*, long long, const long long*, long l
     for (long long f = 0; f < count; ++f) {
         const auto& feature = features[f];
         const auto last = (bags - !feature.closed) * (feature.narrow_offsets ? 4 : 8);
-        if (feature.offsets && bags && (!legal((const char*)feature.offsets) || !legal((const char*)feature.offsets + last)))
+        if (feature.offsets && bags &&
+            (!legal((const char*)feature.offsets) || !legal((const char*)feature.offsets + last)))
             return "the offsets of a feature";
     }
     return nullptr;
@@ -152,8 +153,8 @@ const char* illegal(void (*)(const long long*, long long, Batches, const long lo
     const auto& batches = *(const Batches*)arguments[2];
     const auto count = *(long long*)arguments[1];
     for (int b = 0; b < batches.count; ++b)
-        for (const auto& [address, length] : {std::pair(batches.batch[b].rows, batches.batch[b].num_rows),
-                                              std::pair(batches.batch[b].places, count)})
+        for (const auto& [address, length] :
+             {std::pair(batches.batch[b].rows, batches.batch[b].num_rows), std::pair(batches.batch[b].places, count)})
             if (length && (!legal((const void*)address) || !legal((const long long*)address + length - 1)))
                 return "the rows of a batch";
     return legal(*(void**)arguments[0]) ? nullptr : "the rows of a kernel";
