@@ -321,9 +321,11 @@ class TableCollection(nn.Module, Generic[Config]):
     def _given(self, features: Any) -> FeatureBatch:
         """Read forward's arguments."""
         if not self._has_keys:
-            announced = (lookup.batch for group in self._slots.groups for lookup in group._step.announced or ())
-            same = next((batch for batch in announced if batch is not None and batch.is_of(features)), None)
-            return same or read_features(features, self._slots, self._is_weighted)
+            for group in self._slots.groups:
+                for lookup in group._step.announced or ():
+                    if lookup.batch is not None and lookup.batch.is_of(features):
+                        return lookup.batch
+            return read_features(features, self._slots, self._is_weighted)
         return read(features, self._slots, self._slots.groups, self._is_weighted, ahead=False)[0]
 
     def _look_up(self, found: FeatureBatch, index: int) -> tuple[Tensor, Tensor]:

@@ -165,10 +165,12 @@ class FeatureBatch:
     _is_inside: bool = False
     _source: tuple[object, list[GivenTensor | None]] | None = None
 
-    @functools.cached_property
+    @property
     def starts(self) -> list[int]:
         """The position of each slot's first id, and the number of ids; on a GPU the host may wait for them."""
-        return self.offsets[:: self.stride].tolist() if self.known_starts is None else self.known_starts
+        if self.known_starts is None:
+            self.known_starts = self.offsets[:: self.stride].tolist()
+        return self.known_starts
 
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, on a GPU also int32, shape (ids,); -1 for an id outside its table.
@@ -200,9 +202,10 @@ class FeatureBatch:
 
     def span(self, some: range) -> tuple[int, int]:
         """Return the positions of consecutive slots' first id, and past their last."""
-        if len(some) == len(self.slots):  # without asking a GPU for the others
+        if self.known_starts is None and len(some) == len(self.slots):  # without asking a GPU for the others
             return 0, self.asked.total
-        return self.starts[some.start], self.starts[some.stop]
+        starts = self.starts
+        return starts[some.start], starts[some.stop]
 
     def tensors(self, group: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensors that a group's rows depend on; none if it has no ids.
@@ -318,7 +321,10 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
             _require_all_weighted(name, is_weighted, None)
         stride, per_bag = ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1]
         counts, starts, num_offsets = slots.alike(stride, per_bag)
-        asked = kernels.FeatureIds(_together(values), slots.bases, slots.limits, counts)
+        together = values if ids.is_cuda else torch.cat(tuple(values))  # on a GPU a kernel reads them one by one
+        if ids.ndim == 2 and isinstance(together, Tensor):
+            together = together.reshape(-1)
+        asked = kernels.FeatureIds(together, slots.bases, slots.limits, counts)
         offsets = steps(num_offsets, per_bag, ids.device)
         return FeatureBatch(slots, asked, stride, offsets, starts, is_single=per_bag == 1, by_name=values)
     bags = [checked_feature(name, value) for name, value in zip(slots.features, values, strict=True)]
