@@ -26,7 +26,7 @@ ROWS, LOOKUPS = 20, 240
 VIEWS = """
     view as_strided reshape _reshape_alias slice select unsqueeze expand detach alias transpose t unbind split narrow to
     squeeze split_with_sizes lift_fresh result_type item is_nonzero resolve_conj resolve_neg _local_scalar_dense empty
-    empty_strided empty_like promote_types
+    empty_strided empty_like new_empty promote_types
 """
 NO_LAUNCH = {f"aten::{name}" for name in VIEWS.split()}
 
