@@ -37,6 +37,7 @@ SWEEPS = ["bytes of a row", "rows of a batch", "bytes of the table"]
 def test_sweep_that_was_left_out_has_no_panel(left_out, tmp_path):
     """A quick run often ends before the last sweep."""
     found = result("transfer")
+    found["sweeps"] = {axis: [found["table"]] for axis in plots._AXES}  # a small machine leaves out some
     for axis in left_out:
         found["sweeps"][axis] = [{axis: 64, "skipped": "the 12 seconds for this benchmark are over"}]
     kept = [label for axis, label in zip(plots._AXES, SWEEPS, strict=True) if axis not in left_out]
