@@ -323,8 +323,9 @@ class TableCollection(nn.Module, Generic[Config]):
         if not self._has_keys:
             for group in self._slots.groups:
                 for lookup in group._step.announced or ():
-                    if lookup.batch is not None and lookup.batch.is_of(features):
-                        return lookup.batch
+                    batch: FeatureBatch | None = lookup.batch
+                    if batch is not None and batch.is_of(features):
+                        return batch
             return read_features(features, self._slots, self._is_weighted)
         return read(features, self._slots, self._slots.groups, self._is_weighted, ahead=False)[0]
 
