@@ -77,10 +77,7 @@ class HostMemory(Memory):
         if not ready:
             if pin:
                 warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
-            mapping = pinning.anonymous(nbytes)
-            self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-            if not mapping.is_reserved:
-                pinning.prefault(self.bytes.data_ptr(), nbytes, is_reserved=False)
+            self.bytes = torch.frombuffer(pinning.anonymous(nbytes), dtype=torch.uint8)
             return
         self._pinned = pinning.PinnedMemory(nbytes)
         self.bytes = self._pinned.bytes

@@ -65,7 +65,7 @@ def test_ctrl_c_leaves_no_memory_registered(
 @pytest.mark.skipif(sys.platform != "linux", reason="is about Linux's promises of memory")
 def test_memory_may_be_larger_than_what_the_machine_has_so_far():
     """A virtual machine may be given memory only as it uses it."""
-    mapping = pinning.anonymous(16 * physical_bytes())
+    mapping = pinning.anonymous(16 * physical_bytes(), is_reserved=False)
     mapping[0] = mapping[len(mapping) - 1] = 7
     assert mapping[len(mapping) // 2] == 0
 

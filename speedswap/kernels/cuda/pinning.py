@@ -35,23 +35,18 @@ _PAUSE_SECONDS, _PATIENCE_SECONDS = 0.1, 30
 _log = logging.getLogger("speedswap")
 
 
-class Mapping(mmap.mmap):
-    """Anonymous memory; ``is_reserved`` is False if the machine has less than all of it so far."""
-
-    is_reserved = True
-
-
-def anonymous(nbytes: int) -> Mapping:
+def anonymous(nbytes: int, *, is_reserved: bool = True) -> mmap.mmap:
     """Return zeroed memory of exactly this size, from no pool, in huge pages if available.
 
-    A virtual machine may be given memory only as it uses it: it may be more than the machine has now, and
-    :func:`prefault` waits for the rest.
+    Args:
+        nbytes: size of the memory.
+        is_reserved: False to map more than the machine has, which may be given memory only as it uses it; what is not
+            there ends the process that touches it, so that :func:`prefault` has to.
+
+    Raises:
+        OSError: the machine does not have as much.
     """
-    try:
-        mapping = Mapping(-1, nbytes, flags=_PRIVATE)
-    except OSError:
-        mapping = Mapping(-1, nbytes, flags=_PRIVATE | _NO_RESERVE)
-        mapping.is_reserved = False
+    mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE if is_reserved else _PRIVATE | _NO_RESERVE)
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:  # a kernel without transparent huge pages
@@ -69,12 +64,15 @@ class PinnedMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        mapping = anonymous(nbytes)
+        try:
+            mapping, is_reserved = anonymous(nbytes), True
+        except OSError:  # a virtual machine that serves a GPU may get the rest as it uses it
+            mapping, is_reserved = anonymous(nbytes, is_reserved=False), False
         mapping.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.pointer = self.bytes.data_ptr()
         self.nbytes = nbytes
-        prefault(self.pointer, nbytes, is_reserved=mapping.is_reserved, processors=near_processors())
+        prefault(self.pointer, nbytes, is_reserved=is_reserved, processors=near_processors())
         # First, so that a Ctrl-C cannot come between the two and leave freed memory registered.
         self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping)
         self.failure = pin(self.pointer, nbytes)
