@@ -49,6 +49,18 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
             raise ValueError(f"{name} is {value!r}{remedy}")
 
 
+_OF_A_COPY = {"storage", "path", "dtype", "init", "seed", "stored_dtype", "table"}
+
+
+def refuse_copied(file: object, settings: dict[str, Any]) -> None:
+    """Raise TypeError if settings ask for other rows than those of a file as they are in it."""
+    for name in sorted(settings.keys() & _OF_A_COPY):
+        raise TypeError(
+            f"{name} is {settings[name]!r}, but the rows are read where and as they are in {file!r}; leave it out, or "
+            f"copy them with Table.from_file(file, columns=[name], {name}=…)"
+        )
+
+
 def require_table(table: object) -> None:
     """Raise TypeError unless the argument is a table."""
     if isinstance(table, str | os.PathLike):

@@ -19,7 +19,7 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
-from speedswap.swapping.arguments import refuse_place, refuse_torchs, require_id_map, require_table
+from speedswap.swapping.arguments import refuse_copied, refuse_place, refuse_torchs, require_id_map, require_table
 from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
@@ -38,7 +38,17 @@ from speedswap.swapping.whole_rows import (
     write_all,
 )
 from speedswap.swapping.wrappers import is_in_job, require_own_table
-from speedswap.tables import Block, IdMap, Storage, Table, as_storage, is_single_key
+from speedswap.tables import (
+    Block,
+    FileStore,
+    IdMap,
+    Storage,
+    Table,
+    TensorFiles,
+    TensorSource,
+    as_storage,
+    is_single_key,
+)
 from speedswap.tables import init as initializers
 from speedswap.tables.former import takes_former
 from speedswap.tables.record import ROUNDINGS, count
@@ -162,6 +172,53 @@ class TableModule(nn.Module):
         else:
             _require_stored(table, stored_dtype)
         self._begin(table, TableWeight(table, "cpu" if place.type == "meta" else place))
+
+    @classmethod
+    def from_file(
+        cls: type[_Self],
+        file: TensorSource,
+        name: str | None = None,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        **settings: Any,
+    ) -> _Self:
+        """Return a module over the rows of a tensor in a safetensors file, which are read in place.
+
+        Looking rows up takes no memory but the system's cache of the file. Rows that training or a write changes are
+        copied, in pages (4 KiB); optimizer state takes memory as it is written. The file is never changed: keep trained
+        rows with ``table.save``, ``save_checkpoint`` or ``state_dict``, each of which writes a copy of every row. Every
+        call checks that the file is as it was; to truncate it while a call reads it ends the process.
+
+        Args:
+            file: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with
+                safetensors files; or a list of files.
+            name: the tensor's name, such as ``"model.embed_tokens.weight"``; by default that of the only matrix.
+            freeze: True if the rows are for lookup only.
+            padding_idx: a row that gets no gradient.
+            settings: keyword arguments of the class that do not ask for a copy: ``device``, ``state_dtype``, ``mode``…
+
+        Raises:
+            ValueError: no tensor has that name, or it is not a matrix.
+            TypeError: its items are not floating-point of at least 16 bits, or a setting asks for a copy.
+            FileNotFoundError: there is no such file.
+            TableFormatError: it is damaged, such as truncated, or two files have a tensor of that name.
+            TableClosedError: in any later call, if the file has been written meanwhile.
+
+        Example:
+            >>> import tempfile, torch, speedswap
+            >>> file = tempfile.mkdtemp() + "/model.safetensors"
+            >>> speedswap.Table.create(1000, 8, init=speedswap.init.constant(0.5)).export(file)
+            >>> items = speedswap.Embedding.from_file(file, name="weight")
+            >>> items.table
+            Table('weight', 1,000 × 8 float32, file, under 0.01 GiB)
+            >>> items(torch.tensor([997]))[0, :3]
+            tensor([0.5000, 0.5000, 0.5000])
+        """
+        refuse_copied(file, settings)
+        table = Table(FileStore(TensorFiles(file), name))
+        module = cls(len(table), table.embedding_dim, padding_idx=padding_idx, table=table, **settings)
+        module.weight.requires_grad_(not freeze)
+        return module
 
     def _begin(self, table: Table, weight: TableWeight) -> None:
         """Use the rows of a table for lookups and training from now on."""

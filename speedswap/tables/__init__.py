@@ -11,6 +11,7 @@ from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys, is_single_key
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, gather_rows, prefetch, scatter_rows
+from speedswap.tables.mapped import FileStore, TensorFiles, TensorSource
 from speedswap.tables.record import Block, Column
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place
 from speedswap.tables.store import Prefetched, RowStore, WrappedStore
@@ -23,6 +24,7 @@ __all__ = [
     "Commit",
     "Device",
     "Disk",
+    "FileStore",
     "IdMap",
     "Keys",
     "LocalStore",
@@ -33,6 +35,8 @@ __all__ = [
     "RowStore",
     "Storage",
     "Table",
+    "TensorFiles",
+    "TensorSource",
     "WrappedStore",
     "as_keys",
     "as_storage",

@@ -180,7 +180,7 @@ class IdleStore(WrappedStore):
 
 def require_in_memory(table: Table) -> None:
     """Raise ValueError unless a table's rows are in this process's memory alone, where nothing else reads them."""
-    if table.storage not in get_args(MemoryKind) or table.ranks is not None:
+    if table.storage not in (*get_args(MemoryKind), "file") or table.ranks is not None:
         raise ValueError(
             f"idle_rows is 'dense', but {table!r} is not in this process's memory alone: others would find rows that "
             "lack steps; give storage='pageable', 'pinned' or 'device', and keep the rows with save_checkpoint"

@@ -28,6 +28,7 @@ _NOT_REGISTERED = 713
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Python 3.13 names it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _SYSTEM = Path("/sys")
 _STEP_BYTES, _PIECE_BYTES = 256 << 20, 4 << 20
 _PAUSE_SECONDS, _PATIENCE_SECONDS = 0.1, 30
@@ -52,6 +53,27 @@ def anonymous(nbytes: int, *, is_reserved: bool = True) -> mmap.mmap:
     except OSError as error:  # a kernel without transparent huge pages
         _log.debug("transparent huge pages unavailable: %s", error)
     return mapping
+
+
+def copied_on_write(fd: int, start: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+    """Map bytes of a file, read in place a page at a time; a page that is written is copied, and the file unchanged.
+
+    Returns:
+        The mapping, which begins at the page of the first byte; and the bytes, uint8.
+
+    Raises:
+        ValueError: the file is too short.
+        OSError: it cannot be mapped.
+    """
+    before = start % PAGE_BYTES
+    mapping = mmap.mmap(fd, before + nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE, offset=start - before)
+    mapping.madvise(mmap.MADV_RANDOM)
+    return mapping, torch.frombuffer(mapping, dtype=torch.uint8, offset=before)
+
+
+def read_ahead(mapping: mmap.mmap, start: int, nbytes: int) -> None:
+    """Start reading bytes of a mapped file from the start of a page on."""
+    mapping.madvise(mmap.MADV_WILLNEED, start, nbytes)
 
 
 class PinnedMemory:

@@ -30,7 +30,14 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_ONLY_READ = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()} | _ONLY_READ
 _MAX_HEADER = 8 << 20
 _MAX_DIMS = 64
 _PIECE = 4 << 20
