@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speedswap.batching.memory import chain, forget, is_out_of_memory, limited, memory_class, release_cached_memory
+from speedswap.batching.packing import Packing, Parts
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import Changes
 from speedswap.collectives import PeerOutOfMemory
@@ -267,17 +268,17 @@ class MicroBatchSize:
             self.size = self._initial = size
             self.known = Limit(size, self._grow_after)
 
-    def choose(self, key: Hashable, batch_size: int, device: torch.device) -> int:
-        """Return the size to begin a batch with."""
+    def choose(self, key: Hashable, whole: int, device: torch.device) -> int:
+        """Return the size to begin a batch with, at most the whole batch's."""
         if self.is_fixed:
-            return self.known.choose(batch_size)
+            return self.known.choose(whole)
         now = time.monotonic()
         if now - self.looked_at > _SECONDS_BETWEEN_LOOKS:
             self.looked_at, self._memory = now, memory_class(device)
         self.known.end_trial(due_again=True)
         self.known = self._limits.find(key, self._memory, self._grow_after, self._initial)
         self.known.end_trial(due_again=True)
-        return self.known.choose(batch_size)
+        return self.known.choose(whole)
 
     def agree(self, size: int, agreed: int) -> int:
         """Adopt the size that other ranks need, where it is smaller than this rank's.
@@ -308,19 +309,20 @@ class BatchAttempts(Attempts):
     Attributes:
         work: what they do: of work that has fitted at a size, operations are not looked ahead of.
         sizes: the known limits on sizes.
-        size: samples in a micro-batch of the next attempt.
-        batch_size: samples in the batch.
+        size: of a micro-batch of the next attempt.
+        packings: the ways to divide the batch; several where several functions have a part of it each.
         changes: restored after each failure.
         ranks: the processes that train together.
         memory: bytes that an attempt may take, with the copies in ``changes``; None for any number.
         devices: where it does.
         may_shrink: whether another size than the first one may be tried.
+        parts: the micro-batches of the present attempt, for each packing; empty before they are made.
     """
 
     work: str
     sizes: MicroBatchSize
     size: int
-    batch_size: int
+    packings: Sequence[Packing]
     changes: Changes
     ranks: TrainingRanks
     memory: int | None = None
@@ -330,6 +332,13 @@ class BatchAttempts(Attempts):
     def __post_init__(self) -> None:
         super().__init__(self.size)
         self._known = self.sizes.known
+        self._whole = max(packing.whole for packing in self.packings)
+        self.parts: list[Parts] = []
+
+    def divided(self) -> list[Parts]:
+        """Return the micro-batches of the present attempt, for each packing."""
+        self.parts = [Parts(packing, self.ranks.parts(packing, self.size)) for packing in self.packings]
+        return self.parts
 
     def within_memory(self) -> AbstractContextManager[None]:
         """Surround an attempt: exceeding its memory is an out-of-memory error."""
@@ -340,10 +349,11 @@ class BatchAttempts(Attempts):
 
     def recover(self, failure: BaseException) -> bool:
         self.changes.restore()
-        sizes, known, largest = self.sizes, self._known, self._largest
+        sizes, known = self.sizes, self._known
+        largest, samples = self._failed()
         elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on a smaller one
-        may_fit = not sizes.is_fixed and (largest > 1 or elsewhere) and is_out_of_memory(failure)
-        was_trial, smaller = known.on_trial, largest
+        may_fit = not sizes.is_fixed and (samples > 1 or elsewhere) and is_out_of_memory(failure)
+        was_trial, smaller = known.on_trial, min(self.size, largest)
         if may_fit and elsewhere:
             known.end_trial(due_again=False)
         elif may_fit:
@@ -364,20 +374,23 @@ class BatchAttempts(Attempts):
             _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, smaller, why)
         else:
             sizes.report(largest, smaller, f"out of memory ({why})")
-        self.size = smaller
+        self.size, self.parts = smaller, []
         return True
 
-    @property
-    def _largest(self) -> int:
-        """The largest micro-batch that the present size actually produces."""
-        return max(self.ranks.sizes(self.batch_size, self.size), default=0)
+    def _failed(self) -> tuple[int, int]:
+        """Return cost and samples of the micro-batch that failed: of the largest where it is not known or all alike."""
+        for parts in self.parts:
+            if parts.present is not None and not parts.packing.is_even:
+                return parts.present.cost, parts.present.size
+        each = [part for parts in self.parts or self.divided() for part in parts.each]
+        return max((part.cost for part in each), default=0), max((part.size for part in each), default=0)
 
     def fitted(self, *, count: bool = True) -> None:
         """Record that the last attempt succeeded; without ``count``, it says nothing about larger sizes."""
         sizes, before = self.sizes, self._known.size
-        sizes.size = self._largest or sizes.size
+        sizes.size = max((part.cost for parts in self.parts for part in parts.each), default=0) or sizes.size
         self._known.largest[self.work] = max(self._known.largest.get(self.work, 0), self.size)
-        if count and not sizes.is_fixed and self._known.fitted(self.size, self.batch_size):
+        if count and not sizes.is_fixed and self._known.fitted(self.size, self._whole):
             assert sizes.size is not None
             assert before is not None
             sizes.report(before, sizes.size, "it fits")
@@ -397,7 +410,7 @@ class BatchAttempts(Attempts):
             The loss of all ranks together, and whether the loss function returned an aux on any.
         """
         with self.changes.restored_on_error():
-            agreed, somewhere = self.ranks.end(self.size, self.batch_size, gives_aux)
+            agreed, somewhere = self.ranks.end(self.size, self._whole, gives_aux)
             self.fitted(count=count)
             self.sizes.agree(self.size, agreed)
             return self.ranks.reduce(loss, average=average), somewhere

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap.batching.functions import key_of, name_of, named_values
-from speedswap.batching.nested import NO_AUX, Arguments, Batch, joined, kept, loss_of, parted
+from speedswap.batching.nested import NO_AUX, Arguments, kept, loss_of, parted
+from speedswap.batching.packing import Parts
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import HALF_PRECISION, Changes
 from speedswap.errors import BatchError
@@ -164,25 +165,6 @@ _log = logging.getLogger("speedswap")
 
 
 @dataclass(eq=False)
-class _Part:
-    """One micro-batch of a batch.
-
-    Attributes:
-        index: its number, from 0.
-        arguments: of the loss function.
-        size: samples; 0 for a pass that only other ranks need.
-        weight: the share of its loss in that of the batch.
-        aux: what the loss function returned with its loss.
-    """
-
-    index: int
-    arguments: Arguments
-    size: int
-    weight: float
-    aux: Any = NO_AUX
-
-
-@dataclass(eq=False)
 class MicroBatches:
     """Passes over micro-batches, as a splitter's options say.
 
@@ -207,38 +189,40 @@ class MicroBatches:
 
     # ------------------------------------------------------------------ a loss over parts of a batch
 
-    def accumulate(
-        self, loss_fn: Callable[..., Any], batch: Batch, sizes: list[int], changes: Changes
-    ) -> tuple[Tensor, Any]:
+    def accumulate(self, loss_fn: Callable[..., Any], parts: Parts, changes: Changes) -> tuple[Tensor, Any]:
         """Add the gradients of a batch, micro-batch by micro-batch; return its loss, detached, and its aux."""
-        arguments = [
-            batch.part(stop - max(size, 1), stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)
-        ]
-        weighed = zip(arguments, sizes, self._weights(arguments, sizes), strict=True)
-        parts = [_Part(index, *each) for index, each in enumerate(weighed)]
-        place, key = self.begin(batch.size, sizes), key_of(loss_fn)
+        batch, weights = parts.packing.batch, self._weights(parts)
+        place, key = self.begin(batch.size, parts.sizes), key_of(loss_fn)
         losses: list[Tensor] = []
-        with self.statistics(len(parts), changes), changes.summing(len(parts)):
-            for part in sorted(parts, key=lambda one: not one.weight):  # those that count nothing, for their aux, last
-                if part.weight:
-                    losses.append(self._both_ways(loss_fn, part, place, changes))
+        every_aux = [NO_AUX] * len(weights)
+        # Those that count nothing, for their aux, last.
+        turns = sorted(parts.each, key=lambda part: not weights[part.index])
+        with self.statistics(len(turns), changes), changes.summing(len(turns)):
+            for part in parts.in_turn(turns):
+                arguments = parts.arguments(part)
+                if weights[part.index]:
+                    loss, aux = self._both_ways(
+                        loss_fn, arguments, part.size, weights[part.index], place | {"index": part.index}, changes
+                    )
+                    losses.append(loss)
                 elif self.ranks.in_step:
                     with self.ranks.without_effect():
-                        part.aux = _aux_of(loss_fn, part)
+                        aux = _aux_of(loss_fn, arguments)
                 elif part.size and self._gives_aux.get(key, True):
                     with torch.no_grad(), changes.watched():
-                        part.aux = _aux_of(loss_fn, part)
+                        aux = _aux_of(loss_fn, arguments)
                 else:
                     continue
-                self._gives_aux[key] = part.aux is not NO_AUX
-        own = [part for part in parts if part.size]
-        aux = joined([part.aux for part in own], [part.size for part in own])
+                every_aux[part.index] = aux
+                self._gives_aux[key] = aux is not NO_AUX
+        aux = parts.joined([aux for aux, size in zip(every_aux, parts.sizes, strict=True) if size])
         if self.reduction == "none":
-            return torch.cat(losses) if losses else torch.zeros(0, device=batch.device), aux
+            return parts.joined(losses) if losses else torch.zeros(0, device=batch.device), aux
         return functools.reduce(torch.add, losses) if losses else torch.zeros((), device=batch.device), aux
 
-    def _weights(self, parts: Sequence[Arguments], sizes: list[int]) -> list[float]:
+    def _weights(self, parts: Parts) -> list[float]:
         """Return the share of each micro-batch's loss in that of the batch."""
+        sizes = parts.sizes
         if self.reduction != "mean":
             return [float(size > 0) for size in sizes]
         if self.normalizer is None:
@@ -246,7 +230,9 @@ class MicroBatches:
             total = self.ranks.samples(sum(sizes))
         else:
             with torch.no_grad():
-                counts = _as_floats([self.normalizer(*args, **kwargs) for args, kwargs in parts])
+                counts = _as_floats(
+                    [self.normalizer(*args, **kwargs) for args, kwargs in map(parts.arguments, parts.each)]
+                )
             counts = [count if size else 0.0 for count, size in zip(counts, sizes, strict=True)]
             for count in counts:
                 if not 0 <= count < float("inf"):
@@ -254,22 +240,29 @@ class MicroBatches:
             total = self.ranks.total(sum(counts))
         return [count / total if total else 0.0 for count in counts]
 
-    def _both_ways(self, loss_fn: Callable[..., Any], part: _Part, place: dict[str, Any], changes: Changes) -> Tensor:
-        """Run one micro-batch forward and backward; return what it adds to the loss, detached."""
-        args, kwargs = part.arguments
-        weight, place = part.weight, place | {"index": part.index}
+    def _both_ways(
+        self,
+        loss_fn: Callable[..., Any],
+        arguments: Arguments,
+        size: int,
+        weight: float,
+        place: dict[str, Any],
+        changes: Changes,
+    ) -> tuple[Tensor, Any]:
+        """Run one micro-batch forward and backward; return what it adds to the loss, detached, and its aux."""
+        args, kwargs = arguments
         self.tell("before_micro_batch", **place)
         with changes.watched(), self.offloaded(changes):
             result = loss_fn(*args, **kwargs)
             self._require_no_backward(loss_fn, changes)
-            loss, part.aux = loss_of(result, loss_fn, self.reduction, part.size)
+            loss, aux = loss_of(result, loss_fn, self.reduction, size)
             del result
         if not loss.requires_grad:
             raise BatchError(
                 f"loss_fn {name_of(loss_fn)} returned a loss without a graph; compute it from the model's outputs "
                 "without detach(), no_grad() or inference_mode(), of parameters that require a gradient"
             )
-        part.aux = kept(part.aux)
+        aux = kept(aux)
         self.tell("before_backward", **place, loss=loss.detach())
         share = loss if weight == 1 else loss.float() * weight if loss.dtype in HALF_PRECISION else loss * weight
         changes.before_backward([share])
@@ -281,7 +274,7 @@ class MicroBatches:
                 raise _freed_graph(loss_fn) from error
             raise
         self.tell("after_micro_batch", **place, loss=loss.detach())
-        return share.detach()
+        return share.detach(), aux
 
     def _require_no_backward(self, loss_fn: Callable[..., Any], changes: Changes) -> None:
         """Raise BatchError if a loss function that has just run for the first time has changed gradients."""
@@ -349,9 +342,9 @@ def _freed_graph(loss_fn: Callable[..., Any]) -> BatchError:
     )
 
 
-def _aux_of(loss_fn: Callable[..., Any], part: _Part) -> Any:
+def _aux_of(loss_fn: Callable[..., Any], arguments: Arguments) -> Any:
     """Call a loss function for its aux alone."""
-    args, kwargs = part.arguments
+    args, kwargs = arguments
     return kept(parted(loss_fn(*args, **kwargs))[1])
 
 

@@ -132,16 +132,16 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Arguments:
         """Return the arguments for samples ``start`` to ``stop - 1``."""
-        parts: Arguments = _part(self._given, self.size, slice(start, stop))
-        return parts
+        return self.take(slice(start, stop))
 
-    def take(self, indices: Sequence[int]) -> Arguments:
-        """Return the arguments for some samples, copied, in this order; a sample may be taken more than once.
+    def take(self, samples: slice | Sequence[int]) -> Arguments:
+        """Return the arguments for a range of samples, as views, or for some, copied, in this order, perhaps repeated.
 
         >>> Batch((torch.tensor([5, 6, 7]),)).take([2, 0, 2])[0]
         (tensor([7, 5, 7]),)
         """
-        parts: Arguments = _part(self._given, self.size, list(indices))
+        some = samples if isinstance(samples, slice) else list(samples)
+        parts: Arguments = _part(self._given, self.size, some)
         return parts
 
     def refuse_graphs(self) -> None:
@@ -368,7 +368,7 @@ def kept(aux: Any) -> Any:
     return _changed(aux, kept)
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def joined(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
     """Join the micro-batches' aux in the order of the samples.
 
     Tensors and arrays are concatenated along their first dimension, and 0-d tensors stacked, one per micro-batch. The
@@ -379,9 +379,10 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     Args:
         parts: the micro-batches' aux, detached; all :data:`NO_AUX` without aux.
         sizes: samples in each.
+        order: the place of each sample among those of all parts; None if it is already that of the samples.
 
     Raises:
-        BatchError: the micro-batches returned different structures, or tensors that cannot be concatenated.
+        BatchError: the micro-batches returned different structures, or tensors that cannot be concatenated or ordered.
 
     >>> joined([(torch.tensor([1, 2]), 0.5), (torch.tensor([3]), 1.0)], [2, 1])
     (tensor([1, 2, 3]), [0.5, 1.0])
@@ -391,10 +392,10 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return NO_AUX
     if missing:
         raise BatchError("loss_fn returned (loss, aux) for one micro-batch and a loss alone for another")
-    return _joined(list(parts), sizes, "aux")
+    return _joined(list(parts), sizes, order, "aux")
 
 
-def _joined(parts: list[Any], sizes: Sequence[int], path: str) -> Any:
+def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         names = ", ".join(sorted({type(part).__name__ for part in parts}))
@@ -404,18 +405,53 @@ def _joined(parts: list[Any], sizes: Sequence[int], path: str) -> Any:
     if isinstance(first, Tensor):
         if first.dim() == 0:
             return torch.stack(parts)
-        return parts[0] if len(parts) == 1 else _concatenated(torch.cat, parts, path)
+        if is_jagged(first):
+            return chosen(_concatenated_lists(parts), slice(None) if order is None else list(order))
+        rows = parts[0] if len(parts) == 1 else _concatenated(torch.cat, parts, path)
+        return in_order(rows, parts, sizes, order, path)
     if isinstance(first, np.ndarray) and first.ndim:
-        return _concatenated(np.concatenate, parts, path)
+        return in_order(_concatenated(np.concatenate, parts, path), parts, sizes, order, path)
     if isinstance(first, Whole):
         return [part.value for part in parts]
     if isinstance(first, PerSample):
-        return [item for part in parts for item in part.items]
-    if is_plain_list(first) and all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
-        return [item for part in parts for item in part]
-    if is_plain_list(first):
+        parts = [part.items for part in parts]
+    elif not is_plain_list(first):
+        return joined_fields(parts, lambda column: _joined(column, sizes, order, f"an item of {path}"), parts)
+    elif any(len(part) != size for part, size in zip(parts, sizes, strict=True)):
         return parts
-    return joined_fields(parts, lambda column: _joined(column, sizes, f"an item of {path}"), parts)
+    items = [item for part in parts for item in part]
+    return items if order is None else [items[place] for place in order]
+
+
+def in_order(rows: Any, parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:
+    """Return the rows of a tensor or array in the order of the samples, each of which has as many.
+
+    Args:
+        rows: those of all parts.
+        parts: the same, apart.
+        sizes, order: as of :func:`joined`.
+        path: named in the message.
+
+    Raises:
+        BatchError: the number of rows does not follow from that of the samples.
+    """
+    if order is None:
+        return rows
+    counts = {len(part) / size for part, size in zip(parts, sizes, strict=True)}
+    count = int(counts.pop())
+    if counts or len(rows) != count * len(order):
+        raise BatchError(
+            f"{path} has {[len(part) for part in parts]} rows for micro-batches of {list(sizes)} samples, which were "
+            "packed in another order; return as many rows for each sample, or speedswap.batching.PerSample with one "
+            "item for each, or speedswap.batching.Whole"
+        )
+    return rows.reshape(len(order), count, *rows.shape[1:])[order].reshape(rows.shape)
+
+
+def _concatenated_lists(parts: Sequence[Any]) -> Tensor:
+    """Return jagged tensors as one."""
+    lengths = torch.cat([part.offsets().diff() for part in parts])
+    return torch.nested.nested_tensor_from_jagged(torch.cat([part.values() for part in parts]), lengths=lengths)
 
 
 def _concatenated(concatenate: Any, parts: list[Any], path: str) -> Any:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedswap.batching.elastic import even_sizes
+from speedswap.batching.packing import Packing, Part
 from speedswap.batching.rollback import keeper_of, put_aside
 from speedswap.collectives import Buckets, Kind, OwnPace, RankGroup, is_distributed
 from speedswap.errors import BatchError, PeerError
 
 # The stages of a batch at which ranks exchange numbers.
-BEGIN, AGAIN, TOTAL, VOTE, END, READY, LOSS = range(7)
+BEGIN, AGAIN, TOTAL, VOTE, END, READY, LOSS, COUNT = range(8)
 
 
 class TrainingRanks:
@@ -43,7 +43,7 @@ class TrainingRanks:
         """Surround one batch; a failure inside is reported to the ranks that wait for this one."""
         return nullcontext()
 
-    def begin(self, size: int, batch_size: int) -> int:
+    def begin(self, size: int, packing: Packing) -> int:
         """Agree on the micro-batch size that a batch begins with, before the first pass."""
         return size
 
@@ -55,9 +55,9 @@ class TrainingRanks:
         """Surround one attempt at a batch."""
         return nullcontext()
 
-    def sizes(self, batch_size: int, size: int) -> list[int]:
-        """Return the sizes of this rank's micro-batches, none above ``size``; 0 for a pass only other ranks need."""
-        return even_sizes(batch_size, -(-batch_size // size)) if batch_size else []
+    def parts(self, packing: Packing, size: int) -> list[Part]:
+        """Return this rank's micro-batches, of which none costs more than ``size`` but for single samples."""
+        return packing.parts(packing.count(size))
 
     def samples(self, batch_size: int) -> float:
         """Return the number of samples of the batch over all ranks."""
@@ -71,7 +71,7 @@ class TrainingRanks:
         """Surround a forward pass that adds nothing on this rank; where ``in_step``, a backward pass follows it."""
         return nullcontext()
 
-    def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
+    def end(self, size: int, whole: int, gives_aux: bool) -> tuple[int, bool]:
         """Agree, after the last pass, that all ranks have succeeded, and on the size for the next batch.
 
         Returns:
@@ -105,9 +105,10 @@ class Peers(TrainingRanks):
         self._exchange = OwnPace.of(ranks) if owners is None else owners.own_pace
         self._samples = 0.0
 
-    def _agree(self, stage: int, size: int, batch_size: int) -> tuple[int, float, list[float]]:
+    def _agree(self, stage: int, size: int, packing: Packing) -> tuple[int, float, list[float]]:
         """Exchange sizes; return the size to use, the smallest limit of any rank, and each rank's batch size."""
-        lines = self._exchange.round(stage, _limit(size, batch_size), batch_size, len(self.parameters))
+        limit = _limit(size, packing.whole)
+        lines = self._exchange.round(stage, limit, packing.batch.size, len(self.parameters))
         if any(line[2] != lines[0][2] for line in lines):
             raise PeerError("the ranks train different numbers of parameters; freeze the same ones everywhere")
         limit, batch_sizes = min(line[0] for line in lines), [line[1] for line in lines]
@@ -117,8 +118,8 @@ class Peers(TrainingRanks):
     def samples(self, batch_size: int) -> float:
         return self._samples
 
-    def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
-        lines = self._exchange.round(END, _limit(size, batch_size), float(gives_aux))
+    def end(self, size: int, whole: int, gives_aux: bool) -> tuple[int, bool]:
+        lines = self._exchange.round(END, _limit(size, whole), float(gives_aux))
         return _at_most(size, min(line[0] for line in lines)), any(line[1] for line in lines)
 
     def _give_rows(self, average: bool) -> None:
@@ -143,8 +144,8 @@ class Peers(TrainingRanks):
         return everywhere
 
 
-def _limit(size: int, batch_size: int) -> float:
-    return size if size < batch_size else math.inf
+def _limit(size: int, whole: int) -> float:
+    return size if size < whole else math.inf
 
 
 def _at_most(size: int, limit: float) -> int:
@@ -255,8 +256,8 @@ class Replicated(Peers):
             self._buckets = Buckets(list(found), self._group)
         self.parameters = list(found)
 
-    def begin(self, size: int, batch_size: int) -> int:
-        agreed, _, _ = self._agree(BEGIN, size, batch_size)
+    def begin(self, size: int, packing: Packing) -> int:
+        agreed, _, _ = self._agree(BEGIN, size, packing)
         self._total = None
         source = self._exchange.ranks[0]
         for ddp in self._wrapped:  # once per batch what DistributedDataParallel would do before every forward pass

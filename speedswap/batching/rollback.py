@@ -371,6 +371,10 @@ class Changes:
         self._buffers.restore()
         self._random.restore()
 
+    def restore_buffers(self) -> None:
+        """Restore buffers alone."""
+        self._buffers.restore()
+
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """Restore everything if the block raises."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from speedswap.batching.elastic import even_sizes
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.nested import tensors_of
-from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, TOTAL, VOTE, Peers
+from speedswap.batching.packing import Packing, Part
+from speedswap.batching.ranks import AGAIN, BEGIN, COUNT, LOSS, TOTAL, VOTE, Peers
 from speedswap.batching.rollback import Buffers, RandomState, put_aside
 from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
 from speedswap.errors import BatchError
@@ -57,28 +57,37 @@ class Sharded(Peers):
                 f"{owners.ranks}; give both the same"
             )
         super().__init__(ranks, owners)
-        self._batch_size = 0
+        self._packing: Packing | None = None
         self._count = 1
         self._tries_again = False
 
     @contextmanager
     def together(self, task: str) -> Iterator[None]:
         with self._exchange.task(Kind.BACKWARD_OF_SHARDS), self._unreduced(), self._votes():
-            for member in self._members:
-                member.reshard()  # a root stays gathered after an evaluation; its modules then hold other parameters
-            if any(_has_gradient(one) for one in self._each()):
-                raise BatchError(
-                    "there are gradients that set_requires_gradient_sync(False) has left unreduced; reduce or drop "
-                    "them before a splitter takes over"
-                )
-            self.parameters = [one.sharded_param for one in self._each() if one.sharded_param.requires_grad]
-            self._tries_again = False
+            self._start()
             try:
                 with put_aside(self.parameters):  # they are reduced already
                     yield
             except BaseException:
                 self._drop_gradients()
                 raise
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        with self._exchange.task(Kind.PASSES), self._votes():
+            self._start()
+            yield
+
+    def _start(self) -> None:
+        for member in self._members:
+            member.reshard()  # a root stays gathered after an evaluation; its modules then hold other parameters
+        if any(_has_gradient(one) for one in self._each()):
+            raise BatchError(
+                "there are gradients that set_requires_gradient_sync(False) has left unreduced; reduce or drop "
+                "them before a splitter takes over"
+            )
+        self.parameters = [one.sharded_param for one in self._each() if one.sharded_param.requires_grad]
+        self._tries_again = False
 
     def _drop_gradients(self) -> None:
         for one in self._each():
@@ -130,20 +139,24 @@ class Sharded(Peers):
             if tensor.requires_grad:
                 tensor.register_hook(vote)  # type: ignore[no-untyped-call]
 
-    def begin(self, size: int, batch_size: int) -> int:
-        return self._agree_on_count(BEGIN, size, batch_size)
+    def begin(self, size: int, packing: Packing) -> int:
+        self._packing = packing
+        return self._agree_on_count(BEGIN, size, packing)
 
-    def _agree_on_count(self, stage: int, size: int, batch_size: int) -> int:
+    def _agree_on_count(self, stage: int, size: int, packing: Packing) -> int:
         """Find the number of micro-batches that all ranks run; return this rank's size."""
-        agreed, limit, batch_sizes = self._agree(stage, size, batch_size)
-        self._batch_size = batch_size
-        self._count = max(math.ceil(samples / min(limit, samples)) for samples in batch_sizes)
+        agreed, limit, batch_sizes = self._agree(stage, size, packing)
+        if packing.is_even:
+            self._count = max(math.ceil(samples / min(limit, samples)) for samples in batch_sizes)
+        else:
+            self._count = int(max(line[0] for line in self._exchange.round(COUNT, packing.count(agreed))))
         return agreed
 
     @contextmanager
     def attempt(self, size: int) -> Iterator[None]:
         if self._tries_again:
-            self._agree_on_count(AGAIN, size, self._batch_size)
+            assert self._packing is not None
+            self._agree_on_count(AGAIN, size, self._packing)
         try:
             yield
             self._exchange.round(VOTE)
@@ -163,17 +176,15 @@ class Sharded(Peers):
                     root.reset_iter_state()
             self._drop_gradients()
 
-    def sizes(self, batch_size: int, size: int) -> list[int]:
-        if batch_size >= self._count:
-            return even_sizes(batch_size, self._count)
-        return [1] * batch_size + [0] * (self._count - batch_size)
+    def parts(self, packing: Packing, size: int) -> list[Part]:
+        return packing.parts(self._count)
 
     def total(self, count: float) -> float:
         return sum(line[0] for line in self._exchange.round(TOTAL, count))
 
     @contextmanager
     def without_effect(self) -> Iterator[None]:
-        """Follow a forward pass by a backward pass of zeros from the model's outputs, and undo its side effects."""
+        """Follow a forward pass by a backward pass of zeros from outputs with a graph, and undo its side effects."""
         outputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -184,7 +195,8 @@ class Sharded(Peers):
                 for root in self._roots:
                     hooks.callback(root.register_forward_hook(keep).remove)
                 yield
-            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+            if outputs:
+                torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:

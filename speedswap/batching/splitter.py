@@ -15,7 +15,8 @@ from speedswap.batching.check import Checks
 from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches
-from speedswap.batching.nested import NO_AUX, Batch, tensors_of
+from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
+from speedswap.batching.packing import Packing
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.rollback import Changes
 from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
@@ -198,7 +199,9 @@ class BatchSplitter:
         if offload_activations:
             self._refuse_in_step("offload_activations")
         self._memory = None if memory is None else as_bytes("memory", memory)
-        self._sizes = MicroBatchSize(None if auto else int(micro_batch_size), grow_after, self._tell)
+        size = None if auto else int(micro_batch_size)
+        self._sizes = MicroBatchSize(size, grow_after, self._tell)
+        self._evaluation_sizes = MicroBatchSize(size, grow_after, self._tell)
         self._checks = Checks(reduction, normalizer, self._modules or []) if check else None
         self._micro_batches = MicroBatches(
             self._modules or [],
@@ -270,10 +273,10 @@ class BatchSplitter:
             while attempts.again():
                 aux = NO_AUX  # releases that of an attempt that fitted here and failed on another rank
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
-                    sizes = self._ranks.sizes(whole.size, attempts.size)
-                    if self._checks is not None and len(sizes) > 1 and self._ranks.may_differ:
-                        self._checks.refuse_mistakes(loss_fn, whole, max(sizes))
-                    loss, aux = self._micro_batches.accumulate(loss_fn, whole, sizes, changes)
+                    (parts,) = attempts.divided()
+                    if self._checks is not None and len(parts.each) > 1 and self._ranks.may_differ:
+                        self._checks.refuse_mistakes(loss_fn, whole, max(parts.sizes))
+                    loss, aux = self._micro_batches.accumulate(loss_fn, parts, changes)
             loss, gives_aux = attempts.finish(loss, average=False, gives_aux=aux is not NO_AUX)
         self._tell("after_batch", batch_size=whole.size, loss=loss)
         if not gives_aux:
@@ -323,10 +326,7 @@ class BatchSplitter:
             changes = attempts.changes
             while attempts.again():
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
-                    towers = [
-                        TwoPasses(encoder, part, self._ranks.sizes(part.size, attempts.size))
-                        for encoder, part in zip(encoders, batches, strict=True)
-                    ]
+                    towers = list(map(TwoPasses, encoders, attempts.divided()))
                     loss, aux = both_passes(towers, loss_fn, changes, self._micro_batches)
             loss, _ = attempts.finish(loss, average=True)
         self._tell("after_batch", batch_size=max(part.size for part in batches), loss=loss)
@@ -351,54 +351,90 @@ class BatchSplitter:
             Exception: whatever ``function`` raises. Running out of memory in the backward pass, which needs a little
                 more than the forward pass, is recovered from unless the function draws random numbers.
         """
+        if not torch.is_grad_enabled():
+            return self.map(function, *batch, **named)
         self._refuse_in_step("forward")
         with self._ranks.passes():
             require_function("function", function)
             whole = Batch(batch, named)
             whole.refuse_graphs()
-            attempts = self._begin("forward" if torch.is_grad_enabled() else "map", [function], [whole])
+            attempts = self._begin("forward", [function], [whole])
             changes = attempts.changes
             while attempts.again():
                 with attempts, attempts.within_memory():
-                    sizes = self._ranks.sizes(whole.size, attempts.size)
-                    passes = TwoPasses(function, whole, sizes)
+                    passes = TwoPasses(function, attempts.divided()[0])
+                    sizes = passes.parts.sizes
                     around = self._micro_batches.one_by_one(sizes, changes)
                     with self._micro_batches.statistics(len(sizes), changes):
-                        outputs = passes.first(around, changes, with_graph=torch.is_grad_enabled())
+                        outputs = passes.first(around, changes, with_graph=True)
         attempts.fitted()
-        if not torch.is_grad_enabled():
-            return outputs
-        known = self._sizes.known
-        return differentiable(outputs, lambda gradients: self._backward_of_forward(passes, known, gradients))
+        size, known = attempts.size, self._sizes.known
+        return differentiable(outputs, lambda gradients: self._backward_of_forward(passes, size, known, gradients))
 
+    @torch.no_grad()
     def map(self, function: Callable[..., Any], /, *batch: Any, **named: Any) -> Any:
         """Run a function over a batch in micro-batches, without gradients, as for evaluation.
 
+        When memory runs out, the batch is tried again in smaller parts, as in training. Evaluation has sizes of its
+        own: it takes less memory than training, and neither learns from the other. Gradients and buffers, such as
+        running statistics, are afterwards as before.
+
+        Ranks that each hold the whole model evaluate on their own, with any number of calls and samples. Under
+        fully_shard they run side by side: all must call, each with one sample at least.
+
         Args:
-            function: called with each micro-batch; returns tensors whose first dimension counts samples.
+            function: called with each micro-batch; usually the model, in eval mode.
             batch: its arguments.
             named: the same, by name.
 
         Returns:
-            The outputs of the whole batch, in the function's nesting.
-        """
-        with torch.no_grad():
-            return self.forward(function, *batch, **named)
+            The results for the whole batch in the order of its samples, joined as the aux of :meth:`backward`: tensors
+            concatenated along their first dimension, 0-d tensors stacked, one per micro-batch, and containers looked
+            into. They stay in memory until all are there.
 
-    def _backward_of_forward(self, passes: TwoPasses, known: Limit, gradients: Sequence[Tensor | None]) -> None:
-        batch_size, largest = sum(passes.sizes), max(passes.sizes)
+        Raises:
+            BatchError: the batch or the results cannot be split and joined.
+            Exception: whatever ``function`` raises, out-of-memory included if one sample does not fit.
+        """
+        with self._ranks.passes():
+            require_function("function", function)
+            whole = Batch(batch, named)
+            attempts = self._begin("map", [function], [whole])
+            changes = attempts.changes
+            while attempts.again():
+                results: list[Any] = []  # releases those of a failed attempt
+                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
+                    (parts,) = attempts.divided()
+                    around = self._micro_batches.one_by_one(parts.sizes, changes)
+                    for part in parts.in_turn():
+                        args, kwargs = parts.arguments(part)
+                        if part.size:
+                            with around():
+                                results.append(kept(function(*args, **kwargs)))
+                        else:
+                            with self._ranks.without_effect():
+                                function(*args, **kwargs)
+                    joined = parts.joined(results)
+                    del results
+            changes.restore_buffers()
+            attempts.fitted()
+        return joined
+
+    def _backward_of_forward(
+        self, passes: TwoPasses, size: int, known: Limit, gradients: Sequence[Tensor | None]
+    ) -> None:
+        packing = passes.parts.packing
         with self._ranks.together("forward"):
-            self._ranks.begin(largest, batch_size)
+            self._ranks.begin(size, packing)
             self._sizes.known = known
-            attempts = self._attempts("second pass", largest, batch_size, may_shrink=not passes.is_random)
+            attempts = self._attempts("second pass", size, [packing], may_shrink=not passes.is_random)
             changes = attempts.changes
             while attempts.again():
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
-                    same = attempts.size == largest
-                    sizes = passes.sizes if same else self._ranks.sizes(batch_size, attempts.size)
-                    with changes.summing(len(sizes)):
-                        around = self._micro_batches.one_by_one(sizes, changes, offloaded=True)
-                        passes.second(gradients, sizes, around, changes)
+                    (parts,) = attempts.parts = [passes.parts] if attempts.size == size else attempts.divided()
+                    with changes.summing(len(parts.each)):
+                        around = self._micro_batches.one_by_one(parts.sizes, changes, offloaded=True)
+                        passes.second(gradients, parts, around, changes)
             attempts.finish(torch.zeros(()), average=True, count=False)
 
     def _begin(self, work: str, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> BatchAttempts:
@@ -406,18 +442,31 @@ class BatchSplitter:
         key = (*map(key_of, functions), *(batch.signature() for batch in batches))
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
         self._device = next((parameter.device for parameter in parameters), batches[0].device)
-        batch_size = max(batch.size for batch in batches)
-        size = self._sizes.choose(key, batch_size, self._device)
-        if work == "backward":
-            size = self._sizes.agree(size, self._ranks.begin(size, batch_size))
-        return self._attempts(work, size, batch_size)
+        packings = [Packing(batch) for batch in batches]
+        largest = max(packings, key=lambda packing: packing.whole)
+        sizes = self._sizes_of(work)
+        size = sizes.choose(key, largest.whole, self._device)
+        if work == "backward" or self._ranks.in_step:
+            size = sizes.agree(size, self._ranks.begin(size, largest))
+        return self._attempts(work, size, packings)
 
-    def _attempts(self, work: str, size: int, batch_size: int, *, may_shrink: bool = True) -> BatchAttempts:
+    def _attempts(self, work: str, size: int, packings: Sequence[Packing], *, may_shrink: bool = True) -> BatchAttempts:
         changes = Changes(self._modules)
         devices = {parameter.device for parameter in changes.parameters} | {self._device}
         return BatchAttempts(
-            work, self._sizes, size, batch_size, changes, self._ranks, self._memory, devices, may_shrink=may_shrink
+            work,
+            self._sizes_of(work),
+            size,
+            packings,
+            changes,
+            self._ranks,
+            self._memory,
+            devices,
+            may_shrink=may_shrink,
         )
+
+    def _sizes_of(self, work: str) -> MicroBatchSize:
+        return self._evaluation_sizes if work == "map" else self._sizes
 
     def _refuse_in_step(self, what: str) -> None:
         if self._ranks.in_step:

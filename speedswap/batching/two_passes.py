@@ -5,10 +5,9 @@ The method is that of Gao et al. 2021, "Scaling Deep Contrastive Learning Batch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from speedswap._words import a_kind
 from speedswap.batching.micro_batches import MicroBatches
 from speedswap.batching.nested import Arguments, Batch, concatenate, kept, loss_of, replace_tensors, tensors_of
+from speedswap.batching.packing import Parts
 from speedswap.batching.rollback import Buffers, Changes, RandomState
 from speedswap.errors import BatchError
 
@@ -31,13 +31,11 @@ class TwoPasses:
 
     Attributes:
         function: called with each part; returns tensors whose first dimension counts samples, in any nesting.
-        batch: its arguments.
-        sizes: number of samples of each part.
+        parts: its arguments.
     """
 
     function: Callable[..., Any]
-    batch: Batch
-    sizes: list[int]
+    parts: Parts
     _before: Buffers = field(default_factory=Buffers)
     _random: list[RandomState] = field(default_factory=list)
     _autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
@@ -61,54 +59,53 @@ class TwoPasses:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds_of_device()
         ]
         outputs = []
-        for (args, kwargs), size in self._parts(self.sizes):
+        for part in self.parts.in_turn():
+            args, kwargs = self.parts.arguments(part)
             self._random.append(RandomState())
             with torch.set_grad_enabled(with_graph), around():
                 output = self.function(*args, **kwargs)
             outputs.append(replace_tensors(output, Tensor.detach))
             del output
-            self._rows = _rows_per_sample(outputs[-1], size)
+            self._rows = _rows_per_sample(outputs[-1], part.size)
         self._random.append(RandomState())
         torch.clear_autocast_cache()  # older torch would use weights that were cast without a graph again with one
-        return concatenate(outputs)
+        order, count = self.parts.order, self.parts.packing.batch.size
+        if order is None:
+            return concatenate(outputs)
+        return replace_tensors(
+            concatenate(outputs), lambda rows: rows.reshape(count, -1, *rows.shape[1:])[order].reshape(rows.shape)
+        )
 
     @property
     def is_random(self) -> bool:
         """True if the first pass drew random numbers: then the second one must have the same parts."""
         return self._random[0] != self._random[-1]
 
-    def second(
-        self, gradients: Sequence[Tensor | None], sizes: Sequence[int], around: AroundPart, changes: Changes
-    ) -> None:
+    def second(self, gradients: Sequence[Tensor | None], parts: Parts, around: AroundPart, changes: Changes) -> None:
         """Run the parts again, each with its graph, and add the gradients of what they were computed from.
 
         Args:
             gradients: gradients of the joined outputs' tensors, in order; None without a gradient.
-            sizes: of the parts; the first pass's, unless nothing in it was random.
+            parts: the first pass's, unless nothing in it was random.
             around: surrounds each part.
             changes: notes the leaves that are about to get gradients.
         """
         random, buffers = RandomState(), self._before.again()
         self._before.restore()
-        states = self._random if list(sizes) == self.sizes else [self._random[0]] * len(sizes)
+        states = self._random if parts is self.parts else [self._random[0]] * len(parts.each)
+        by_sample = [
+            None if grad is None else grad.reshape(-1, rows, *grad.shape[1:])
+            for grad, rows in zip(gradients, self._rows, strict=True)
+        ]
         try:
-            for (part, size), stop, state in zip(
-                self._parts(sizes), accumulate(sizes), states[: len(sizes)], strict=True
-            ):
-                pieces = [
-                    None if grad is None else grad[(stop - size) * rows : stop * rows]
-                    for grad, rows in zip(gradients, self._rows, strict=True)
-                ]
-                state.restore()
+            for part in parts.in_turn():
+                pieces = [None if grad is None else grad[part.samples].flatten(0, 1) for grad in by_sample]
+                states[part.index].restore()
                 with around():
-                    self._backward(part, pieces, changes)
+                    self._backward(parts.arguments(part), pieces, changes)
         finally:
             buffers.restore()
             random.restore()
-
-    def _parts(self, sizes: Sequence[int]) -> Iterator[tuple[Arguments, int]]:
-        for size, stop in zip(sizes, accumulate(sizes), strict=True):
-            yield self.batch.part(stop - size, stop), size
 
     def _backward(self, part: Arguments, gradients: list[Tensor | None], changes: Changes) -> None:
         args, kwargs = part
@@ -144,8 +141,8 @@ def both_passes(
     towers: Sequence[TwoPasses], loss_fn: Callable[..., Any], changes: Changes, run: MicroBatches
 ) -> tuple[Tensor, Any]:
     """Add the gradients of a loss over the whole batch's representations; return the loss, detached, and its aux."""
-    sizes = [size for tower in towers for size in tower.sizes]
-    run.begin(max(sum(tower.sizes) for tower in towers), sizes)
+    sizes = [size for tower in towers for size in tower.parts.sizes]
+    run.begin(max(tower.parts.packing.batch.size for tower in towers), sizes)
     around = run.one_by_one(sizes, changes)
     with run.statistics(len(sizes), changes):
         outputs = [replace_tensors(tower.first(around, changes), _as_leaf) for tower in towers]
@@ -159,7 +156,7 @@ def both_passes(
         torch.autograd.backward([run.scaled(loss)])
         around = run.one_by_one(sizes, changes, offloaded=True)
         for tower, output in zip(towers, outputs, strict=True):
-            tower.second([tensor.grad for tensor in tensors_of(output)], tower.sizes, around, changes)
+            tower.second([tensor.grad for tensor in tensors_of(output)], tower.parts, around, changes)
     return loss.detach(), kept(aux)
 
 

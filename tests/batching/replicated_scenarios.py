@@ -17,6 +17,7 @@ from ranks_common import (
     small_model,
     whole_gradients,
 )
+from splitting import OutOfMemoryBeyond
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy, mse_loss
@@ -409,10 +410,13 @@ def check_p06_coupled_losses_are_averaged_over_ranks(rank, world_size):
 def check_one_rank_may_evaluate_alone(rank, world_size):
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
     ddp, splitter = split(model, micro_batch_size=2)
+    searching = speedswap.BatchSplitter(ddp)
     if rank == 0:
         ddp.eval()
         outputs = splitter.map(ddp, torch.ones(5, 6).double())
         assert torch.equal(outputs, model(torch.ones(5, 6).double()))
+        failing = OutOfMemoryBeyond(ddp, 2)
+        assert torch.equal(searching.map(failing, torch.ones(5, 6).double()), outputs)
 
 
 def check_plain_steps_reduce_as_before(rank, world_size):

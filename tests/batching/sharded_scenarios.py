@@ -132,6 +132,40 @@ def check_aux_is_each_ranks_own(rank, world_size):
         torch.testing.assert_close(outputs, plain(inputs[rank]).detach(), rtol=1e-12, atol=1e-12)
 
 
+def check_evaluation_runs_side_by_side(rank, world_size):
+    """Check results, sizes and gradients where ranks have 1, 9 and 2 samples, and one runs out of memory."""
+    inputs, targets = data([1, 9, 2][:world_size])
+    plain, model, splitter = sharded(world_size)
+    splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    before, size = gradients(model), splitter.micro_batch_size
+    model.eval()
+    if rank == 1:
+        model[1].forward_limit = 4
+    seen = []
+    splitter.callbacks.append(Sizes(seen))
+    for _ in range(2):
+        found = splitter.map(lambda x: {"out": model(x)}, inputs[rank])["out"]
+        torch.testing.assert_close(found, plain(inputs[rank]).detach(), rtol=1e-12, atol=1e-12)
+    assert_same(gradients(model), before)
+    assert splitter.micro_batch_size == size
+    if rank == 1:
+        assert seen == [9, 3, 3, 3, 3, 3, 3], seen
+    model[1].forward_limit = 1000
+    model.train()
+    splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    assert_same(gradients(model), [2 * grad for grad in before])
+
+
+class Sizes(speedswap.batching.Callback):
+    """Keeps the size of each micro-batch."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def before_micro_batch(self, event):
+        self.seen.append(event.micro_batch_sizes[event.index])
+
+
 def check_coupled_loss_is_not_looked_for(rank, world_size):
     """Check that no rank gathers parameters that the others do not."""
     inputs, _ = data([1, 9, 2][:world_size])

@@ -1,0 +1,157 @@
+"""A batch's samples divided into micro-batches: evenly, or packed by what they cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from speedswap.batching.elastic import even_sizes
+from speedswap.batching.nested import Arguments, Batch, joined
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch.
+
+    Attributes:
+        index: its number, from 0.
+        samples: those of the batch that are in it, at least one.
+        size: their number; 0 for a pass that only other ranks need.
+        cost: of the micro-batch, in the unit of the limit.
+    """
+
+    index: int
+    samples: slice | list[int]
+    size: int
+    cost: int
+
+
+class Packing:
+    """The ways to divide one batch.
+
+    A micro-batch costs as many times its costliest sample as it has samples, as if the others were padded to that one.
+    Without costs, neighbouring samples are divided evenly, as views; with them, samples of similar cost share a
+    micro-batch, and the costliest come first.
+
+    Args:
+        batch: the batch.
+        costs: of each sample, positive; None where each costs 1.
+
+    Attributes:
+        batch: the same.
+        whole: the cost of the batch as one micro-batch.
+    """
+
+    def __init__(self, batch: Batch, costs: Sequence[int] | None = None) -> None:
+        self.batch = batch
+        self.whole = batch.size
+        self._costs: list[int] | None = None
+        if costs:
+            self._order = sorted(range(batch.size), key=costs.__getitem__, reverse=True)
+            self._costs = [costs[sample] for sample in self._order]
+            self.whole = batch.size * self._costs[0]
+
+    @property
+    def is_even(self) -> bool:
+        """True if the number of micro-batches follows from the number of samples."""
+        return self._costs is None
+
+    def count(self, limit: int) -> int:
+        """Return the least number of micro-batches of which none costs more than ``limit``, but for single samples."""
+        return -(-self.batch.size // limit) if self._costs is None else len(self._packed(self._costs, limit))
+
+    def parts(self, count: int) -> list[Part]:
+        """Return the micro-batches, ``count`` of nearly equal cost; passes without samples where there are too few."""
+        size = self.batch.size
+        full = min(count, size)
+        if self._costs is None:
+            sizes = even_sizes(size, full) if full else []
+            costs, order = [1] * size, None
+        else:
+            sizes, costs, order = self._balanced(self._costs, full), self._costs, self._order
+        begins = itertools.accumulate(sizes, initial=0)
+        parts = [
+            Part(index, _chosen(order, begin, begin + length), length, length * costs[begin])
+            for index, (length, begin) in enumerate(zip(sizes, begins, strict=False))
+        ]
+        return [*parts, *(Part(index, slice(size - 1, size), 0, 0) for index in range(full, count))]
+
+    def _packed(self, costs: list[int], limit: int) -> list[int]:
+        """Return the sizes of micro-batches that are as full as the limit allows, costliest samples first."""
+        sizes, begin = [], 0
+        while begin < len(costs):
+            sizes.append(min(max(1, limit // costs[begin]), len(costs) - begin))
+            begin += sizes[-1]
+        return sizes
+
+    def _balanced(self, costs: list[int], count: int) -> list[int]:
+        """Return the sizes of ``count`` micro-batches, the costliest of which costs as little as possible."""
+        low, high = sum(costs) // max(1, count), len(costs) * costs[0]
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(self._packed(costs, middle)) <= count else (middle + 1, high)
+        sizes = self._packed(costs, low)
+        while len(sizes) < count:
+            place = sizes.index(max(sizes))
+            sizes[place : place + 1] = even_sizes(sizes[place], 2)
+        return sizes
+
+
+def _chosen(order: list[int] | None, begin: int, end: int) -> slice | list[int]:
+    """Return some samples, as a slice where they are neighbours or all."""
+    if order is None or end - begin == len(order):
+        return slice(begin, end)
+    samples = order[begin:end]
+    first = samples[0]
+    return slice(first, first + len(samples)) if samples == list(range(first, first + len(samples))) else samples
+
+
+@dataclass(eq=False)
+class Parts:
+    """The micro-batches of one attempt at a batch, and the one that is worked on.
+
+    Attributes:
+        packing: of the batch.
+        each: the micro-batches.
+        present: the one worked on; None before the first and after the last.
+    """
+
+    packing: Packing
+    each: list[Part]
+    present: Part | None = field(default=None, init=False)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of samples in each."""
+        return [part.size for part in self.each]
+
+    @property
+    def order(self) -> list[int] | None:
+        """The place of each sample among those of all micro-batches; None if that is its place in the batch."""
+        if self.packing.is_even:
+            return None
+        everything = range(self.packing.batch.size)
+        samples = [
+            sample
+            for part in self.each
+            if part.size
+            for sample in (everything[part.samples] if isinstance(part.samples, slice) else part.samples)
+        ]
+        return sorted(everything, key=samples.__getitem__)
+
+    def arguments(self, part: Part) -> Arguments:
+        """Return the arguments of a function for one micro-batch."""
+        return self.packing.batch.take(part.samples)
+
+    def joined(self, results: Sequence[Any]) -> Any:
+        """Join the results of all micro-batches that have samples, see :func:`~speedswap.batching.nested.joined`."""
+        return joined(results, [size for size in self.sizes if size], self.order)
+
+    def in_turn(self, parts: Iterable[Part] | None = None) -> Iterator[Part]:
+        """Yield each micro-batch, by default of all, and note it as :attr:`present` meanwhile."""
+        for part in self.each if parts is None else parts:
+            self.present = part
+            yield part
+        self.present = None
