@@ -2,7 +2,8 @@
 
 :class:`Table` holds the rows, in a :class:`RowStore`; :class:`Block` is a batch's rows on the compute device;
 :class:`Column` names a part of a record; :class:`Commit` and :func:`prefetch` are for several tables at once; ``init``
-has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensors as well.
+has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensors as well; :func:`ngram_rows` hashes
+n-grams of tokens to rows.
 """
 
 from speedswap.tables import init
@@ -12,6 +13,7 @@ from speedswap.tables.keys import Keys, as_keys, is_single_key
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, gather_rows, prefetch, scatter_rows
 from speedswap.tables.mapped import FileStore, TensorFiles, TensorSource
+from speedswap.tables.ngrams import ngram_rows, token_classes
 from speedswap.tables.record import Block, Column
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place
 from speedswap.tables.store import Prefetched, RowStore, WrappedStore
@@ -43,7 +45,9 @@ __all__ = [
     "gather_rows",
     "init",
     "is_single_key",
+    "ngram_rows",
     "opened_place",
     "prefetch",
     "scatter_rows",
+    "token_classes",
 ]
