@@ -3,7 +3,8 @@
 python benchmarks/bench_softmax.py [--device cpu|cuda] [--quick] [--json FILE]
 
 A step is a lookup of the inputs, the loss, its backward pass and Adam. Torch's has one weight for inputs and outputs,
-dense gradients and the whole matrix of logits, whose bytes the file has too. Then the loss over frozen rows in chunks,
+dense gradients and the whole matrix of logits, whose bytes the file has too; ``full_softmax`` trains as many rows in
+chunks. Then the loss over frozen rows in chunks,
 ``full_softmax``, forward and backward, compared with ``F.cross_entropy`` over a frozen matrix.
 """
 
@@ -55,6 +56,19 @@ def sampled_step(
     return step
 
 
+def full_step(items: Any, parameters: Any, batches: Callable[[int], tuple[Tensor, Tensor]]) -> Callable[[int], object]:
+    """Return a step over all rows of a table."""
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+
+    def step(call: int) -> None:
+        inputs, targets = batches(call)
+        full_softmax(items(inputs), targets, items).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def verify(rows: Tensor, batches: Callable[[int], tuple[Tensor, Tensor]]) -> None:
     """Compare both losses, and the gradient of hidden vectors, with torch's."""
     inputs, targets = batches(0)
@@ -86,10 +100,12 @@ def run(device: str, quick: bool) -> dict[str, Any]:
 
     verify(rows, batches)
     table = speedswap.Embedding.from_pretrained(rows.cpu(), freeze=False).to(device)
+    whole = speedswap.Embedding.from_pretrained(rows.cpu(), freeze=False).to(device)
     plain = nn.Embedding.from_pretrained(rows.clone(), freeze=False)
     steps = in_turn(
         {
             "torch, all rows": torch_step(rows, batches),
+            "full_softmax, all rows": full_step(whole, whole.parameters(), batches),
             "sampled_softmax over speedswap.Embedding": sampled_step(table, table.parameters(), batches, NEGATIVES),
             "sampled_softmax over nn.Embedding": sampled_step(plain, plain.parameters(), batches, NEGATIVES),
         },

@@ -1,9 +1,9 @@
-"""Softmax over all rows of a table, a chunk at a time, and the ranks of targets among them; the rows are constants."""
+"""Softmax over all rows of a table, a chunk at a time, and the ranks of targets among them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -15,8 +15,11 @@ from torch.autograd.function import once_differentiable
 from speedswap._words import a_kind
 from speedswap.errors import WeightError
 from speedswap.losses.sampled import IGNORE_INDEX, LossBatch, call_of_ranks, kept, wide
+from speedswap.swapping.batch_rows import GradientOfAll
+from speedswap.swapping.every_row import look_up_with_all
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.scoring import Exclude, Excluded, Exclusions, Pieces, exclusions_of, pieces_for, read_rows
+from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Table
 from speedswap.tables.record import count
 
@@ -35,18 +38,20 @@ def full_softmax(
     r"""Return the cross-entropy of the targets among all rows: ``F.cross_entropy(hidden @ all_rows.T, targets)``.
 
     Rows are copied a chunk at a time, in the forward pass and again in the backward pass, so that memory is bounded as
-    for :meth:`speedswap.Embedding.score`. The gradient is exact and goes to ``hidden``; the rows are constants. Rows
-    that are trained are refused, except under ``torch.no_grad()``: a step over the whole table would not be one of a
-    batch's rows. Train them with :func:`sampled_softmax`.
+    for :meth:`speedswap.Embedding.score`. The gradient is exact. If the rows are trained, the next step of their
+    optimizer moves all of them, a chunk at a time with its state: it computes a chunk's gradient from the rows, from
+    ``hidden`` and from the loss's normalizers, so that the gradient of all rows never exists. ``weight.grad`` has the
+    lookups' part alone, and must not be changed between ``backward()`` and ``step()``.
 
     Args:
         hidden: shape (\*samples, dim), of a floating-point dtype, converted to the table's; products of half precision
             are computed in float32.
         targets: ids, int32 or int64, shape (\*samples,), or (\*samples, n) for several targets per sample, each of the
             same probability.
-        items: a frozen :class:`speedswap.Embedding` or table of an :class:`speedswap.EmbeddingCollection`, whose
-            ``padding_idx`` is left out of the sum; or the :class:`speedswap.Table` of any, all of whose rows count.
-        bias: the same, of width 1, for one bias per row.
+        items: a :class:`speedswap.Embedding`, or a frozen table of an :class:`speedswap.EmbeddingCollection`, whose
+            ``padding_idx`` is left out of the sum; or the :class:`speedswap.Table` of any, all of whose rows count, as
+            constants.
+        bias: the same, of width 1, for one bias per row; beside trained rows, a copy of it is kept until the step.
         chunk: rows to copy at a time; by default chosen from the bytes per row and the number of samples.
         ignore_index, reduction: as for :func:`sampled_softmax`.
 
@@ -54,8 +59,10 @@ def full_softmax(
         As :func:`sampled_softmax` does. Ranks that own the rows must call this together, and each reads every row.
 
     Raises:
-        WeightError: the rows are trained and gradients enabled; or, in the backward pass, the table has changed since
-            the forward pass.
+        WeightError: the rows are trained, but ranks own them or they are of a collection; or, in the backward pass, the
+            table has changed since the forward pass.
+        LostUpdateError, OptimizerError: in the optimizer's step, if the table or ``weight.grad`` has changed since the
+            backward pass, or the optimizer cannot step rows one chunk after the other.
         ValueError, TypeError: a shape, dtype or setting does not fit, or ``items`` has an id map.
         IdError: a target is outside the table. In all cases nothing was changed.
 
@@ -74,11 +81,13 @@ def full_softmax(
     """
     with call_of_ranks(items):
         batch = LossBatch.of(hidden, targets, items, ignore_index, reduction)
-        rows = AllRows.of(items, bias, batch.hidden, chunk)
+        rows = AllRows.of(items, bias, batch.hidden, chunk, trains=torch.is_grad_enabled())
         queries = rows.queries_of(batch.hidden)
-        ids = targets[kept(targets, ignore_index).to(targets.device)]
-        of_targets = (rows.read(ids, queries) * batch.at_targets(queries)).sum(1)
-        total: Tensor = _LogSumExp.apply(queries, rows)  # type: ignore[no-untyped-call]
+        ids = targets[kept(targets, ignore_index).to(targets.device)].to(queries.device)
+        gradients: list[list[GradientOfAll]] = [[] for _ in rows.tables]
+        leaves, found = rows.look_up(ids, queries, gradients)
+        of_targets = (found * batch.at_targets(queries)).sum(1)
+        total: Tensor = _LogSumExp.apply(queries, rows, gradients, *leaves)  # type: ignore[no-untyped-call]
         return batch.reduced(total - batch.mean_of_targets(of_targets), reduction)
 
 
@@ -121,37 +130,41 @@ def target_ranks(
             raise ValueError(
                 f"targets has shape {tuple(targets.shape)}; give {tuple(batch.has_target.shape)}, one each"
             )
-        rows = AllRows.of(items, bias, batch.hidden, chunk)
+        rows = AllRows.of(items, bias, batch.hidden, chunk, trains=False)
         queries, ids = rows.queries_of(batch.hidden), targets.reshape(-1)
-        wanted = (rows.read(ids, queries) * queries).sum(1, keepdim=True)
+        wanted = (rows.look_up(ids.to(queries.device), queries)[1] * queries).sum(1, keepdim=True)
         given = rows.left_out(exclude, hidden.device)
         own = torch.arange(len(ids), device=hidden.device), ids.long().to(hidden.device)
         given = Exclusions(*given[:2], *(torch.cat(pair) for pair in zip(given[2:], own, strict=True)))
         ranks = queries.new_ones(len(ids), dtype=torch.float32)
-        for some, _, scores in rows.scores(queries, given):
+        for _, some, _, scores in rows.scores(queries, given):
             above = ~(scores <= wanted[some]) & (scores != -math.inf)  # NaN is above everything
             ranks[some] += above.sum(1) + (scores == wanted[some]).sum(1) / 2
         return ranks.view(hidden.shape[:-1])
 
 
 class AllRows(NamedTuple):
-    """All rows of a table, with their biases as one more item each, as constants; made by :meth:`of`.
+    """All rows of a table, with their biases as one more item each; made by :meth:`of`.
 
     Attributes:
         tables: the rows; and their biases, of width 1, if there are any.
+        trained: the embedding of each table, if its rows are trained; else None, as they are constants.
         padding_idx: a row that is left out.
         pieces: the rows and queries whose scores exist at a time.
     """
 
     tables: tuple[Table, ...]
+    trained: tuple[TableModule | None, ...]
     padding_idx: int | None
     pieces: Pieces
 
     @classmethod
-    def of(cls, items: Any, bias: Any, queries: Tensor, chunk: int | None) -> AllRows:
-        """Check items, bias and chunk of :func:`full_softmax`, for queries of shape (n, dim)."""
-        table = _constant(items, "items")
-        tables = (table,) if bias is None else (table, _constant(bias, "bias"))
+    def of(cls, items: Any, bias: Any, queries: Tensor, chunk: int | None, *, trains: bool) -> AllRows:
+        """Check items, bias and chunk of :func:`full_softmax`, for queries of shape (n, dim); rows may be trained."""
+        given = {"items": items} if bias is None else {"items": items, "bias": bias}
+        tables = tuple(_table_of(each, name) for name, each in given.items())
+        trained = tuple(_trained(each, name) if trains else None for name, each in given.items())
+        table = tables[0]
         for each in tables[1:]:
             if (len(each), each.embedding_dim) != (len(table), 1):
                 raise ValueError(f"bias is {each!r}; give an embedding of width 1 with {len(table)} rows, as items has")
@@ -159,22 +172,43 @@ class AllRows(NamedTuple):
         if table.ranks is not None:  # they read the same chunks, whatever the number of their samples
             chunk = pieces_for(table, 1, 1, queries.device, chunk).chunk
         pieces = pieces_for(table, len(queries), 1, queries.device, chunk)
-        return cls(tables, getattr(items, "padding_idx", None), pieces)
+        return cls(tables, trained, getattr(items, "padding_idx", None), pieces)
 
     def queries_of(self, hidden: Tensor) -> Tensor:
         """Return hidden vectors in the dtype of scores, with an item of 1 for a bias."""
         return F.pad(wide(hidden.to(self.tables[0].dtype)), (0, len(self.tables) - 1), value=1.0)
 
-    def read(self, ids: Tensor, like: Tensor) -> Tensor:
-        """Return copies of some rows, on the device and in the dtype of a tensor."""
-        return torch.cat([read_rows(table, ids.to(like.device)).to(like.dtype) for table in self.tables], 1)
+    def look_up(
+        self, ids: Tensor, like: Tensor, gradients: Sequence[list[GradientOfAll]] = ()
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Look rows up, on the ids' device.
+
+        Args:
+            ids: shape (n,).
+            like: of the dtype to return.
+            gradients: for each table, as for :func:`look_up_with_all`.
+
+        Returns:
+            The leaves of trained rows, or None; and the rows, shape (n, width), biases last.
+        """
+        leaves: list[Tensor | None] = []
+        found = []
+        for i, module in enumerate(self.trained):
+            leaf, rows = (
+                (None, read_rows(self.tables[i], ids))
+                if module is None
+                else look_up_with_all(module, ids, gradients[i])
+            )
+            leaves.append(leaf)
+            found.append(rows.to(like.dtype))
+        return leaves, torch.cat(found, 1)
 
     def left_out(self, exclude: Exclude, device: torch.device) -> Exclusions:
         """Return the rows that do not count: the padding row, and what the caller excludes."""
         return exclusions_of(exclude, self.pieces, device, self.padding_idx, self.tables[0].name)
 
-    def scores(self, queries: Tensor, left_out: Exclusions) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Iterate over chunks of rows and groups of queries: the queries, the rows, and the scores of both.
+    def scores(self, queries: Tensor, left_out: Exclusions) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Iterate over chunks of rows and groups of queries: the rows' and queries' numbers, the rows, the scores.
 
         Args:
             queries: shape (n, width), as :meth:`queries_of` returns them.
@@ -189,40 +223,94 @@ class AllRows(NamedTuple):
                 for j, some in enumerate(self.pieces.groups()):
                     scores = torch.mm(queries[some], weights.T)
                     excluded.blank(scores, i, j)
-                    yield some, weights, scores
+                    yield chunk, some, weights, scores
 
 
 class _LogSumExp(torch.autograd.Function):
-    """The logarithm of the sum of exponentials of all rows' scores; the backward pass computes the scores again."""
+    """The logarithm of the sum of exponentials of all rows' scores; the backward pass computes the scores again.
+
+    Args:
+        queries, rows: as of :meth:`AllRows.scores`.
+        gradients: gets the gradient of each table's rows in the backward pass.
+        leaves: rows of the tables whose gradients arrive after the backward pass of this.
+    """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, rows: AllRows) -> Tensor:
+    def forward(
+        ctx: Any, queries: Tensor, rows: AllRows, gradients: Sequence[list[GradientOfAll]], *leaves: Tensor | None
+    ) -> Tensor:
         total = queries.new_full((len(queries),), -math.inf)
-        for some, _, scores in rows.scores(queries, rows.left_out(None, queries.device)):
+        for _, some, _, scores in rows.scores(queries, rows.left_out(None, queries.device)):
             total[some] = torch.logaddexp(total[some], scores.logsumexp(1))
         ctx.save_for_backward(queries, total)
-        ctx.rows, ctx.versions = rows, [table.version for table in rows.tables]
+        ctx.rows, ctx.gradients, ctx.versions = rows, gradients, [table.version for table in rows.tables]
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        queries, total = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, total = (each.detach() for each in ctx.saved_tensors)
         rows: AllRows = ctx.rows
         if [table.version for table in rows.tables] != ctx.versions:
             remedy = "which reads rows in both; call backward() before the optimizer's step"
             raise WeightError(f"table {rows.tables[0].name!r} was written after full_softmax's forward pass, {remedy}")
-        found = torch.zeros_like(queries)
-        for some, weights, scores in rows.scores(queries, rows.left_out(None, queries.device)):
-            found[some].addmm_(scores.sub_(total[some].unsqueeze(1)).exp_(), weights)
-        return found.mul_(grad.unsqueeze(1)), None
+        found = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
+        of_biases = queries.new_zeros(len(rows.tables[0])) if any(rows.trained[1:]) else None
+        if found is not None or of_biases is not None:
+            for chunk, some, weights, scores in rows.scores(queries, rows.left_out(None, queries.device)):
+                shares = scores.sub_(total[some].unsqueeze(1)).exp_()
+                if of_biases is not None:
+                    of_biases[chunk].addmv_(shares.T, grad[some])
+                if found is not None:
+                    found[some].addmm_(shares, weights)
+        if rows.trained[0] is not None:
+            biases = rows.tables[1].read().to(queries) if len(rows.tables) > 1 else None
+            of_items = _GradientOfItems(queries, total, grad, biases, rows.padding_idx, rows.pieces.group)
+            ctx.gradients[0][:] = [GradientOfAll(of_items.of, rows.pieces.chunk, rows.tables[0].version)]
+        if of_biases is not None:
+            of_each = of_biases.to(rows.tables[1].dtype).unsqueeze(1)
+            ctx.gradients[1][:] = [
+                GradientOfAll(lambda ids, _: of_each[ids], rows.pieces.chunk, rows.tables[1].version)
+            ]
+        return None if found is None else found.mul_(grad.unsqueeze(1)), None, None, *(None for _ in rows.tables)
 
 
-def _constant(given: Any, name: str) -> Table:
-    """Return the table of an argument whose rows get no gradient.
+class _GradientOfItems(NamedTuple):
+    """The gradient of any rows of a table by the logarithm of the sum of exponentials of all rows' scores.
+
+    Attributes:
+        queries: shape (n, width).
+        total, grad: that logarithm, and the gradient by it, shape (n,).
+        biases: of all rows, shape (rows, 1), or None.
+        padding_idx: a row that is left out.
+        group: the number of queries whose scores exist at a time.
+    """
+
+    queries: Tensor
+    total: Tensor
+    grad: Tensor
+    biases: Tensor | None
+    padding_idx: int | None
+    group: int
+
+    def of(self, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradient of the rows of ids, shape (n,), with these weights."""
+        wanted = [weights.to(self.queries.dtype), *([] if self.biases is None else [self.biases[ids]])]
+        rows, found = torch.cat(wanted, 1), self.queries.new_zeros(len(ids), self.queries.shape[1])
+        with torch.autocast(weights.device.type, enabled=False):
+            for start in range(0, len(self.queries), self.group):
+                some = slice(start, start + self.group)
+                shares = torch.mm(self.queries[some], rows.T).sub_(self.total[some].unsqueeze(1)).exp_()
+                found.addmm_(shares.mul_(self.grad[some].unsqueeze(1)).T, self.queries[some])
+        if self.padding_idx is not None:
+            found[ids == self.padding_idx] = 0
+        return found[:, : weights.shape[1]].to(weights.dtype)
+
+
+def _table_of(given: Any, name: str) -> Table:
+    """Return the table of an argument, all of whose rows count.
 
     Raises:
-        WeightError: the rows are trained.
         ValueError: it has an id map, some of whose rows belong to no key.
         TypeError: it has no such rows, or complex ones.
     """
@@ -232,9 +320,21 @@ def _constant(given: Any, name: str) -> Table:
     if table is not given and given.id_map is not None:
         remedy = f"to count them, give {name}.id_map.lookup(keys) as targets and {name}.table"
         raise ValueError(f"{name} has an id map, and rows that are of no key yet; {remedy}")
-    if table is not given and torch.is_grad_enabled() and getattr(given, "group", given).weight.requires_grad:
-        raise WeightError(
-            f"{name} has rows that are trained, of table {table.name!r}, and full_softmax has no gradient for them; "
-            f"train them by sampled_softmax, give {name}.table to train hidden alone, or call it under torch.no_grad()"
-        )
     return table
+
+
+def _trained(given: Any, name: str) -> TableModule | None:
+    """Return the embedding of an argument if its rows are trained, else None.
+
+    Raises:
+        WeightError: all of its rows cannot be trained.
+    """
+    if isinstance(given, Table) or not getattr(given, "group", given).weight.requires_grad:
+        return None
+    if isinstance(given, TableModule) and given.table.ranks is None:
+        return given
+    raise WeightError(
+        f"{name} has rows that are trained, of table {given.table.name!r}, but ranks own them or they are of a "
+        "collection, and full_softmax trains all rows of an Embedding in one process; train them by sampled_softmax, "
+        f"give {name}.table to train hidden alone, or call it under torch.no_grad()"
+    )

@@ -108,7 +108,7 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     examined = [(step, _examined(optimizer, step, new)) for step in new]
     _warn_of_decay(optimizer, new)
     for step, found in examined:
-        step.state.attach(optimizer, found)
+        step.attach(optimizer, found)
     _add_hooks(optimizer)
 
 
@@ -133,7 +133,7 @@ def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) 
 
 def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
     """Warn once that weight decay applies only to the batch's rows; for Adam and momentum no warning is needed."""
-    weights = {id(step.weight) for step in steps if step.state.idle is None}
+    weights = {id(step.weight) for step in steps if step.state.idle is None and not step.steps_all}
     for group in optimizer.param_groups:
         decay = group.get("weight_decay", 0)
         if decay and any(id(parameter) in weights for parameter in group["params"]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap import kernels
+from speedswap.errors import LostUpdateError
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
@@ -69,6 +71,21 @@ class Padding:
         return rows
 
 
+@dataclass
+class GradientOfAll:
+    """A gradient of every row of a table, computed for some rows at a time.
+
+    Attributes:
+        of: returns the gradient of rows, shape (n, dim), given their ids, int64, shape (n,), and weights.
+        chunk: the most rows at a time.
+        version: the table's version whose rows it belongs to.
+    """
+
+    of: Callable[[Tensor, Tensor], Tensor]
+    chunk: int
+    version: int
+
+
 class BatchRows:
     """Rows of one or more lookups, held by a weight that is otherwise a one-row placeholder.
 
@@ -84,6 +101,7 @@ class BatchRows:
         version: the table's version when they were gathered.
         steps_seen: steps of any optimizer that did not miss the last gradient.
         steps_before: the same for the first gradient that awaits a step.
+        of_all: gradients of every row, to which the batch's own is added.
     """
 
     steps_anywhere: ClassVar[int] = 0  # steps of any optimizer in this process
@@ -96,6 +114,8 @@ class BatchRows:
         self._weight_version = 0
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
+        self.of_all: list[GradientOfAll] = []
+        self._own: Tensor | None = None  # the batch's gradient, beside those of all rows
         with as_plain():
             self._placeholder = weight.detach()
 
@@ -122,6 +142,8 @@ class BatchRows:
         before = self._weight.grad
         if keeps is None:
             keeps = before is not None and not self.is_zeroed(before)
+        if not keeps:
+            self.of_all = []
         if self.block is not None and before is not None and keeps:
             block, grad = self._merged(self.block, before, block, version, grad)
         elif version != self._table.store.notes.version:
@@ -131,6 +153,38 @@ class BatchRows:
         weight.data = block.columns["weight"]
         weight.grad = grad
         self._weight_version, self._grad_version = weight._version, grad._version
+        self._own = grad if self.of_all else None
+
+    def add_of_all(self, gradient: GradientOfAll) -> None:
+        """Add a gradient of every row to the one just added."""
+        self.of_all.append(gradient)
+        self._own = self._weight.grad
+
+    def require_of_all(self, grad: Tensor) -> None:
+        """Raise LostUpdateError if gradients of every row do not belong to the present rows and gradient.
+
+        Args:
+            grad: the weight's; if it was zeroed, so were the others.
+        """
+        if self.of_all and self.is_zeroed(grad):
+            self.of_all = []
+        name = self._table.name
+        if any(each.version != self._table.version for each in self.of_all):
+            raise LostUpdateError(
+                f"table {name!r} has changed since its rows' gradients: these are of all rows (full_softmax), and are "
+                "good for one step right after the backward pass; call zero_grad() and compute the loss again"
+            )
+        if self.of_all and (grad is not self._own or grad._version != self._grad_version):
+            raise LostUpdateError(
+                f"the gradient of the embedding over table {name!r} was changed after the backward pass, as clipping "
+                "and GradScaler do, but it is one of all rows (full_softmax), most of which are computed in the step; "
+                "clip the other parameters alone, and scale the loss"
+            )
+
+    def restore_own(self) -> None:
+        """Put the batch's own gradient back, after a step that did not reach the table."""
+        if self.of_all:
+            self._weight.grad = self._own
 
     def _merged(
         self, block: Block, grad: Tensor, new: Block, new_version: int, new_grad: Tensor
@@ -156,7 +210,9 @@ class BatchRows:
     def renew(self, grad: Tensor) -> None:
         """Gather the rows again, for another step with this gradient."""
         assert self.block is not None
+        of_all = self.of_all
         self.add(self.block, -1, grad, keeps=False)
+        self.of_all, self._own = of_all, grad if of_all else None
 
     def drop_state(self) -> None:
         """Record that weight and state are in the table now; rows and gradient may still be read."""
@@ -167,6 +223,7 @@ class BatchRows:
     def release(self) -> None:
         """Drop rows and gradient: the weight becomes a one-row placeholder."""
         self.block = None
+        self.of_all, self._own = [], None
         self._weight.grad = None
         if self._placeholder.device != self._weight.device:
             self._placeholder = self._weight.data.new_zeros(1, self._table.embedding_dim)
@@ -184,6 +241,7 @@ class BatchRows:
             was_changed = weight._version != self._weight_version
             was_zeroed = grad is not None and grad._version != self._grad_version
         block, version, steps = self.block, self.version, (self.steps_seen, self.steps_before)
+        of_all = [*self.of_all]
 
         @torch.no_grad()
         def restore() -> None:
@@ -194,6 +252,7 @@ class BatchRows:
             self.block, self.version, (self.steps_seen, self.steps_before) = block, version, steps
             self._weight_version = weight._version - was_changed
             self._grad_version = 0 if weight.grad is None else weight.grad._version - was_zeroed
+            self.of_all, self._own = of_all, weight.grad if of_all else None
 
         return restore
 

@@ -32,8 +32,8 @@ _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 _HEAD = (
     "multiplies by all rows: put torch.nn.Identity() in its place, convert again, and compute the loss from what goes "
-    "into it, speedswap.losses.sampled_softmax(hidden, targets, embedding, negatives) to train and full_softmax to "
-    "evaluate; or give it a copy of its own"
+    "into it, speedswap.losses.sampled_softmax(hidden, targets, embedding, negatives) or, exactly, "
+    "full_softmax(hidden, targets, embedding); or give it a copy of its own"
 )
 
 

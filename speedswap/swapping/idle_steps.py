@@ -132,7 +132,8 @@ class Twin:
                 reason = f"keeps {key!r} outside its param_groups and state"
         if reason:
             raise OptimizerError(
-                f"{name} {reason}, so that idle rows cannot take the steps they have missed; use idle_rows='lazy'"
+                f"{name} {reason}, so that rows outside the batch cannot take its steps; use idle_rows='lazy', and "
+                "sampled_softmax in place of full_softmax"
             )
 
     def _stepped(self, before: Before) -> _Array:
@@ -144,17 +145,18 @@ class Twin:
         self.take(values, before)
         return np.stack([each.double().flatten().numpy() for each in values.values()], axis=1)
 
-    def take(self, values: dict[str, Tensor], before: Before) -> None:
+    def take(self, values: dict[str, Tensor], before: Before, grad: Tensor | None = None) -> None:
         """Take a step on rows, in place.
 
         Args:
             values: every column by name, shape (n, ...).
             before: the step's settings and scalars.
+            grad: the rows' gradient; zero by default.
         """
         parameter = self._parameter
         parameter.grad = None
         parameter.data = values["weight"]
-        parameter.grad = torch.zeros_like(parameter.data)
+        parameter.grad = torch.zeros_like(parameter.data) if grad is None else grad
         self._group.update(before.settings)
         state: dict[str, Any] = {key: _copied(value) for key, value in before.scalars.items()}
         state |= {name: values[name] for name in before.columns}

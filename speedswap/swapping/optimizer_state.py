@@ -147,19 +147,29 @@ class OptimizerState:
         if self.weight not in optimizer.state:
             self.load(None)
 
-    def put_in(self, optimizer: Optimizer, block: Block, state: dict[str, Any] | None) -> None:
+    def put_in(
+        self, optimizer: Optimizer, block: Block, state: dict[str, Any] | None, *, steps_others: bool = False
+    ) -> None:
         """Give the optimizer the state of a batch's rows, just before its step.
 
         Args:
             optimizer: the attached one.
             block: the rows.
             state: the result of :meth:`save_scalars`.
+            steps_others: True if :meth:`step_others` will follow.
+
+        Raises:
+            OptimizerError: other rows cannot take the optimizer's step.
         """
+        if steps_others and self._twin is None:
+            held = [self.table.columns["weight"], *self._row_state.columns]
+            self._twin = Twin(optimizer, self.weight, held, self._row_state.scalars)
         if state is None:
             self.load(None)  # it was cleared
             state = optimizer.state[self.weight]
         if self._is_initial:
-            self._step = None if self.idle is None else Before.of(optimizer, self.weight, {}, ())
+            is_taken_again = self.idle is not None or steps_others
+            self._step = Before.of(optimizer, self.weight, {}, ()) if is_taken_again else None
             return
         row_state, columns = self._row_state, block.columns
         device = columns["weight"].device
@@ -171,10 +181,21 @@ class OptimizerState:
                 state[key] = value.to(device)  # the module was moved since
         for column in row_state.columns:
             state[column.name] = columns[column.name]
-        if self.idle is not None:
+        if self.idle is not None or steps_others:
             scalars, names = {key: state[key] for key in row_state.scalars}, tuple(self.names)
             self._step = Before.of(optimizer, self.weight, scalars, names)
         self._scalars.names, self._scalars.state = row_state.scalars, self._before
+
+    def step_others(self, block: Block, grad: Tensor) -> None:
+        """Take the step that the optimizer has just taken on other rows too, in place.
+
+        Args:
+            block: the rows, with every column.
+            grad: their gradient.
+        """
+        assert self._twin is not None
+        assert self._step is not None
+        self._twin.take(block.columns, self._step, grad)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -301,7 +322,7 @@ class OptimizerState:
         """Add columns for the row state of an optimizer, or the attached one; return those that the table has."""
         have = self.table.columns
         self.table.add_columns([column for column in found.columns if column.name not in have], commit=False)
-        self._row_state = found.row_state
+        self._row_state, self._twin = found.row_state, None
         if self.idle is not None and (optimizer := optimizer or self.optimizer) is not None:
             self.idle.bring_up_to_date()
             self._twin = self.twin_of(optimizer, found)

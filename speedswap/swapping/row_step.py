@@ -37,7 +37,7 @@ from speedswap._warnings import warn_once
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
-from speedswap.swapping.batch_rows import BatchRows, Padding
+from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import parameters_of
@@ -260,6 +260,16 @@ class RowStep(Locked):
         finally:
             weight.__class__ = TableWeight
 
+    def receive_of_all(self, gradient: GradientOfAll) -> None:
+        """Take a gradient of every row, right after :meth:`receive` has taken that of the lookup it came with."""
+        with self.lock, self._rows.opened():
+            self._rows.add_of_all(gradient)
+
+    @property
+    def steps_all(self) -> bool:
+        """True if the next step is one of every row."""
+        return bool(self._rows.of_all)
+
     def settle(self) -> None:
         """Merge the gradients of all backward passes into the weight's, before it is read."""
 
@@ -299,6 +309,14 @@ class RowStep(Locked):
         return restore
 
     # ------------------------------------------------------------------ the optimizer's step
+
+    def attach(self, optimizer: Optimizer, found: FoundState) -> None:
+        """Attach an optimizer whose state was examined; its columns do not change the rows that await its step."""
+        before = self.table.version
+        self.state.attach(optimizer, found)
+        for gradient in self._rows.of_all:
+            if gradient.version == before:
+                gradient.version = self.table.version
 
     def replace(self, weight: Tensor) -> None:
         """Record that the rows have replaced a parameter, which an optimizer may still hold."""
@@ -368,6 +386,8 @@ class RowStep(Locked):
                 if self._status is not _Status.READY and self.state.idle is None and self._is_zeroed(grad):
                     weight.grad = None  # lazily: rows without a gradient are not touched
                     return
+                if rows.of_all:
+                    rows.require_of_all(grad)
                 if self._status is not _Status.READY or rows.version != self.table.store.notes.version:
                     rows.renew(grad)  # another step with the same gradient, or the table has changed
                 block = rows.block
@@ -383,7 +403,9 @@ class RowStep(Locked):
                 state = self.state.save_scalars(optimizer)
                 self._thread = threading.get_ident()
                 self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
-                self.state.put_in(optimizer, block, state)
+                self.state.put_in(optimizer, block, state, steps_others=rows.of_all != [])
+                if rows.of_all:
+                    weight.grad = grad + self._gradient_of_all(block)
             except BaseException:
                 self.undo()
                 raise
@@ -490,10 +512,12 @@ class RowStep(Locked):
             assert block is not None
             try:
                 later = commit if self.lookaheads > 0 else None
-                if self.state.idle is None:
+                if self.state.idle is None and not self._rows.of_all:
                     self.table.give_back(block, leaving.values, later)
                 else:
-                    with self.state.counting():
+                    with nullcontext() if self.state.idle is None else self.state.counting():
+                        if self._rows.of_all:
+                            self._step_others(block.rows)
                         self.table.give_back(block, leaving.values, later)
                 self.state.keep_scalars(optimizer, leaving.values, commit)
                 self._rows.drop_state()
@@ -501,6 +525,23 @@ class RowStep(Locked):
                 self._renewed = []
             finally:
                 self.weight.__class__ = TableWeight
+
+    def _gradient_of_all(self, block: Block) -> Tensor:
+        """Return the gradient of some rows from those of every row."""
+        weight = block.columns["weight"].detach()
+        ids = block.rows.to(weight.device)
+        return functools.reduce(torch.add, (each.of(ids, weight) for each in self._rows.of_all))
+
+    def _step_others(self, stepped: Tensor) -> None:
+        """Step every row but those that the optimizer has stepped itself, a piece at a time."""
+        table, device = self.table, self.weight.device
+        chunk = min(each.chunk for each in self._rows.of_all)
+        table.reserve_rows(table.num_embeddings)
+        for start in range(0, table.num_embeddings, chunk):
+            ids = torch.arange(start, min(start + chunk, table.num_embeddings), device=stepped.device)
+            block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
+            self.state.step_others(block, self._gradient_of_all(block))
+            table.give_back(block, block.columns)
 
     # ------------------------------------------------------------------ a step that fails
 
@@ -518,6 +559,7 @@ class RowStep(Locked):
             if self._status is _Status.STEPPING:
                 self.state.put_back()
                 self._status = _Status.FAILED
+                self._rows.restore_own()
                 self.weight.__class__ = TableWeight
 
     def abandon(self) -> None:

@@ -126,22 +126,15 @@ def test_no_samples() -> None:
     assert hidden.grad.shape == (0, DIM)
 
 
-def test_rows_that_are_trained_are_refused_unless_only_evaluated() -> None:
+def test_trained_rows_are_constants_under_no_grad_and_as_a_table() -> None:
     items = items_of(torch.randn(ROWS, DIM), freeze=False)
     hidden, targets = torch.randn(5, DIM), torch.randint(ROWS, (5,))
-    with pytest.raises(
-        WeightError, match=r"items has rows that are trained.*by sampled_softmax, give items\.table .*no_grad\(\)"
-    ):
-        full_softmax(hidden, targets, items)
+    expected = F.cross_entropy(hidden @ items.read().T, targets)
     with torch.no_grad():
-        torch.testing.assert_close(
-            full_softmax(hidden, targets, items), F.cross_entropy(hidden @ items.read().T, targets)
-        )
-    with pytest.raises(WeightError, match=r"bias has rows that are trained"):
-        full_softmax(hidden, targets, items.table, bias=speedswap.Embedding(ROWS, 1))
-    tables = speedswap.EmbeddingCollection.from_modules({"item": items})
-    with pytest.raises(WeightError, match=r"trained, of table 'item'"):
-        full_softmax(hidden, targets, tables.embeddings["item"])
+        torch.testing.assert_close(full_softmax(hidden, targets, items), expected)
+    found = full_softmax(hidden, targets, items.table)
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
 
 
 def test_a_table_written_between_the_passes_is_an_error() -> None:

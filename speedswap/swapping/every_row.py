@@ -1,0 +1,41 @@
+"""Lookups whose loss depends on every row of the table, which the next step trains."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from speedswap.errors import WeightError
+from speedswap.swapping.batch_rows import GradientOfAll
+from speedswap.swapping.lookup import look_up
+from speedswap.swapping.table_module import TableModule
+
+
+def look_up_with_all(module: TableModule, ids: Tensor, gradients: list[GradientOfAll]) -> tuple[Tensor, Tensor]:
+    """Look rows up for training, with gradients of every row that arrive together with theirs.
+
+    Args:
+        module: an embedding whose rows are trained.
+        ids: int32 or int64, shape (n,), on the device that needs the rows.
+        gradients: read when the gradient of these rows arrives; a function of the returned leaf adds to it before.
+
+    Returns:
+        The distinct rows, a leaf; and the row of each id, shape (n, embedding_dim).
+
+    Raises:
+        WeightError: the module's weight was replaced by a tensor.
+        IdError, LostUpdateError: as for any lookup.
+    """
+    leaf, local = module._look_up(ids)
+    step = module._step
+    if getattr(leaf, "gradient_keeper", None) is not step:
+        raise WeightError(
+            f"the weight of the embedding over table {module.table.name!r} was replaced, as functional_call does; call "
+            "full_softmax with the embedding's own weight, or give it the table"
+        )
+
+    def receive(_: Tensor) -> None:
+        for each in gradients:
+            step.receive_of_all(each)
+
+    leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+    return leaf, look_up(leaf, local)

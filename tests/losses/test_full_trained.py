@@ -1,0 +1,299 @@
+"""A softmax over all rows trains all of them, as torch's over a matrix does, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import speedswap
+from speedswap.errors import LostUpdateError, OptimizerError, WeightError
+from speedswap.losses import UniformSampler, full_softmax, sampled_softmax
+
+ROWS, DIM, SAMPLES, CHUNK = 60, 4, 9, 7
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.02),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1, amsgrad=True),
+}
+
+
+class Pair:
+    """The same model twice: items, biases and an encoder, ours in tables and torch's dense, in float64."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], device: str = "cpu", **settings: Any) -> None:
+        weight, biases = (torch.randn(ROWS, width, dtype=torch.float64) for width in (DIM, 1))
+        self.padding_idx = settings.get("padding_idx")
+        if self.padding_idx is not None:
+            weight[self.padding_idx] = 0
+        self.items = speedswap.Embedding.from_pretrained(weight.clone(), freeze=False, **settings)
+        self.bias = speedswap.Embedding.from_pretrained(biases.clone(), freeze=False)
+        self.dense = nn.Embedding(ROWS, DIM, self.padding_idx, _weight=weight.to(device))
+        self.dense_bias = nn.Embedding(ROWS, 1, _weight=biases.to(device))
+        self.encoders = [nn.Linear(DIM, DIM, dtype=torch.float64, device=device) for _ in range(2)]
+        self.encoders[1].load_state_dict(self.encoders[0].state_dict())
+        self.optimizer, self.theirs = (
+            make([each for module in modules for each in module.parameters()])
+            for modules in (
+                (self.items, self.bias, self.encoders[0]),
+                (self.dense, self.dense_bias, self.encoders[1]),
+            )
+        )
+        self.device = device
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        return tuple(torch.randint(1, ROWS, (SAMPLES,), device=self.device) for _ in range(2))  # type: ignore[return-value]
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of tied rows: the same are the input and the output."""
+        return full_softmax(self.encoders[0](self.items(tokens)), targets, self.items, bias=self.bias, chunk=CHUNK)
+
+    def their_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.encoders[1](self.dense(tokens)) @ self.dense.weight.T + self.dense_bias.weight.T
+        if self.padding_idx is not None:
+            logits = logits.index_fill(1, torch.tensor([self.padding_idx], device=self.device), -torch.inf)
+        return F.cross_entropy(logits, targets)
+
+    def step(self, batches: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        batches = batches or [self.batch()]
+        for optimizer, loss_of in ((self.optimizer, self.loss), (self.theirs, self.their_loss)):
+            for batch in batches:
+                loss_of(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def require_alike(self) -> None:
+        for ours, theirs in ((self.items, self.dense), (self.bias, self.dense_bias)):
+            torch.testing.assert_close(ours.read(), theirs.weight.detach().cpu(), rtol=1e-11, atol=1e-12)
+        ours, theirs = (each.weight.detach() for each in self.encoders)
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def trained(pair: Pair, steps: int = 20) -> None:
+    for _ in range(steps):
+        batch = pair.batch()
+        ours, theirs = pair.loss(*batch), pair.their_loss(*batch)
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+        pair.step([batch])
+    pair.require_alike()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_row_trains_as_torchs(name: str, device: str) -> None:
+    """Losses, rows, biases and encoder, in a model whose items are tied to its input."""
+    trained(Pair(OPTIMIZERS[name], device))
+
+
+def test_a_padding_row_is_left_out_and_decays(device: str) -> None:
+    trained(Pair(OPTIMIZERS["momentum"], device, padding_idx=0))
+
+
+def test_rows_on_disk_train_and_are_found_again(tmp_path: Path) -> None:
+    pair = Pair(OPTIMIZERS["Adam"], path=tmp_path / "items")
+    trained(pair, 5)
+    pair.items.table.close()
+    with speedswap.Table.open(tmp_path / "items") as table:
+        torch.testing.assert_close(table.read(), pair.dense.weight.detach(), rtol=1e-11, atol=1e-12)
+        squares = pair.theirs.state[pair.dense.weight]["exp_avg_sq"]
+        torch.testing.assert_close(table.read(column="exp_avg_sq"), squares, rtol=1e-11, atol=1e-14)
+
+
+def test_gradients_of_several_batches_add_up() -> None:
+    """Also after zero_grad(set_to_none=False), which drops those before it."""
+    pair = Pair(OPTIMIZERS["Adam"])
+    for _ in range(3):
+        batches = [pair.batch() for _ in range(3)]
+        pair.loss(*pair.batch()).backward()
+        pair.optimizer.zero_grad(set_to_none=False)
+        pair.step(batches)
+    pair.require_alike()
+
+
+def test_a_second_backward_pass_counts_again() -> None:
+    pair = Pair(OPTIMIZERS["SGD"])
+    batch = pair.batch()
+    for optimizer, loss in ((pair.optimizer, pair.loss(*batch)), (pair.theirs, pair.their_loss(*batch))):
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+        optimizer.step()
+    pair.require_alike()
+
+
+def test_a_gradient_of_hidden_alone_trains_no_rows() -> None:
+    pair = Pair(OPTIMIZERS["SGD"])
+    hidden = torch.randn(SAMPLES, DIM, dtype=torch.float64, requires_grad=True)
+    torch.autograd.grad(full_softmax(hidden, pair.batch()[1], pair.items), hidden)
+    before = pair.items.read()
+    pair.optimizer.step()
+    assert torch.equal(pair.items.read(), before)
+
+
+def test_steps_by_a_closure() -> None:
+    pair = Pair(OPTIMIZERS["Adam"])
+    for _ in range(3):
+        batch = pair.batch()
+        for optimizer, loss_of in ((pair.optimizer, pair.loss), (pair.theirs, pair.their_loss)):
+
+            def closure(optimizer: Any = optimizer, loss_of: Any = loss_of, batch: Any = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = loss_of(*batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    pair.require_alike()
+
+
+def test_rows_announced_to_a_lookahead_are_those_of_the_last_step() -> None:
+    pair = Pair(OPTIMIZERS["Adam"])
+    batches = [pair.batch() for _ in range(8)]
+    announce = {pair.items: lambda batch: [batch[0], batch[1]], pair.bias: lambda batch: batch[1]}
+    for tokens, targets in speedswap.lookahead(batches, announce):
+        pair.step([(tokens, targets)])
+    pair.require_alike()
+
+
+def test_with_dense_idle_rows_sampled_and_full_steps_mix() -> None:
+    """Rows that a sampled step leaves out take it before the full step that follows."""
+    pair = Pair(OPTIMIZERS["AdamW"])
+    speedswap.attach(pair.optimizer, nn.ModuleList([pair.items, pair.bias]), idle_rows="dense")
+    for number in range(12):
+        if number % 3 == 2:
+            pair.step()
+            continue
+        (tokens, targets), negatives = pair.batch(), UniformSampler(5, ROWS).sample()
+        for optimizer, encoder, items in (
+            (pair.optimizer, pair.encoders[0], pair.items),
+            (pair.theirs, pair.encoders[1], pair.dense),
+        ):
+            sampled_softmax(encoder(items(tokens)), targets, items, negatives).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(pair.items.read(), pair.dense.weight.detach(), rtol=1e-11, atol=1e-12)
+
+
+def test_no_more_rows_than_a_chunk_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, leased = Pair(OPTIMIZERS["Adam"]), []
+    own = speedswap.Table.lease
+
+    def counted(table: speedswap.Table, rows: Tensor, **settings: Any) -> Any:
+        leased.append(len(rows))
+        return own(table, rows, **settings)
+
+    monkeypatch.setattr(speedswap.Table, "lease", counted)
+    full_softmax(torch.randn(2, DIM, dtype=torch.float64), torch.tensor([3, 30]), pair.items, chunk=CHUNK).backward()
+    pair.optimizer.step()
+    assert max(leased) <= CHUNK
+    assert sum(leased) == 2 + 2 + ROWS - 2  # the targets twice: the optimizer's columns came after their lookup
+
+
+# ---------------------------------------------------------------------- refusals, and steps that fail
+
+
+def clipped(pair: Pair) -> None:
+    torch.nn.utils.clip_grad_norm_(pair.items.parameters(), 1.0)
+
+
+def replaced(pair: Pair) -> None:
+    pair.items.weight.grad = pair.items.weight.grad * 2
+
+
+@pytest.mark.parametrize("change", [clipped, replaced])
+def test_a_gradient_that_was_changed_is_refused(change: Callable[[Pair], None]) -> None:
+    """Most of it does not exist yet."""
+    pair = Pair(OPTIMIZERS["Adam"])
+    before = pair.items.read()
+    pair.loss(*pair.batch()).backward()
+    change(pair)
+    with pytest.raises(LostUpdateError, match=r"changed after the backward pass.*clip the other parameters alone"):
+        pair.optimizer.step()
+    assert torch.equal(pair.items.read(), before)
+    pair.dense.load_state_dict(pair.items.state_dict())
+    pair.optimizer.zero_grad()
+    pair.step()  # training goes on
+    pair.require_alike()
+
+
+def test_rows_that_have_changed_since_are_refused() -> None:
+    pair = Pair(OPTIMIZERS["Adam"])
+    pair.loss(*pair.batch()).backward()
+    pair.items.table.write(0, torch.zeros(1, DIM, dtype=torch.float64))
+    with pytest.raises(LostUpdateError, match=r"has changed since.*compute the loss again"):
+        pair.optimizer.step()
+
+
+def test_a_second_step_with_the_same_gradient_is_refused() -> None:
+    pair = Pair(OPTIMIZERS["SGD"])
+    pair.loss(*pair.batch()).backward()
+    pair.optimizer.step()
+    after = pair.items.read()
+    with pytest.raises(LostUpdateError, match=r"good for one step"):
+        pair.optimizer.step()
+    assert torch.equal(pair.items.read(), after)
+
+
+def fails(*_: Any) -> None:
+    raise InterruptedError
+
+
+def test_a_step_that_raised_can_be_tried_again() -> None:
+    pair = Pair(OPTIMIZERS["Adam"])
+    pair.step()
+    batch = pair.batch()
+    pair.loss(*batch).backward()
+    hook = pair.optimizer.register_step_pre_hook(fails)
+    with pytest.raises(InterruptedError):
+        pair.optimizer.step()
+    hook.remove()
+    pair.optimizer.step()
+    pair.their_loss(*batch).backward()
+    pair.theirs.step()
+    pair.require_alike()
+
+
+class Noisy(torch.optim.SGD):
+    """Moves rows at random."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(torch.randn_like(each))
+
+
+def test_an_optimizer_whose_step_cannot_be_taken_in_parts_is_refused() -> None:
+    items = speedswap.Embedding(ROWS, DIM)
+    optimizer = Noisy(items.parameters(), lr=1.0)
+    full_softmax(torch.randn(SAMPLES, DIM), torch.randint(ROWS, (SAMPLES,)), items).backward()
+    with pytest.raises(OptimizerError, match=r"sampled_softmax in place of full_softmax|mixes rows"):
+        optimizer.step()
+
+
+def test_a_trained_table_of_a_collection_is_refused() -> None:
+    config = speedswap.EmbeddingConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM)
+    items = speedswap.EmbeddingCollection([config]).embeddings["item"]
+    hidden, targets = torch.randn(SAMPLES, DIM), torch.randint(ROWS, (SAMPLES,))
+    with pytest.raises(WeightError, match=r"of table 'item'.*sampled_softmax, give items\.table .*no_grad\(\)"):
+        full_softmax(hidden, targets, items)
+    config = speedswap.EmbeddingConfig(name="bias", num_embeddings=ROWS, embedding_dim=1)
+    bias = speedswap.EmbeddingCollection([config]).embeddings["bias"]
+    with pytest.raises(WeightError, match=r"bias has rows that are trained"):
+        full_softmax(hidden, targets, items.table, bias=bias)
+
+
+def test_a_weight_that_was_replaced_is_refused() -> None:
+    items = speedswap.Embedding(ROWS, DIM)
+    items.forward = lambda hidden, targets: full_softmax(hidden, targets, items)  # type: ignore[assignment]
+    values = torch.randn(ROWS, DIM, requires_grad=True)
+    given = torch.randn(SAMPLES, DIM), torch.randint(ROWS, (SAMPLES,))
+    with pytest.raises(WeightError, match=r"was replaced, as functional_call does"):
+        torch.func.functional_call(items, {"weight": values}, given)
