@@ -6,7 +6,7 @@ from speedswap.batching.elastic import plan_accumulation
 from speedswap.batching.estimating import MemoryEstimate, estimate_memory
 from speedswap.batching.feeding import Feed, feed
 from speedswap.batching.memory import LimitedMemory, is_out_of_memory
-from speedswap.batching.nested import Batch, PerSample, Whole
+from speedswap.batching.nested import Batch, Padded, PerSample, Whole
 from speedswap.batching.rollback import GradientKeeper
 from speedswap.batching.splitter import BatchSplitter, Callback, Event, coupled
 
@@ -20,6 +20,7 @@ __all__ = [
     "GradientKeeper",
     "LimitedMemory",
     "MemoryEstimate",
+    "Padded",
     "PerSample",
     "Whole",
     "coupled",

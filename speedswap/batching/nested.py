@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def chosen(jagged: Any, samples: slice | list[int]) -> Any:
     places = places + torch.arange(len(places), device=places.device)
     values = jagged.values()[places]
     if isinstance(jagged, Tensor):
-        return torch.nested.nested_tensor_from_jagged(values, lengths=counts)
+        return _jagged(values, counts)
     weights = jagged.weights_or_none()
     return type(jagged)(
         keys=list(jagged.keys()),
@@ -78,6 +78,48 @@ class PerSample:
     """
 
     items: list[Any] | tuple[Any, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Padded:
+    """A tensor or array padded along its second dimension; each micro-batch has it cut to its own longest sample.
+
+    As a function's result it is joined with the others, padded with zeros to the longest of all.
+
+    Args:
+        value: shape (samples, longest, …).
+        lengths: of each sample without its padding, shape (samples,).
+        side: of the padding.
+
+    Raises:
+        BatchError: the lengths do not match the value.
+
+    >>> ids = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]])
+    >>> Batch((Padded(ids, [3, 1, 2]),)).part(1, 3)[0][0]
+    tensor([[4, 0],
+            [5, 6]])
+    """
+
+    value: Any
+    lengths: Any
+    side: Literal["right", "left"] = "right"
+
+    def __post_init__(self) -> None:
+        self.lengths = torch.as_tensor(self.lengths, device="cpu", dtype=torch.long)
+        samples, longest = (*self.value.shape, 0, 0)[:2]
+        is_within = self.lengths.shape == (samples,) and bool(((0 <= self.lengths) & (self.lengths <= longest)).all())
+        if not is_within or self.side not in ("right", "left"):
+            raise BatchError(
+                f"Padded has a value of shape {tuple(self.value.shape)}, lengths of shape {tuple(self.lengths.shape)} "
+                f"and side={self.side!r}; give one length for each sample, at most the second dimension, and "
+                '"right" or "left"'
+            )
+
+    def cut(self, samples: slice | list[int]) -> Any:
+        """Return some samples without the padding that all of them have."""
+        rows, lengths = self.value[samples], self.lengths[samples]
+        longest = max(1, int(lengths.max())) if len(lengths) else 0
+        return rows[:, :longest] if self.side == "right" else rows[:, rows.shape[1] - longest :]
 
 
 class Batch:
@@ -156,14 +198,44 @@ class Batch:
     def columns(self) -> Iterator[Any]:
         """Yield everything that is split: tensors, arrays and the like."""
         for _, _, value in _leading_sizes(*self._given):
-            yield value
+            yield value.value if isinstance(value, Padded) else value
+
+    def lengths(self) -> list[int] | None:
+        """Return the length of each sample, of its longest value where several have one; None if none has.
+
+        That is the length of a list in a jagged tensor, of an item of :class:`PerSample`, or of :class:`Padded`.
+        """
+        given = [_lengths(value) for _, _, value in _leading_sizes(*self._given)]
+        known = [lengths for lengths in given if lengths is not None]
+        return torch.stack(known).amax(0).tolist() if known else None
 
     def signature(self) -> Hashable:
-        """Return the dtypes and shapes of one sample, as a key."""
+        """Return the dtypes and shapes of one sample, without the lengths of lists and padding, as a key."""
         return tuple(
-            (path, str(getattr(value, "dtype", "")), tuple(value.shape[1:]) if hasattr(value, "shape") else ())
+            (path, str(getattr(value, "dtype", "")), _shape_of_sample(value))
             for path, _, value in _leading_sizes(*self._given)
         )
+
+
+def _shape_of_sample(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Padded):
+        return tuple(value.value.shape[2:])
+    return tuple(size for size in getattr(value, "shape", ())[1:] if isinstance(size, int))
+
+
+def _lengths(value: Any) -> Tensor | None:
+    """Return the length of each sample on the host, where samples have different ones."""
+    if isinstance(value, Padded):
+        return torch.as_tensor(value.lengths)
+    if isinstance(value, PerSample):
+        shapes = [(len(item),) if isinstance(item, list) else getattr(item, "shape", ()) for item in value.items]
+        sizes = [shape[0] if shape else -1 for shape in shapes]
+        return None if -1 in sizes else torch.tensor(sizes)
+    if not is_jagged(value):
+        return None
+    if isinstance(value, Tensor):
+        return value.offsets().diff().cpu()  # type: ignore[attr-defined, no-any-return]
+    return value.lengths().reshape(len(value.keys()), value.stride()).sum(0).long().cpu()  # type: ignore[no-any-return]
 
 
 def _is_sliceable(value: Any) -> bool:
@@ -226,6 +298,8 @@ def _column(value: Any) -> tuple[int, Any] | None:
     """Return the number of samples in a value with a batch dimension, and what is cut along it; None for others."""
     if isinstance(value, PerSample):
         return len(value.items), value.items
+    if isinstance(value, Padded):
+        return len(value.value), value
     if _is_sliceable(value):
         return int(value.shape[0]), value
     return (value.stride(), value) if is_keyed(value) else None
@@ -242,6 +316,8 @@ def _part(value: Any, size: int, samples: slice | list[int]) -> Any:
 
 
 def _cut(value: Any, size: int, samples: slice | list[int]) -> Any:
+    if isinstance(value, Padded):
+        return value.cut(samples)
     if samples == slice(0, size):
         return value
     if is_jagged(value):
@@ -413,6 +489,12 @@ def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None,
         return in_order(_concatenated(np.concatenate, parts, path), parts, sizes, order, path)
     if isinstance(first, Whole):
         return [part.value for part in parts]
+    if isinstance(first, Padded):
+        values = [part.value for part in parts]
+        longest = max(value.shape[1] for value in values)
+        values = [_lengthened(value, longest, first.side) for value in values]
+        lengths = _joined([part.lengths for part in parts], sizes, order, path)
+        return Padded(_joined(values, sizes, order, path), lengths, first.side)
     if isinstance(first, PerSample):
         parts = [part.items for part in parts]
     elif not is_plain_list(first):
@@ -448,10 +530,23 @@ def in_order(rows: Any, parts: Sequence[Any], sizes: Sequence[int], order: Seque
     return rows.reshape(len(order), count, *rows.shape[1:])[order].reshape(rows.shape)
 
 
+def _lengthened(value: Tensor, longest: int, side: str) -> Tensor:
+    """Pad the second dimension with zeros."""
+    missing = longest - value.shape[1]
+    ends = (missing, 0) if side == "left" else (0, missing)
+    return torch.nn.functional.pad(value, (*(0, 0) * (value.dim() - 2), *ends))
+
+
 def _concatenated_lists(parts: Sequence[Any]) -> Tensor:
     """Return jagged tensors as one."""
     lengths = torch.cat([part.offsets().diff() for part in parts])
-    return torch.nested.nested_tensor_from_jagged(torch.cat([part.values() for part in parts]), lengths=lengths)
+    return _jagged(torch.cat([part.values() for part in parts]), lengths)
+
+
+def _jagged(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return a jagged tensor that knows its longest list; otherwise torch pads it to the sum of its lengths."""
+    shortest, longest = torch.stack(lengths.aminmax()).tolist() if len(lengths) else (0, 0)
+    return torch.nested.nested_tensor_from_jagged(values, lengths=lengths, min_seqlen=shortest, max_seqlen=longest)
 
 
 def _concatenated(concatenate: Any, parts: list[Any], path: str) -> Any:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from speedswap.batching.elastic import even_sizes
 from speedswap.batching.nested import Arguments, Batch, joined
+from speedswap.errors import BatchError
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,21 @@ class Packing:
         ]
         return [*parts, *(Part(index, slice(size - 1, size), 0, 0) for index in range(full, count))]
 
-    def _packed(self, costs: list[int], limit: int) -> list[int]:
-        """Return the sizes of micro-batches that are as full as the limit allows, costliest samples first."""
-        sizes, begin = [], 0
-        while begin < len(costs):
+    def _packed(self, costs: list[int], limit: int, most: float = math.inf) -> list[int]:
+        """Return the sizes of micro-batches as full as the limit allows, costliest samples first; of ``most`` + 1."""
+        sizes: list[int] = []
+        begin = 0
+        while begin < len(costs) and len(sizes) <= most:
             sizes.append(min(max(1, limit // costs[begin]), len(costs) - begin))
             begin += sizes[-1]
         return sizes
 
     def _balanced(self, costs: list[int], count: int) -> list[int]:
         """Return the sizes of ``count`` micro-batches, the costliest of which costs as little as possible."""
-        low, high = sum(costs) // max(1, count), len(costs) * costs[0]
+        low, high = 1, len(costs) * costs[0]
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if len(self._packed(costs, middle)) <= count else (middle + 1, high)
+            low, high = (low, middle) if len(self._packed(costs, middle, count)) <= count else (middle + 1, high)
         sizes = self._packed(costs, low)
         while len(sizes) < count:
             place = sizes.index(max(sizes))
@@ -106,6 +111,31 @@ def _chosen(order: list[int] | None, begin: int, end: int) -> slice | list[int]:
     samples = order[begin:end]
     first = samples[0]
     return slice(first, first + len(samples)) if samples == list(range(first, first + len(samples))) else samples
+
+
+def costs_of(batch: Batch, cost: Callable[..., Any] | None) -> list[int]:
+    """Return what each sample costs: by a function of the batch's arguments, or its length without one.
+
+    Raises:
+        BatchError: no value of the batch has lengths, or the function does not return a number for each sample.
+    """
+    if cost is None:
+        lengths = batch.lengths()
+        if lengths is None:
+            raise BatchError(
+                "micro_batch_tokens counts tokens, and nothing in the batch has samples of different lengths; pass a "
+                "jagged tensor, speedswap.batching.Padded(tensor, lengths) or PerSample(list), or give cost="
+            )
+        return [max(1, length) for length in lengths]
+    args, kwargs = batch.take(slice(0, batch.size))
+    with torch.no_grad():
+        found = torch.as_tensor(cost(*args, **kwargs)).double()
+    if found.shape != (batch.size,) or not bool(((found >= 0) & found.isfinite()).all()):
+        raise BatchError(
+            f"cost(…) returned {found.flatten()[:8].tolist()} of shape {tuple(found.shape)} for {batch.size} samples; "
+            "return one number for each, at least 0"
+        )
+    return [max(1, math.ceil(number)) for number in found.tolist()]
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
-from speedswap.batching.packing import Packing
+from speedswap.batching.packing import Packing, costs_of
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.rollback import Changes
 from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
@@ -34,7 +34,7 @@ class Event:
         index: the micro-batch's number, from 0.
         loss: the micro-batch's loss as its function returned it, or the batch's; detached.
         error: the out-of-memory error.
-        old_size: micro-batch size before a change.
+        old_size: micro-batch size before a change, in samples, tokens or cost.
         new_size: micro-batch size after it.
         epoch: the epoch's number, from 0.
         batch: the batch's number in the epoch, from 0.
@@ -134,7 +134,15 @@ class BatchSplitter:
     Args:
         model: the module or modules whose parameters get gradients; by default they are found while a loss function
             runs. Other parameters are found in the loss's graph, at about a microsecond per operation.
-        micro_batch_size: the most samples in one forward and backward pass, or ``"auto"``.
+        micro_batch_size: the most samples in one forward and backward pass, or ``"auto"``. With ``cost``, the most that
+            they may cost together.
+        micro_batch_tokens: the most tokens in one forward and backward pass, padding included, or ``"auto"``; in place
+            of ``micro_batch_size``. The samples of a batch are packed by their lengths, which jagged tensors,
+            :class:`~speedswap.batching.Padded` and :class:`~speedswap.batching.PerSample` have, and padded to the
+            longest of their micro-batch alone. Losses and their weights are those of the whole batch. One sample
+            above the limit is a micro-batch by itself.
+        cost: as for tokens, with other costs: called as ``loss_fn`` is with the whole batch, returns a number for each
+            sample. A micro-batch costs its costliest sample's number times its number of samples.
         memory: the most that a call may take beyond the memory already in use, in bytes or as text such as ``"2GiB"``:
             gradients, activations and results, with copies of earlier gradients. More is out of memory, which
             ``"auto"`` recovers from. On a GPU, torch's allocator gets no more than that from the driver, in its
@@ -176,6 +184,8 @@ class BatchSplitter:
         model: nn.Module | Iterable[nn.Module] | None = None,
         *,
         micro_batch_size: int | Literal["auto"] = "auto",
+        micro_batch_tokens: int | Literal["auto"] | None = None,
+        cost: Callable[..., Any] | None = None,
         memory: int | str | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         normalizer: Callable[..., Tensor | float] | None = None,
@@ -188,6 +198,13 @@ class BatchSplitter:
     ) -> None:
         _require(reduction in ("mean", "sum", "none"), "reduction", reduction, '"mean", "sum" or "none"')
         _require(batch_norm in ("micro_batch", "window"), "batch_norm", batch_norm, '"micro_batch" or "window"')
+        if micro_batch_tokens is not None:
+            is_alone = micro_batch_size == "auto" and cost is None
+            is_possible = micro_batch_tokens == "auto" or _is_positive(micro_batch_tokens)
+            wanted = 'at least 1, or "auto", without micro_batch_size and cost'
+            _require(is_alone and is_possible, "micro_batch_tokens", micro_batch_tokens, wanted)
+            micro_batch_size = micro_batch_tokens
+        self._is_packed, self._cost = micro_batch_tokens is not None or cost is not None, cost
         auto = micro_batch_size == "auto"
         _require(auto or _is_positive(micro_batch_size), "micro_batch_size", micro_batch_size, 'at least 1, or "auto"')
         _require(_is_positive(grow_after), "grow_after", grow_after, "at least 1")
@@ -216,7 +233,7 @@ class BatchSplitter:
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The size in use, by the last batch; None before the first one if it is to be found."""
+        """The size in use, by the last batch, in samples, tokens or cost; None before the first one if unknown."""
         return self._sizes.size
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,7 +459,7 @@ class BatchSplitter:
         key = (*map(key_of, functions), *(batch.signature() for batch in batches))
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
         self._device = next((parameter.device for parameter in parameters), batches[0].device)
-        packings = [Packing(batch) for batch in batches]
+        packings = [Packing(batch, costs_of(batch, self._cost) if self._is_packed else None) for batch in batches]
         largest = max(packings, key=lambda packing: packing.whole)
         sizes = self._sizes_of(work)
         size = sizes.choose(key, largest.whole, self._device)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import speedswap
 from speedswap import errors
+from speedswap.batching import Padded
 
 
 def ce(model, inputs, targets, **options):
@@ -417,6 +418,36 @@ def check_one_rank_may_evaluate_alone(rank, world_size):
         assert torch.equal(outputs, model(torch.ones(5, 6).double()))
         failing = OutOfMemoryBeyond(ddp, 2)
         assert torch.equal(searching.map(failing, torch.ones(5, 6).double()), outputs)
+
+
+def check_micro_batches_packed_by_tokens(rank, world_size):
+    """Check that each rank packs its own samples, finds a size in tokens, and weighs by the tokens of all ranks."""
+    lengths = [[3, 9], [1, 2, 7, 7, 4, 1], [5]][:world_size]
+    torch.manual_seed(2)
+    rows = [torch.randn(len(each), max(each), 6, dtype=torch.float64) for each in lengths]
+    there = [(torch.arange(max(each)) < torch.tensor(each)[:, None]).double() for each in lengths]
+
+    def token_mean(model, x, there):
+        return (model(x.flatten(0, 1)).square().sum(1) * there.flatten()).sum() / there.sum()
+
+    model = small_model()
+    flat = torch.cat([x.flatten(0, 1) for x in rows])[None], torch.cat([one.flatten() for one in there])[None]
+    expected, wanted = whole_gradients(model, token_mean, *flat)
+    ddp = DistributedDataParallel(model)
+    splitter = speedswap.BatchSplitter(
+        ddp, micro_batch_tokens="auto", normalizer=lambda x, there: there.sum(), check=False
+    )
+
+    def loss_fn(x, there):
+        if x.shape[0] * x.shape[1] > 20:
+            raise torch.OutOfMemoryError(CUDA_TEXT)
+        return token_mean(ddp, x, there)
+
+    for _ in range(2):
+        model.zero_grad()
+        loss = splitter.backward(loss_fn, *[Padded(given[rank], lengths[rank]) for given in (rows, there)])
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        assert_same([parameter.grad for parameter in model.parameters()], wanted)
 
 
 def check_plain_steps_reduce_as_before(rank, world_size):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import speedswap
 from speedswap import errors
+from speedswap.batching import Padded
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -154,6 +155,31 @@ def check_evaluation_runs_side_by_side(rank, world_size):
     model.train()
     splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
     assert_same(gradients(model), [2 * grad for grad in before])
+
+
+def check_micro_batches_packed_by_tokens(rank, world_size):
+    """Check ranks whose samples have different lengths: equally many passes, and gradients of all samples together."""
+    lengths = [[3, 9], [1, 2, 7, 7, 4, 1], [5]][:world_size]
+    torch.manual_seed(2)
+    rows = [torch.randn(len(each), max(each), 6, dtype=torch.float64) for each in lengths]
+
+    def token_mean(model, x, there):
+        return (model(x.flatten(0, 1)).square().sum(1) * there.flatten()).sum() / there.sum()
+
+    there = [(torch.arange(max(each)) < torch.tensor(each)[:, None]).double() for each in lengths]
+    options = {"micro_batch_tokens": 12, "normalizer": lambda x, there: there.sum()}
+    plain, model, splitter = sharded(world_size, **options)
+    flat = torch.cat([x.flatten(0, 1) for x in rows])[None], torch.cat([one.flatten() for one in there])[None]
+    expected, wanted = whole_gradients(plain, token_mean, *flat)
+    seen = []
+    splitter.callbacks.append(Attempts(seen))
+    batch = [Padded(given[rank], lengths[rank]) for given in (rows, there)]
+    loss = splitter.backward(lambda x, there: token_mean(model, x, there), *batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert_same(gradients(model), wanted)
+    assert seen == [[(1, 1, 0, 0), (1, 1, 1, 3), (1, 0, 0, 0)][rank]], seen
+    found = splitter.map(lambda x, there: model(x).sum(-1).sum(1, keepdim=True), *batch)
+    assert found.shape == (len(lengths[rank]), 1)
 
 
 class Sizes(speedswap.batching.Callback):

@@ -161,3 +161,10 @@ def test_parts_of_different_structure_cannot_be_joined():
         concatenate([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
     with pytest.raises(BatchError, match="something else"):
         concatenate([torch.ones(1), None])
+
+
+def test_parts_of_jagged_tensors_are_padded_to_their_own_longest():
+    """Without its greatest length torch would pad a part to the sum of its lengths."""
+    lists = torch.nested.as_nested_tensor([torch.ones(n) for n in (3, 5, 2)], layout=torch.jagged)
+    (part,), _ = Batch((lists,)).part(1, 3)
+    assert part.to_padded_tensor(0).tolist() == [[1.0] * 5, [1.0, 1.0, 0.0, 0.0, 0.0]]
