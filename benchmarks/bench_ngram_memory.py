@@ -1,0 +1,146 @@
+"""A language model with a memory of n-grams: its perplexity and the time of its step, compared with the model alone.
+
+    python benchmarks/bench_ngram_memory.py [TEXT] [--seeds 3] [--device cpu|cuda] [--quick] [--json FILE]
+
+The model is that of examples/ngram_memory.py, which says what TEXT is; a made-up language without one. Perplexities are
+those on held-out documents after training on the same batches with one thread. Steps are those of a larger model, with
+the rows of the next batch prefetched, in turn; the file also has how many bytes of rows a step moves, and how many
+floating-point operations the layers take, from which the share of a GPU's bus can be computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import ngram_memory as model_of
+from ngram_memory import LanguageModel, Text
+
+import speedswap
+from speedswap.apps.bench import cli
+from speedswap.apps.bench.measure import steps_in_turn
+from speedswap.cli import run_command
+
+QUALITY = {"vocabulary": 4096, "dim": 128, "layers": 2, "length": 64, "batch": 16, "steps": 500, "rows": 4_000_000}
+STEP = {"vocabulary": 8192, "dim": 256, "layers": 4, "length": 128, "batch": 8, "steps": 8, "repeats": 5}
+PLACES = {"pageable": 10_000_000, "disk": 1_000_000_000}
+ROW_DIM, LR, MEMORY_LR = 16, 1e-3, 0.5
+
+
+def made(tokens: int, size: Mapping[str, int], rows: int, place: Any, device: str) -> LanguageModel:
+    """Return a model for so many different tokens, with a memory in this place unless it has no rows."""
+    table = speedswap.Embedding(rows, ROW_DIM, storage=place, init=speedswap.init.zeros(), seed=0) if rows else None
+    return LanguageModel(tokens, size["dim"], size["layers"], size["length"], table).to(device)
+
+
+def perplexities(path: Path | None, seeds: int, quick: bool, device: str) -> list[dict[str, float]]:
+    """Train without and with a memory, for each seed; return perplexities and seconds of processor time."""
+    size = {**QUALITY, **({"steps": 20, "rows": 100_000} if quick else {})}
+    train, test, tokens = model_of.read(path, size["vocabulary"])
+    found = []
+    for seed in range(seeds):
+        found.append({"seed": seed})
+        for name, rows in {"without": 0, "with": size["rows"]}.items():
+            torch.manual_seed(seed)
+            model = made(tokens, size, rows, "auto", device)
+            text, held_out = (Text(part.to(device), rows, size["length"]) for part in (train, test))
+            begin = time.process_time()
+            batches = text.random_batches(size["batch"], range(size["steps"]), seed)
+            for _ in model_of.training(model, model_of.optimizers_of(model, LR, MEMORY_LR), batches):
+                pass
+            found[-1][f"{name}: processor seconds"] = time.process_time() - begin
+            found[-1][name] = model_of.perplexity(model, held_out.all_batches(size["batch"]))
+            print(f"seed {seed}, {name} a memory: perplexity {found[-1][name]:.1f}", flush=True)
+    return found
+
+
+def steps(path: Path | None, quick: bool, device: str) -> dict[str, Any]:
+    """Time the steps of a model alone and with its memory in each place."""
+    size = {**STEP, **({"dim": 32, "layers": 1, "steps": 4, "repeats": 1} if quick else {})}
+    train, _, tokens = model_of.read(path, size["vocabulary"])
+    with TemporaryDirectory() as folder:
+        rows_of = {"without": 0, **PLACES}
+        places = {
+            "pageable": "pageable",
+            "disk": speedswap.Disk(f"{folder}/rows", cache_bytes=1 << 30),
+            "without": None,
+        }
+        models = {name: made(tokens, size, rows, places[name], device) for name, rows in rows_of.items()}
+        texts = {name: Text(train.to(device), rows, size["length"]) for name, rows in rows_of.items()}
+        loops: dict[str, Callable[[int], Iterator[None]]] = {}
+        for name, model in models.items():
+            optimizers = model_of.optimizers_of(model, LR, MEMORY_LR)
+
+            def loop(repeat: int, name: str = name, optimizers: Any = optimizers) -> Iterator[None]:
+                numbers = range(repeat * size["steps"], (repeat + 1) * size["steps"])
+                for _ in model_of.training(
+                    models[name], optimizers, texts[name].random_batches(size["batch"], numbers, 0)
+                ):
+                    yield
+
+            loops[name] = loop
+        seconds = steps_in_turn(loops, steps=size["steps"], repeats=size["repeats"])
+        table = models["disk"].memory.table.table
+        row_bytes = table.nbytes // len(table)
+        table.close()
+    batches = texts["disk"].random_batches(size["batch"], range(5), 0)
+    rows = statistics.mean(len(batch.rows.unique()) for batch in batches)
+    parameters = {name: matrices(models[name]) for name in ("without", "disk")}
+    for name, took in seconds.items():
+        over = took / seconds["without"] - 1
+        print(f"{name:<10} {rows_of[name]:>14,} rows {took * 1e3:8.1f} ms {100 * over:+6.1f}%", flush=True)
+    return {
+        "workload": {**size, "row_dim": ROW_DIM, "heads": model_of.HEADS, "orders": model_of.ORDERS},
+        "rows": rows_of,
+        "seconds": seconds,
+        "tokens": size["batch"] * size["length"],
+        "rows_per_step": rows,
+        "bytes_to_device": rows * row_bytes,
+        "bytes_from_device": rows * row_bytes,
+        "flops": {name: 6 * count * size["batch"] * size["length"] for name, count in parameters.items()},
+    }
+
+
+def matrices(model: LanguageModel) -> int:
+    """Return the parameters that multiply every token: the layers', the memory's, and the output's."""
+    of_tables = (model.positions.weight, *(() if model.memory is None else (model.memory.table.weight,)))
+    return sum(each.numel() for each in model.parameters() if all(each is not one for one in of_tables))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and write the file asked for; return the exit status."""
+    device = cli.prepare(args)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    quality = perplexities(args.text, args.seeds, args.quick, device)
+    torch.set_num_threads(threads)
+    print(f"\na training step on {device}, {threads} threads", flush=True)
+    found = {"text": args.text.name if args.text else "made up", "quality": {"workload": QUALITY, "seeds": quality}}
+    cli.write(
+        args.json,
+        f"ngram_memory-{device}",
+        {**found, "threads": threads, "step": steps(args.text, args.quick, device)},
+    )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="?", help="a document per line, plain or gzip")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each")
+    cli.add_options(parser)
+    return run_command(partial(run, parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
