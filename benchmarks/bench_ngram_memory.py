@@ -38,7 +38,7 @@ ROW_DIM, LR, MEMORY_LR = 16, 1e-3, 0.5
 
 
 def made(tokens: int, size: Mapping[str, int], rows: int, place: Any, device: str) -> LanguageModel:
-    """Return a model for so many different tokens, with a memory in this place unless it has no rows."""
+    """Return a model, with a memory in this place unless it has no rows."""
     table = speedswap.Embedding(rows, ROW_DIM, storage=place, init=speedswap.init.zeros(), seed=0) if rows else None
     return LanguageModel(tokens, size["dim"], size["layers"], size["length"], table).to(device)
 
