@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.hot import HotBytes, make_cache
 from speedswap.tables.init import chunks_of
-from speedswap.tables.initial import is_lazy
-from speedswap.tables.memory import MemoryKind, RecordGroup, allocate
+from speedswap.tables.initial import initial_values, is_lazy
+from speedswap.tables.memory import MemoryKind, RecordGroup, allocate, says_too_large
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
@@ -26,8 +26,17 @@ _Fields = list[tuple[RecordGroup, dict[str, kernels.WantedColumn]]]
 _Moves = list[tuple[RecordGroup, list[kernels.Part]]]
 
 
+def _is_computable(column: Column) -> bool:
+    """Return whether a column's initial values have the same bits when they are computed for some rows."""
+    return is_lazy(column) and column.stored_dtype is not torch.int8
+
+
 class LocalStore(RowStore):
     """Records in device, pinned or pageable memory.
+
+    Pinning memory takes long, and an optimizer that is attached later gives the records more columns. So pinned memory
+    is taken and filled when rows are first written, or many were read. Until then, initial values are computed where
+    they are read.
 
     Args:
         facts: facts about the store; ``storage`` is the kind of memory.
@@ -45,6 +54,8 @@ class LocalStore(RowStore):
         self._columns: dict[str, Column] = {}
         self._by_names: dict[tuple[str, ...], _Fields] = {}  # cached for these groups, since every batch needs it
         self._written = written
+        self._is_filled = True
+        self._num_computed = 0  # rows
         self._lost = False  # neither could columns be added nor the old ones restored
         self._pending = PendingTransfers()
         self._hot_bytes = facts.hot_bytes  # None once no cache may begin
@@ -131,6 +142,7 @@ class LocalStore(RowStore):
         self._columns = {column.name: column for group in groups for column in group.layout.columns}
         self.facts.nbytes = sum(group.nbytes for group in groups)
         self.notes.pinned = any(group.memory.pinned for group in groups)
+        self._is_filled = all(group.is_filled for group in groups)
 
     def add_group(self, group: RecordGroup) -> None:
         """Take over the records of further columns."""
@@ -143,21 +155,67 @@ class LocalStore(RowStore):
         return self.groups[0]
 
     def _new_group(self, columns: Sequence[Column], *, filled: bool = True) -> RecordGroup:
-        """Return memory for these columns, filled with initial values unless it should stay zero."""
+        """Return memory for these columns, filled with initial values, now or later, unless it should stay zero."""
         layout = RecordLayout.of(columns)
         memory = allocate(self.facts.storage, self.num_embeddings * layout.stride)
-        group = RecordGroup(layout, memory, self.num_embeddings, self.facts.engine)
-        try:
-            # Fresh memory is zero already.
-            self._fill(group, [column for column in columns if filled and not column.init.is_zero])
-        except BaseException:
-            group.close()
-            raise
+        group = RecordGroup(layout, memory, self.num_embeddings, self.facts.engine, is_filled=False)
+        if memory.is_taken or self._written or not filled:
+            try:
+                self._take(group, columns if filled else [])
+            except BaseException:
+                group.close()
+                raise
         return group
+
+    def _take(self, group: RecordGroup, columns: Sequence[Column]) -> None:
+        """Take a group's memory and write columns' initial values."""
+        with says_too_large(self.facts.storage, group.nbytes):
+            group.memory.take()
+        self._fill(group, [column for column in columns if not column.init.is_zero])  # fresh memory is zero already
+        group.is_filled = True
+
+    def _take_all(self, device: torch.device = _CPU) -> None:
+        """Take and fill the memory; no more columns are expected now.
+
+        Args:
+            device: where rows are moved to or from; memory is pinned by way of this GPU, or of the current one.
+
+        Raises:
+            TableTooLargeError: there is not enough memory. Nothing has changed.
+        """
+        if self._is_filled:
+            return
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for group in self.groups:
+                if not group.is_filled:
+                    self._take(group, group.layout.columns)
+        self._hold(*self.groups)
 
     def _fill(self, group: RecordGroup, columns: Sequence[Column]) -> None:
         """Write the initial values of some of a group's columns."""
         group.fill(columns, self.seed, {column.name: s for s in [*self.groups, group] for column in s.layout.columns})
+
+    def _computes(self, count: int, device: torch.device) -> bool:
+        """Return whether to compute the initial values of rows that are read now; if not, the memory is filled.
+
+        After as many rows as the table has, computing them has taken as long as filling the memory does.
+        """
+        self._num_computed += count
+        if self._num_computed <= self.num_embeddings and all(map(_is_computable, self._columns.values())):
+            return True
+        self._take_all(device)
+        return False
+
+    def _computed(self, rows: Tensor, names: Iterable[str], device: torch.device, out: Mapping[str, Tensor]) -> Block:
+        """Return rows' initial values; arguments as for :meth:`gather`."""
+        self._fields(names)  # raises if there is no such column
+        ids, order = rows.to(_CPU, torch.int64).sort()
+        found, columns = initial_values(self._columns, ids, self.seed, self.num_embeddings), {}
+        for name in names:
+            values = torch.empty_like(found[name])
+            values[order] = found[name]
+            columns[name] = out[name].copy_(values) if name in out else values.to(device)
+        return Block(rows, columns)
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -171,6 +229,8 @@ class LocalStore(RowStore):
         if self._pending.has_writes:
             self.drain()
         names = self._columns if columns is None else columns
+        if not self._is_filled and self._computes(rows.shape[0], near := device or rows.device):
+            return self._computed(rows, names, near, out or {})
         if out is None and rows.is_cpu and (device is None or device.type == "cpu"):
             fields = self._fields(names)
             if len(fields) == 1 and (columns is None or len(columns) == 1):  # the usual case
@@ -219,6 +279,8 @@ class LocalStore(RowStore):
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        if not self._is_filled:
+            self._take_all(next(iter(values.values()), block.rows).device)
         groups, leased = self._fields(values), block.columns
         blocks = {
             name: values[name]
@@ -297,8 +359,9 @@ class LocalStore(RowStore):
         writes = self._pending.writes()
         if self.notes.hot is not None and lookup.device.type == "cpu":
             return super().prefetch(lookup, transfers)  # the host cannot read ahead of rows on their way home
-        if lookup.ids.device.type != "cpu" or not self._in_host_memory(lookup.device):
-            prefetch = self._prefetch_by(transfers, lookup, writes)
+        computes = not self._is_filled and self._computes(lookup.ids.numel(), lookup.device)
+        if computes or lookup.ids.device.type != "cpu" or not self._in_host_memory(lookup.device):
+            prefetch = self._prefetch_by(transfers, lookup, writes, computes)
         else:
             if any(write.transfers is not None for write in writes):
                 self.drain()  # another thread writes these, unordered with the prefetching one
@@ -321,8 +384,10 @@ class LocalStore(RowStore):
         kernels.prefetch_on_cpu(prefetch, lookup.ids, self.num_embeddings, moves, finish)
         return prefetch
 
-    def _prefetch_by(self, transfers: Transfers, lookup: Lookup, writes: list[PendingWrite]) -> Prefetch:
-        """Prefetch to a GPU.
+    def _prefetch_by(
+        self, transfers: Transfers, lookup: Lookup, writes: list[PendingWrite], computes: bool
+    ) -> Prefetch:
+        """Prefetch to a GPU, or compute initial values.
 
         Rows of pending writes, and rows of the previous prefetch, which its step will write, do not cross the bus: they
         are forwarded when the prefetch is taken.
@@ -345,7 +410,10 @@ class LocalStore(RowStore):
 
             def gather() -> Gathered:
                 kernels.used_here([rows, to_read])
-                block = self._gather(rows, self.columns, lookup.device, to_read=to_read)
+                if computes:
+                    block = self._computed(rows, self.columns, lookup.device, {})
+                else:
+                    block = self._gather(rows, self.columns, lookup.device, to_read=to_read)
                 return Gathered((block, local), None if to_read is rows else expected, known)
 
             return gather
@@ -372,6 +440,7 @@ class LocalStore(RowStore):
             ids = torch.arange(start, stop, device=group.memory.device)
             return self.gather(ids, [column], device).columns[column]
         self.drain()
+        self._take_all()
         group.settle()
         return group.read(column, start, stop)
 
@@ -389,12 +458,14 @@ class LocalStore(RowStore):
         columns = self.columns
         if not self._written and all(is_lazy(column) for column in columns.values()):
             return
+        self._take_all()
         for rows in chunks_of(self.num_embeddings):
             held = {name: self.group_of(name).bytes_of(name)[rows.start : rows.stop] for name in columns}
             yield torch.arange(rows.start, rows.stop), {name: each.to(_CPU).contiguous() for name, each in held.items()}
 
     def view(self, column: str) -> Tensor:
         group = self.group_of(column)
+        self._take_all()
         view = group.view(column)
         self._change_in_place()
         self._end_cache()
@@ -433,6 +504,7 @@ class LocalStore(RowStore):
 
     def _change_in_place(self) -> None:
         """Wait until nothing else reads or writes the memory, which is about to change."""
+        self._take_all()
         self.drain()
         self._pending.finish_prefetches()
         self._pending.make_stale()
@@ -484,6 +556,6 @@ class LocalStore(RowStore):
                 self.drain()
         finally:
             with self._replacing_memory():
-                self.notes.closed, self.notes.pinned, self.notes.hot = True, False, None
+                self.notes.closed, self.notes.pinned, self.notes.hot, self._is_filled = True, False, None, True
                 for group in self.groups:
                     group.close()

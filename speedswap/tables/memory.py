@@ -2,11 +2,13 @@
 
 Memory is allocated exactly: anonymous mappings of the requested size, never a pool that rounds up to a power of two.
 Pinned memory is an anonymous mapping, faulted in and then registered with CUDA; a file mapping is never registered.
+That takes long, so a table does it once, when all of its columns are known (:meth:`Memory.take`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,12 +34,14 @@ class Memory:
     """Bytes that hold records.
 
     Attributes:
-        bytes: the memory as one uint8 tensor.
-        pinned: True for host memory that CUDA kernels may read and write directly.
+        bytes: the memory as one uint8 tensor; empty until it is taken.
+        is_taken: False for memory that :meth:`take` is still to take from the system.
+        pinned: True for host memory that CUDA kernels may read and write directly, once it is taken.
         fence: work on the memory that GPUs have not completed.
     """
 
     bytes: Tensor
+    is_taken = True
     pinned = False
     fence: kernels.Fence | None = None
 
@@ -45,9 +49,8 @@ class Memory:
     def device(self) -> torch.device:
         return self.bytes.device
 
-    @property
-    def nbytes(self) -> int:
-        return self.bytes.numel()
+    def take(self) -> None:
+        """Take the memory from the system, and pin it by way of the current GPU; needed only for pinned memory."""
 
     def settle(self) -> None:
         """Wait until no GPU reads or writes the bytes, so that the host may; needed only for pinned memory."""
@@ -74,21 +77,25 @@ class HostMemory(Memory):
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         ready, reason = kernels.cuda_ready() if pin else (False, "")
-        if not ready:
-            if pin:
-                warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
-            self.bytes = torch.frombuffer(pinning.anonymous(nbytes), dtype=torch.uint8)
+        if ready:
+            self._nbytes, self.bytes = nbytes, torch.empty(0, dtype=torch.uint8)
+            self.is_taken, self.pinned, self.fence = False, True, kernels.Fence()
             return
-        self._pinned = pinning.PinnedMemory(nbytes)
-        self.bytes = self._pinned.bytes
+        if pin:
+            warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
+        self.bytes = torch.frombuffer(pinning.anonymous(nbytes), dtype=torch.uint8)
+
+    def take(self) -> None:
+        if self.is_taken:
+            return
+        self._pinned = pinning.PinnedMemory(self._nbytes)
+        self.bytes, self.is_taken = self._pinned.bytes, True
         if self._pinned.failure is not None:
+            self.pinned, self.fence = False, None
             warn_once(
-                f"storage 'pinned' works as 'pageable' here: {nbytes / 2**30:.2f} GiB could not be registered with "
-                f"CUDA ({self._pinned.failure}); `speedswap info` shows the limits"
+                f"storage 'pinned' works as 'pageable' here: {self._nbytes / 2**30:.2f} GiB could not be registered "
+                f"with CUDA ({self._pinned.failure}); `speedswap info` shows the limits"
             )
-            return
-        self.pinned = True
-        self.fence = kernels.Fence()
 
     def settle(self) -> None:
         if self.fence is not None:
@@ -99,23 +106,27 @@ class HostMemory(Memory):
             self.fence.share()
 
     def close(self) -> None:
-        if self.pinned:
+        if self.pinned and self.is_taken:
             self._pinned.close()
-            self.pinned = False
-        self.fence = None
+        self.pinned, self.is_taken, self.fence = False, True, None
         super().close()
 
 
 def allocate(storage: str, nbytes: int) -> Memory:
-    """Allocate zeroed memory for a table that is not in files.
+    """Return zeroed memory for a table that is not in files; pinned memory is still to be taken.
 
     Raises:
         TableTooLargeError: it could not be allocated.
     """
+    with says_too_large(storage, nbytes):
+        return DeviceMemory(nbytes) if storage == "device" else HostMemory(nbytes, pin=storage == "pinned")
+
+
+@contextmanager
+def says_too_large(storage: str, nbytes: int) -> Iterator[None]:
+    """Raise TableTooLargeError if the system cannot provide a table's memory."""
     try:
-        if storage == "device":
-            return DeviceMemory(nbytes)
-        return HostMemory(nbytes, pin=storage == "pinned")
+        yield
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise TableTooLargeError(
             f"could not allocate {nbytes / 2**30:.2f} GiB of {storage} memory ({error}); "
@@ -129,12 +140,17 @@ _CHUNK_BYTES = 64 * 2**20
 
 @dataclass(eq=False)
 class RecordGroup:
-    """The records of some of a table's columns: most tables have one group, which holds every column."""
+    """The records of some of a table's columns: most tables have one group, which holds every column.
+
+    Attributes:
+        is_filled: False while the memory is still to be taken and filled with initial values.
+    """
 
     layout: RecordLayout
     memory: Memory
     num_embeddings: int
     engine: str = "auto"
+    is_filled: bool = True
     hot: kernels.HotRecords | None = field(default=None, init=False)  # the GPU's cache of some records
     _records: kernels.Records | None = field(default=None, init=False)
 
@@ -146,6 +162,7 @@ class RecordGroup:
         """Return the memory in the form that the kernels take."""
         if self._records is None:
             memory = self.memory
+            assert memory.is_taken
             where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
             self._records = kernels.Records(*where, memory.bytes, self.engine, memory.fence, hot=self.hot)
         return self._records

@@ -33,7 +33,7 @@ class Notes:
         writes: the number of scatters so far, counted by the store.
         version: increases whenever rows or columns may have changed, through any table over these rows.
         closed: True once the store is closed.
-        pinned: True if CUDA kernels read and write the rows' host memory directly.
+        pinned: True if CUDA kernels read and write the rows' host memory directly, or will once it is taken.
         hot: the cache of hot rows on a GPU; None if there is none.
         viewed: addresses of memory that tensors outside view; the rows there may change without a call.
         parts: the stores of parts of these rows, each the store of a table.

@@ -351,7 +351,7 @@ class Table:
 
     @property
     def pinned(self) -> bool:
-        """True if CUDA kernels read and write this host memory directly."""
+        """True if CUDA kernels read and write this host memory directly, or will from the first write on."""
         return self.store.notes.pinned
 
     @property

@@ -436,9 +436,10 @@ def test_memory_is_taken_exactly(storage: str) -> None:
             fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
             return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
 
-        speedswap.Table.create(1000, 128, storage={storage!r}, init=init.normal())  # what is loaded at first use
+        speedswap.Table.create(1000, 128, storage={storage!r}, init=init.normal()).read()  # what is loaded at first use
         before, _ = resident()
         table = speedswap.Table.create(300_003, 128, storage={storage!r}, init=init.normal())
+        table.scatter(torch.tensor([5]), torch.ones(1, 128))
         after, peak = resident()
         print(table.nbytes, after - before, peak - before)
     """)
@@ -494,11 +495,12 @@ def test_pinned_memory_is_registered_and_given_back() -> None:
     from cupy.cuda import runtime
 
     table = Table.create(1000, 128, storage="pinned")
-    pointer = table.store.group_of("weight").memory.bytes.data_ptr()
+    pointer = table.view().data_ptr()
     assert table.pinned
     assert runtime.pointerGetAttributes(pointer).devicePointer == pointer
     table.close()
     fresh = Table.create(1000, 128, storage="pinned")
+    fresh.view()
     assert fresh.pinned
 
 
@@ -525,8 +527,9 @@ def test_registration_that_fails_leaves_a_working_pageable_table(monkeypatch: py
     monkeypatch.setattr(pinning, "pin", fails)
     monkeypatch.setattr(storage.kernels, "cuda_ready", lambda: (True, ""))
     monkeypatch.setattr("speedswap._warnings._said", set())
+    table = Table.create(100, 4, storage="pinned", init=init.normal())
     with pytest.warns(SpeedswapWarning, match="could not be registered with CUDA.*cudaErrorMemoryAllocation"):
-        table = Table.create(100, 4, storage="pinned", init=init.normal())
+        table.view()
     assert not table.pinned
     table.scatter(torch.tensor([5]), torch.ones(1, 4))
     assert torch.equal(table.gather(torch.tensor([5])).weight, torch.ones(1, 4))
