@@ -194,6 +194,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
         table = FeatureTable(flat, (bases[:-1], num_rows), [base - 1 for base in bases[1:]], starts)
         keys = merge(table, starts[-1], dtype, (table.starts, 1))
     ordered, order = torch.sort(keys, stable=True)
+    del keys  # its memory is needed for the rows
     found, local, answers = number(ordered, order, table, len(flat))
     for i, (first, last, low, high) in enumerate(answers):
         if not len(flat[i]) or (num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, kernels
+from speedswap.kernels.ids import find_all
 from speedswap.swapping.lookup import pool
 
 ROWS, LOOKUPS = 20, 240
@@ -294,3 +295,82 @@ def test_batches_of_many_sizes_leave_no_memory_behind() -> None:
         ids = torch.ones(8000, width, dtype=torch.int64)
         seen.append(weakref.ref(collection._given({f"t{i}": ids for i in range(3)}).offsets))
     assert [each() is None for each in seen] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "lookahead"])
+def test_a_step_takes_no_new_memory_from_the_system(ahead: bool, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is registered, and torch's allocators, which keep memory, are asked for as much as in the step before."""
+    from cupy.cuda import runtime
+
+    pinned, registered, empty, register = list[int](), list[int](), torch.empty, runtime.hostRegister
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            pinned.append(made.nbytes)
+        return made
+
+    collection = collection_of("bags", 10, gpu, poolings=("sum",), padding_idx=None)
+    optimizer = torch.optim.Adam(collection.parameters(), lr=0.1, fused=True)
+    first = one(10, 0, gpu)
+    batches = [{name: (ids + k) % ROWS for name, ids in first.items()} for k in range(10)]
+    steps = []
+    with simulated_gpu.policy("eager"):
+        loop = iter(speedswap.lookahead(batches, {collection: lambda features: features}) if ahead else batches)
+        for k in range(8):
+            if k == 5:
+                monkeypatch.setattr(torch, "empty", noted)
+                monkeypatch.setattr(runtime, "hostRegister", lambda *args: registered.append(1) or register(*args))
+            pinned.clear()
+            torch.cuda.reset_peak_memory_stats()
+            with counted() as so_far:
+                step(collection, optimizer, next(loop))
+                kernels.finish_transfers()
+            if k >= 5:
+                peak = None if ahead else torch.cuda.max_memory_allocated()  # a thread's timing decides it otherwise
+                steps.append((so_far().allocations, sorted(pinned), torch.cuda.memory_allocated(), peak))
+    assert steps == [steps[0]] * 3
+    assert registered == []
+    allocations, pinned_bytes, *_ = steps[0]
+    assert allocations <= 20 + 2 * ahead
+    assert len(pinned_bytes) <= 1 + ahead
+    assert sum(pinned_bytes) < 4096
+
+
+def peak_bytes(function: Callable[[], Any]) -> tuple[int, Any]:
+    """Return the most device memory that a call holds beyond what was held before, and its result."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    return torch.cuda.max_memory_allocated() - before, result
+
+
+@pytest.mark.parametrize("lookups", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_finding_rows_holds_at_most_thirteen_bytes_per_id_besides_its_result(
+    dtype: torch.dtype, lookups: int, gpu: str
+) -> None:
+    """Without what torch's sort takes while it runs: 4 for the sorted id, 8 for its row, and half a byte to count."""
+    count, rows = 60_000, 1000
+    given = [torch.randint(rows, (count // lookups,), dtype=dtype, device=gpu) for _ in range(lookups)]
+    with simulated_gpu.policy("eager"):
+        find_all([(ids, rows) for ids in given])
+        peak, found = peak_bytes(lambda: find_all([(ids, rows) for ids in given]))
+    returned = sum(each.nbytes for rows, local in found for each in (rows, local, kernels.order_of(local)))
+    assert returned >= 16 * count
+    assert peak - returned <= 13 * count
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_bags_hold_no_more_memory_than_their_results_and_sums_of_chunks(mode: str, gpu: str) -> None:
+    count, width, rows = 60_000, 4, 1000
+    with simulated_gpu.policy("eager"):
+        _, local = kernels.unique(torch.arange(count, device=gpu) % rows)
+        weight = torch.randn(rows, width, device=gpu, requires_grad=True)
+        offsets = torch.arange(0, count + 1, 2, device=gpu)
+        peak, pooled = peak_bytes(lambda: pool(weight, local, offsets, mode))
+        kept = 8 * count + (8 * pooled.numel() if mode == "max" else 0)  # places, and the winners, for the gradient
+        assert peak <= pooled.nbytes + kept + 1024
+        grad = torch.ones_like(pooled)
+        peak, (found,) = peak_bytes(lambda: torch.autograd.grad(pooled, (weight,), grad))
+    assert peak <= found.nbytes + 8 * rows + 2 * 4 * width * (count // 64 + 1) + 1024
