@@ -225,7 +225,7 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: one of its first two arguments, or ``model`` or ``table``, is an object with ``ranks`` (a
             :class:`RankGroup` or None), a model that contains one, or a mapping of them; or it creates one with a
-            ``storage`` that has ``ranks``.
+            ``storage``, or several with a mapping of them, that has ``ranks``.
     """
 
     @functools.wraps(function)
@@ -242,8 +242,10 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | None:
-    if isinstance(ranks := getattr(kwargs.get("storage"), "ranks", None), RankGroup):
-        return ranks
+    storage = kwargs.get("storage")
+    for place in storage.values() if isinstance(storage, Mapping) else [storage]:
+        if isinstance(ranks := getattr(place, "ranks", None), RankGroup):
+            return ranks
     for given in (*args[:2], kwargs.get("model"), kwargs.get("table")):
         within: Iterable[Any] = [given]
         if isinstance(given, Mapping):  # methods of modules

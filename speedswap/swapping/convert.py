@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._warnings import users_level
-from speedswap.collectives import RankGroup, of_all_ranks
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import ConversionError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
+from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Storage, as_storage
+from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
+from speedswap.tables import init as initializers
 from speedswap.tables.former import takes_former
 
 _log = logging.getLogger("speedswap")
@@ -28,6 +30,9 @@ _log = logging.getLogger("speedswap")
 Model = TypeVar("Model", bound=nn.Module)
 _Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module, str]]]
+
+Places: TypeAlias = Storage | str | Mapping[str, Storage | str] | Callable[[str, int], Storage | str]
+"""One place for all tables; places by name or prefix of modules; or a function of a module's name and bytes."""
 
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 _HEAD = (
@@ -44,8 +49,10 @@ def convert(
     min_rows: int = 100_000,
     *,
     skip: Collection[str] = (),
-    storage: Storage | str = "auto",
+    storage: Places = "auto",
     path: str | os.PathLike[str] | None = None,
+    init: initializers.Initializer | Callable[..., Any] | None = None,
+    checkpoint: TensorSource | None = None,
     stored_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     rounding: str | None = None,
@@ -60,7 +67,9 @@ def convert(
     old weight would continue to train it, and so would any other object outside the model that holds it. The step of
     that optimizer raises :class:`~speedswap.errors.LostUpdateError`.
 
-    A model on the meta device gets its tables when it is loaded, and uses no other memory for their rows.
+    A model on the meta device uses no memory for rows other than its tables. They are created here with ``init`` or
+    ``checkpoint``, and otherwise when the model is loaded. With ``checkpoint``, all other parameters and persistent
+    buffers on meta get their values from there too, on the CPU, in the model's dtype; with ``init`` they stay on meta.
 
     Rows are copied piece by piece, one table at a time, and each old weight is freed before the next is copied, unless
     another object holds it: at most one additional table, the largest, is in memory.
@@ -71,7 +80,12 @@ def convert(
         skip: dotted names of further embeddings to leave unchanged.
         storage, path: storage of the tables, as for :class:`speedswap.Embedding`; a directory gets a subdirectory for
             each, named like its module. Ranks that will own the rows together must convert the same model, before it is
-            wrapped.
+            wrapped. Or a dictionary of places by module name, which is used as it is, and by prefix, of which the
+            longest counts: ``{"encoder.items": Disk("items"), "encoder": Disk("others"), "": "pinned"}``. Or a function
+            of a module's name and its weight's bytes that returns its place.
+        init: initial values of embeddings on meta, as for :class:`speedswap.Embedding`.
+        checkpoint: values of everything on meta, by name: a safetensors file, an index, a folder with either, or a list
+            of files, as for :meth:`speedswap.Embedding.from_file`. Rows are copied from there piece by piece.
         stored_dtype, state_dtype, rounding: as for :class:`speedswap.Embedding`.
 
     Returns:
@@ -81,8 +95,10 @@ def convert(
         ConversionError: an embedding cannot be replaced without changing the model's results: its weight is tied to
             another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient, it is
             a subclass, a setting does not fit its dtype, its rows differ between the ranks that will own them, and so
-            on. The error lists all of them; nothing was changed.
-        ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid. Nothing was changed.
+            on. Or the checkpoint lacks a tensor, or has one of another shape or kind of dtype. The error lists all of
+            them; nothing was changed.
+        ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid, or has no place for an
+            embedding; or ``init`` or ``checkpoint`` is given for what is not on meta. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table; its embedding and the following ones are
             unchanged.
@@ -99,16 +115,15 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
-    place = as_storage(storage, path)
     settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding}
     found = _large(model, min_rows, skip)
+    places = _places(found, storage, path)
+    loads = _values_on_meta(model, found, init, checkpoint)
     if not found:
         _warn_of_nothing(model, min_rows)
-        return model
-    places = {names[0]: place.of_table(quote(names[0] or "embedding", safe=" ")) for _, names in found}
     for each in places.values():
         each.require_free()
-    _refuse(model, found, settings, place.ranks)
+    _refuse(model, found, settings, places, loads)
     if sparse := [names[0] or "the model" for module, names in found if module.sparse]:
         warnings.warn(
             f"{', '.join(sparse)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
@@ -118,16 +133,77 @@ def convert(
         )
     while found:
         old, names = found.pop(0)
-        new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
+        new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]], init)
         over = "without rows, on the meta device" if new._is_on_meta else f"over {new.table!r}"
         _log.info("%s: speedswap.%s %s", names[0] or "the model", type(new).__name__, over)
         if old is model:
-            return cast(Model, new)
+            model = cast(Model, new)
+            break
         for name in names:
             parent, _, attribute = name.rpartition(".")
             model.get_submodule(parent)._modules[attribute] = new
         del old  # and with it the weight, unless another object holds it
+    if loads is not None:
+        load(model, loads)
     return model
+
+
+def _places(
+    found: Sequence[tuple[_Plain, list[str]]], storage: Places, path: str | os.PathLike[str] | None
+) -> dict[str, Storage]:
+    """Return the place of each embedding's table, by the embedding's first name."""
+    if isinstance(storage, Storage | str | type) or (not callable(storage) and not isinstance(storage, Mapping)):
+        place = as_storage(cast("Storage | str", storage), path)
+        return {names[0]: _within(place, names[0]) for _, names in found}
+    if path is not None:
+        raise ValueError(f"path is {os.fspath(path)!r}, but storage says where each table lives; give Disk there")
+    places, used = dict[str, Storage](), {""}
+    for module, (name, *_) in found:
+        if not isinstance(storage, Mapping):
+            places[name] = as_storage(storage(name, module.weight.nbytes))
+            continue
+        keys = [key for key in storage if key in ("", name) or name.startswith(f"{key}.")]
+        if not keys:
+            raise ValueError(f'storage has no place for {name!r}; add it, or "" for the rest, or give skip=[{name!r}]')
+        used.add(key := max(keys, key=len))
+        place = as_storage(storage[key])
+        places[name] = place if key and key == name else _within(place, name)
+    if isinstance(storage, Mapping) and (unused := sorted(storage.keys() - used)):
+        names = ", ".join(places) or "none"
+        raise ValueError(f"storage has {unused[0]!r}, but the embeddings to be converted are {names}; leave it out")
+    folders = [each.folder for each in places.values() if each.folder is not None]
+    if taken := [folder for folder in folders if folders.count(folder) > 1]:
+        raise ValueError(f"storage gives several tables the directory {str(taken[0])!r}; give each a directory")
+    return places
+
+
+def _within(place: Storage, name: str) -> Storage:
+    return place.of_table(quote(name or "embedding", safe=" "))
+
+
+def _values_on_meta(
+    model: nn.Module,
+    found: Sequence[tuple[_Plain, list[str]]],
+    init: initializers.Initializer | Callable[..., Any] | None,
+    checkpoint: TensorSource | None,
+) -> Loads | None:
+    """Return the tensors to load into what is on meta; None without a checkpoint.
+
+    Raises:
+        ValueError: values are given for what is not on meta, or twice.
+    """
+    if init is None:
+        return None if checkpoint is None else planned(model, TensorFiles(checkpoint))
+    if checkpoint is not None:
+        raise ValueError("init and checkpoint are given, and both are values for embeddings on meta; give one of them")
+    initializers.resolve(init)
+    for module, names in found:
+        if not module.weight.is_meta:
+            raise ValueError(
+                f"init is given, but {names[0] or 'the model'} is on {module.weight.device} and keeps its values; "
+                'build the model under torch.device("meta"), or leave init out'
+            )
+    return None
 
 
 def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple[_Plain, list[str]]]:
@@ -150,10 +226,15 @@ def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple
     return list(found.values())
 
 
-def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> TableModule:
+def _replacement(
+    old: _Plain,
+    settings: dict[str, Any],
+    place: Storage,
+    init: initializers.Initializer | Callable[..., Any] | None,
+) -> TableModule:
     """Return speedswap's equivalent of an embedding, with its values and settings."""
     try:
-        new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place})
+        new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place}, init)
     except BaseException:
         if place.folder is not None:
             shutil.rmtree(place.folder, ignore_errors=True)
@@ -167,7 +248,13 @@ def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> Table
     return new.train(old.training)
 
 
-def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dict[str, Any]) -> TableModule:
+def _with_rows(
+    old: _Plain,
+    rows: Tensor,
+    padding_idx: int | None,
+    settings: dict[str, Any],
+    init: initializers.Initializer | Callable[..., Any] | None = None,
+) -> TableModule:
     """Return speedswap's equivalent of an embedding, with the given rows."""
     settings = {**settings, "device": old.weight.device}
     kind: type[TableModule] = Embedding
@@ -176,18 +263,22 @@ def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dic
         settings |= {"mode": old.mode, "include_last_offset": old.include_last_offset}
     if not rows.is_meta:
         return kind._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
-    new = kind(old.num_embeddings, old.embedding_dim, padding_idx=padding_idx, dtype=rows.dtype, **settings)
+    new = kind(old.num_embeddings, old.embedding_dim, padding_idx=padding_idx, dtype=rows.dtype, init=init, **settings)
     new.weight.requires_grad_(old.weight.requires_grad)
-    return new
+    return new if init is None else new.to_empty(device="cpu")
 
 
 # ---------------------------------------------------------------------- refusals
 
 
 def _refuse(
-    model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], settings: dict[str, Any], ranks: RankGroup | None
+    model: nn.Module,
+    found: Sequence[tuple[_Plain, list[str]]],
+    settings: dict[str, Any],
+    places: Mapping[str, Storage],
+    loads: Loads | None,
 ) -> None:
-    """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced."""
+    """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced, or any value loaded."""
     holders = _holders(model)
     reasons = []
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
@@ -197,8 +288,9 @@ def _refuse(
     for module, names in found:
         name = names[0] or "the model"
         reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]
-    if not reasons and ranks is not None:
-        for module, names in found:
+    reasons += [] if loads is None else loads.problems
+    for module, names in found if not reasons else ():
+        if (ranks := places[names[0]].ranks) is not None and not module.weight.is_meta:
             try:
                 ranks.require_alike(module.weight, f"{names[0] or 'the model'}: its rows")
             except ValueError as error:  # on every rank

@@ -92,17 +92,17 @@ class TensorFiles:
             raise ValueError(f"{self.what} has {len(found)} matrices of floating-point rows ({shown}); give name=")
         return found[0]
 
-    def memory(self, name: str) -> FileMemory:
+    def memory(self, name: str, *, at_random: bool = True) -> FileMemory:
         """Return the bytes of a tensor as memory; errors are those of :meth:`place`."""
         place = self.place(name)
-        return FileMemory(self._open(self._file_of[name])[0], place, str(self._file_of[name]))
+        return FileMemory(self._open(self._file_of[name])[0], place, str(self._file_of[name]), at_random=at_random)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor over the file, without a copy; errors are those of :meth:`place`."""
         place = self.place(name)
         if not place.nbytes:
             return torch.empty(place.shape, dtype=place.dtype, device="cpu")
-        return self.memory(name).bytes.view(place.dtype).view(place.shape)
+        return self.memory(name, at_random=False).bytes.view(place.dtype).view(place.shape)
 
     def _open(self, path: Path) -> tuple[OpenFile, TensorReader]:
         if path not in self._opened:
@@ -143,12 +143,13 @@ class FileMemory(Memory):
         file: the open file.
         place: the tensor.
         what: the file, for messages.
+        at_random: True to read a page at a time, and nothing around it but by :meth:`read_ahead`.
     """
 
-    def __init__(self, file: OpenFile, place: TensorPlace, what: str) -> None:
+    def __init__(self, file: OpenFile, place: TensorPlace, what: str, *, at_random: bool = True) -> None:
         self._file, self._what = file, what
         self._seen = self._now()
-        self._mapping, self.bytes = pinning.copied_on_write(file.fd, place.start, place.nbytes)
+        self._mapping, self.bytes = pinning.copied_on_write(file.fd, place.start, place.nbytes, at_random=at_random)
         self._first = place.start % pinning.PAGE_BYTES
 
     def _now(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensor_files import write
 from torch import Tensor, nn
 
 import speedswap
@@ -21,27 +22,6 @@ from speedswap.errors import TableClosedError, TableFormatError
 
 ROWS, DIM = 300, 5
 IDS = torch.tensor([[3, 299], [3, 7]])
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-
-
-def write(path: Path, tensors: dict[str, Tensor], blanks: int = 0) -> Path:
-    """Write a safetensors file as its specification says, with some blanks after the header."""
-    header, end = dict[str, Any](), 0
-    for name, values in tensors.items():
-        begin, end = end, end + values.nbytes
-        header[name] = {"dtype": NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8 + blanks)
-    data = b"".join(values.contiguous().view(torch.uint8).numpy().tobytes() for values in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
 
 
 def rows_of(dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:

@@ -55,8 +55,14 @@ def anonymous(nbytes: int, *, is_reserved: bool = True) -> mmap.mmap:
     return mapping
 
 
-def copied_on_write(fd: int, start: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
-    """Map bytes of a file, read in place a page at a time; a page that is written is copied, and the file unchanged.
+def copied_on_write(fd: int, start: int, nbytes: int, *, at_random: bool) -> tuple[mmap.mmap, torch.Tensor]:
+    """Map bytes of a file, read in place; a page that is written is copied, and the file unchanged.
+
+    Args:
+        fd: the file, open for reading.
+        start: the first byte.
+        nbytes: how many.
+        at_random: True to read a page at a time, and nothing around it.
 
     Returns:
         The mapping, which begins at the page of the first byte; and the bytes, uint8.
@@ -67,7 +73,8 @@ def copied_on_write(fd: int, start: int, nbytes: int) -> tuple[mmap.mmap, torch.
     """
     before = start % PAGE_BYTES
     mapping = mmap.mmap(fd, before + nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE, offset=start - before)
-    mapping.madvise(mmap.MADV_RANDOM)
+    if at_random:
+        mapping.madvise(mmap.MADV_RANDOM)
     return mapping, torch.frombuffer(mapping, dtype=torch.uint8, offset=before)
 
 
