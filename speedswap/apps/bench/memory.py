@@ -79,6 +79,7 @@ def _makers(device: str, num_rows: int, folder: Path) -> dict[str, Callable[[], 
 
 def _table(num_rows: int, storage: Any) -> speedswap.Table:
     table = speedswap.Table.create(num_rows, DIM, storage=storage, init=speedswap.init.uniform(-1.0, 1.0))
+    table.read(0, 1)  # takes pinned memory, as the first write would
     if table.storage == "disk":  # there until now are only the rows' seed and their number
         for start in range(0, num_rows, 2**16):
             table.write(start, table.read(start, min(start + 2**16, num_rows)))
