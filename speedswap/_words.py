@@ -7,8 +7,8 @@ import re
 __all__ = ["AVERAGE_OTHERS", "a_kind", "size_in_words"]
 
 AVERAGE_OTHERS = (  # of AveragedModel, EMA and SWA
-    "an average of a model over its steps leaves tables out: average a module without the embedding, or all parameters "
-    "but speedswap.parameters_to_ignore(model)"
+    "an average of a model over its steps is speedswap.optim.Averaged(model); or average a module without the "
+    "embedding, or all parameters but speedswap.parameters_to_ignore(model)"
 )
 
 # Read aloud: "an int", "an SGD", "an ndarray"; but "a UNet", "a UserDict", "a UnionFind".

@@ -24,6 +24,7 @@ from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
+from speedswap.tables.averages import TableAverages
 from speedswap.tables.idle import IdleStore, require_in_memory
 
 _log = logging.getLogger("speedswap")
@@ -79,6 +80,7 @@ class OptimizerState:
 
     Attributes:
         idle: the store in which rows outside the batch take each step too; None if they are not touched.
+        averages: averages of the rows, kept in the table; None without.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class OptimizerState:
     ) -> None:
         self.table = table
         self.idle: IdleStore | None = None
+        self.averages: TableAverages | None = None
         self.whole = whole or table
         self.weight = weight
         self._stored_as = state_dtype, rounding
@@ -164,6 +167,8 @@ class OptimizerState:
         if steps_others and self._twin is None:
             held = [self.table.columns["weight"], *self._row_state.columns]
             self._twin = Twin(optimizer, self.weight, held, self._row_state.scalars)
+        if self.averages is not None:
+            self.averages.take(block.columns)
         if state is None:
             self.load(None)  # it was cleared
             state = optimizer.state[self.weight]
@@ -195,6 +200,8 @@ class OptimizerState:
         """
         assert self._twin is not None
         assert self._step is not None
+        if self.averages is not None:
+            self.averages.take(block.columns)
         self._twin.take(block.columns, self._step, grad)
 
     @contextmanager
@@ -340,9 +347,19 @@ class OptimizerState:
             ValueError: the rows are not in this process's memory alone.
         """
         require_in_memory(self.whole)
+        if self.averages is not None:
+            raise ValueError(
+                f"idle_rows is 'dense', but table {self.table.name!r} has averages (speedswap.optim.Averaged), which "
+                "would need every row at every step; leave one of the two out"
+            )
         found = found or self._probe(optimizer)
         columns = [self.table.columns["weight"], *found.columns]
         return Twin(optimizer, self.weight, columns, found.row_state.scalars)
+
+    def average(self, decay: float | None) -> TableAverages:
+        """Keep averages of the rows from now on; see :class:`speedswap.tables.averages.TableAverages`."""
+        self.averages = TableAverages(self.table, decay)
+        return self.averages
 
     def move_idle_rows(self, twin: Twin | None) -> None:
         """Let rows outside the batch take each step from now on, by a twin of the optimizer; or no longer."""

@@ -455,6 +455,8 @@ class RowStep(Locked):
             block = self._rows.block
             assert block is not None
             left, more = self.state.take(optimizer)
+            if self.state.averages is not None:
+                left += [(each, block.columns[each.name]) for each in self.state.averages.columns]
             values: dict[str, Tensor] = {}
             for column, value in [(self._column, self.weight.data), *left]:
                 leased = block.columns.get(column.name)
