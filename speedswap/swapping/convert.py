@@ -1,4 +1,4 @@
-"""Conversion of a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` to speedswap's, with their values."""
+"""Conversion of a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` to speedswap's with their values, and back."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.to_plain import put_in_place, to_plain
 from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.former import takes_former
@@ -56,6 +57,7 @@ def convert(
     stored_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    back: bool = False,
 ) -> Model:
     """Replace a model's large embeddings, in place, with speedswap's embeddings of the same rows.
 
@@ -70,6 +72,11 @@ def convert(
     A model on the meta device uses no memory for rows other than its tables. They are created here with ``init`` or
     ``checkpoint``, and otherwise when the model is loaded. With ``checkpoint``, all other parameters and persistent
     buffers on meta get their values from there too, on the CPU, in the model's dtype; with ``init`` they stay on meta.
+
+    ``back=True`` is the way back: every :class:`speedswap.Embedding` and :class:`speedswap.EmbeddingBag` becomes
+    torch's, with all rows as trained, on the device of its ``weight``. The optimizer's state of the rows stays behind
+    with the table, which is released, or flushed if it is on disk, unless another object holds it: make an optimizer
+    afterwards. Collections have no counterpart, and stay.
 
     Rows are copied piece by piece, one table at a time, and each old weight is freed before the next is copied, unless
     another object holds it: at most one additional table, the largest, is in memory.
@@ -87,6 +94,7 @@ def convert(
         checkpoint: values of everything on meta, by name: a safetensors file, an index, a folder with either, or a list
             of files, as for :meth:`speedswap.Embedding.from_file`. Rows are copied from there piece by piece.
         stored_dtype, state_dtype, rounding: as for :class:`speedswap.Embedding`.
+        back: True to make torch's embeddings of those over tables, whatever their size; with ``skip`` alone.
 
     Returns:
         The model; its replacement, if it is an embedding itself.
@@ -100,8 +108,8 @@ def convert(
         ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid, or has no place for an
             embedding; or ``init`` or ``checkpoint`` is given for what is not on meta. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
-        TableFullError, TableTooLargeError: there is no room for a table; its embedding and the following ones are
-            unchanged.
+        TableFullError, TableTooLargeError: there is no room for a table, or for a weight that was a table; its
+            embedding and the following ones are unchanged, or still on meta.
 
     Warns:
         SpeedswapWarning: no embedding has ``min_rows`` rows; or one is ``sparse``, but its gradients will be dense over
@@ -116,6 +124,12 @@ def convert(
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
     settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding}
+    if back:
+        given = {"path": path, "init": init, "checkpoint": checkpoint, **settings}
+        for name, value in [("storage", storage if storage != "auto" else None), *given.items()]:
+            if value is not None:
+                raise ValueError(f"{name} is {value!r}, but back is True, which makes no tables; leave one of them out")
+        return to_plain(model, _embeddings(model, True, skip))
     found = _large(model, min_rows, skip)
     places = _places(found, storage, path)
     loads = _values_on_meta(model, found, init, checkpoint)
@@ -139,9 +153,7 @@ def convert(
         if old is model:
             model = cast(Model, new)
             break
-        for name in names:
-            parent, _, attribute = name.rpartition(".")
-            model.get_submodule(parent)._modules[attribute] = new
+        put_in_place(model, names, new)
         del old  # and with it the weight, unless another object holds it
     if loads is not None:
         load(model, loads)
@@ -208,10 +220,16 @@ def _values_on_meta(
 
 def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple[_Plain, list[str]]]:
     """Return the embeddings to replace, each with all of its dotted names."""
+    found = _embeddings(model, False, skip)
+    return [(module, names) for module, names in found if module.num_embeddings >= min_rows]
+
+
+def _embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> list[tuple[Any, list[str]]]:
+    """Return a model's embeddings over tables, or all others, each with all of its dotted names."""
     names = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, _PLAIN) and not isinstance(module, TableModule)
+        if isinstance(module, _PLAIN) and isinstance(module, TableModule) == over_tables
     }
     for name in skip:
         if name not in names:
@@ -219,9 +237,9 @@ def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple
                 f"skip has {name!r}, which is not an embedding; the model has {', '.join(names) or 'none'}"
             )
     skipped = {id(names[name]) for name in skip}
-    found: dict[int, tuple[_Plain, list[str]]] = {}
+    found: dict[int, tuple[Any, list[str]]] = {}
     for name, module in names.items():
-        if module.num_embeddings >= min_rows and id(module) not in skipped:
+        if id(module) not in skipped:
             found.setdefault(id(module), (module, []))[1].append(name)
     return list(found.values())
 

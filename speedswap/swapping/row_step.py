@@ -40,7 +40,7 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
-from speedswap.swapping.optimizers import parameters_of
+from speedswap.swapping.optimizers import holds, parameters_of
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
@@ -552,6 +552,11 @@ class RowStep(Locked):
         """True inside an optimizer's step, and after one that raised unnoticed."""
         return self._status is _Status.STEPPING
 
+    @property
+    def awaits_step(self) -> bool:
+        """True if a gradient has not been stepped with, or a step with it has not ended."""
+        return self._status not in (_Status.IDLE, _Status.STEPPED) and self.weight.grad is not None
+
     def undo(self) -> None:
         """Undo the optimizer's step, as far as it has not reached the table.
 
@@ -611,7 +616,33 @@ def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
 
 _WEIGHT = ("weight",)
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
-replaced_weights: dict[int, weakref.ref[RowStep]] = {}  # by the weight's id; empty in nearly every program
+# What replaced a weight, by the weight's id; empty in nearly every program.
+replaced_weights: dict[int, Callable[[], RowStep | ReplacedByPlain | None]] = {}
+
+
+class ReplacedByPlain:
+    """A table's weight that a plain parameter has replaced, though an optimizer may still hold it.
+
+    Args:
+        weight: the table's weight; this is kept as long as it.
+        plain: the parameter.
+        table: the table's name.
+    """
+
+    def __init__(self, weight: Tensor, plain: nn.Parameter, table: str) -> None:
+        key = id(weight)
+        self._weight = weakref.ref(weight, lambda _: replaced_weights.pop(key, None))
+        self._plain, self._table = weakref.ref(plain), table
+        replaced_weights[key] = lambda: self
+
+    def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+        """Raise LostUpdateError if an optimizer holds the table's weight, and the plain one awaits a step of it."""
+        plain = self._plain()
+        if plain is not None and plain.grad is not None and not holds(optimizer, plain):
+            raise LostUpdateError(
+                f"this {type(optimizer).__name__} holds the weight of table {self._table!r}, which a plain embedding "
+                "has replaced, and does not train that; make the optimizer after speedswap.convert"
+            )
 
 
 def require_no_replaced(optimizer: Optimizer) -> None:

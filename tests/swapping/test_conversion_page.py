@@ -10,5 +10,5 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "conversion.md").read_tex
 
 def test_snippets_of_the_page_run():
     code = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(code) == 3
+    assert len(code) == 4
     exec(compile("import torch, speedswap\n" + "\n".join(code), "conversion.md", "exec"), {})
