@@ -6,8 +6,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -15,9 +15,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from speedswap.batching.memory import chain, forget, is_out_of_memory, limited, memory_class, release_cached_memory
+from speedswap.batching.memory import (
+    chain,
+    forget,
+    free_bytes,
+    is_out_of_memory,
+    limited,
+    memory_class,
+    release_cached_memory,
+)
 from speedswap.batching.packing import Packing, Parts
+from speedswap.batching.prediction import AllocatorGauge, Gauge, MemoryModel
 from speedswap.batching.ranks import TrainingRanks
+from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
 from speedswap.collectives import PeerOutOfMemory
 from speedswap.errors import BatchError
@@ -40,11 +50,13 @@ class Limit:
 
     Attributes:
         largest: the largest size that has fitted, by kind of work.
+        model: what micro-batches of samples of different cost have taken.
     """
 
     def __init__(self, size: int | None, grow_after: int | None = GROW_AFTER) -> None:
         self.size = size
         self.largest: dict[str, int] = {}
+        self.model = MemoryModel()
         self._grow_after = grow_after
         self._patience = grow_after or 0
         self._clean = 0  # successes since the last change
@@ -158,6 +170,8 @@ class Limits:
             others = [other for other in classes if from_less or other > memory]
             near = min(others, key=lambda other: abs(other - memory), default=None)
             classes[memory] = Limit(initial if near is None else classes[near].size, grow_after)
+            if near is not None:
+                classes[memory].model = classes[near].model
         return classes[memory]
 
 
@@ -315,6 +329,7 @@ class BatchAttempts(Attempts):
         ranks: the processes that train together.
         memory: bytes that an attempt may take, with the copies in ``changes``; None for any number.
         devices: where it does.
+        reserve: left free by sizes that are new.
         may_shrink: whether another size than the first one may be tried.
         parts: the micro-batches of the present attempt, for each packing; empty before they are made.
     """
@@ -327,6 +342,7 @@ class BatchAttempts(Attempts):
     ranks: TrainingRanks
     memory: int | None = None
     devices: Collection[torch.device] = ()
+    reserve: Reserve | None = None
     may_shrink: bool = True
 
     def __post_init__(self) -> None:
@@ -334,18 +350,38 @@ class BatchAttempts(Attempts):
         self._known = self.sizes.known
         self._whole = max(packing.whole for packing in self.packings)
         self.parts: list[Parts] = []
+        self._gauge: Gauge | None = None
+
+    def predict(self, device: torch.device) -> None:
+        """Let micro-batches of samples of different cost be no larger than their memory allows, as far as known."""
+        (packing, *others) = self.packings
+        is_gpu = device.type == "cuda"
+        if packing.is_even or others or self.sizes.is_fixed or not (is_gpu or self.memory is not None):
+            return
+        free = free_bytes(device) if is_gpu else None
+        amounts = [free, None if self.memory is None else self.memory - self.changes.nbytes]
+        packing.nbytes = min(amount for amount in amounts if amount is not None)
+        packing.nbytes -= 0 if self.reserve is None else self.reserve.on(device)
+        packing.model = self._known.model
+        self._gauge = AllocatorGauge(device) if is_gpu else None
 
     def divided(self) -> list[Parts]:
         """Return the micro-batches of the present attempt, for each packing."""
-        self.parts = [Parts(packing, self.ranks.parts(packing, self.size)) for packing in self.packings]
+        self.parts = [Parts(packing, self.ranks.parts(packing, self.size), self._gauge) for packing in self.packings]
         return self.parts
 
-    def within_memory(self) -> AbstractContextManager[None]:
-        """Surround an attempt: exceeding its memory is an out-of-memory error."""
-        if self.memory is None:
-            return nullcontext()
+    @contextmanager
+    def within_memory(self) -> Iterator[None]:
+        """Surround an attempt: exceeding its memory, less what a new size is to leave, is an out-of-memory error."""
         is_new = self.size > self._known.largest.get(self.work, 0)
-        return limited(self.memory, self.devices, taken=self.changes.nbytes, looks_ahead=is_new)
+        with ExitStack() as stack:
+            if self.memory is not None:
+                limit = limited(self.memory, self.devices, taken=self.changes.nbytes, looks_ahead=is_new)
+                self._gauge = stack.enter_context(limit) or self._gauge
+            has_smaller = any(packing.count(self.size) < packing.batch.size for packing in self.packings)
+            if is_new and has_smaller and self.reserve is not None:
+                stack.enter_context(self.reserve.left_free(self.devices))
+            yield
 
     def recover(self, failure: BaseException) -> bool:
         self.changes.restore()
@@ -357,7 +393,9 @@ class BatchAttempts(Attempts):
         if may_fit and elsewhere:
             known.end_trial(due_again=False)
         elif may_fit:
-            smaller = known.failed(largest) if was_trial else largest // 2
+            proven = max((one.model.proven(one.nbytes) for one in self.packings if one.model is not None), default=0)
+            halved = proven if 0 < proven < largest else largest // 2
+            smaller = known.failed(largest) if was_trial else halved
             known.shrink(smaller, failed=largest)
         if not (may_fit and self.may_shrink):
             if self._failures:

@@ -299,8 +299,8 @@ def _without_memory(tensor: Tensor) -> Tensor:
 @contextmanager
 def limited(
     nbytes: int, devices: Collection[torch.device], *, taken: int = 0, looks_ahead: bool = False
-) -> Iterator[None]:
-    """Limit allocations inside the block, in addition to existing ones.
+) -> Iterator[LimitedMemory | None]:
+    """Limit allocations inside the block, in addition to existing ones; yield the counter where tensors are counted.
 
     On GPUs torch's allocator gets no more from the driver, on each; without one, tensors are counted.
 
@@ -312,12 +312,13 @@ def limited(
     """
     with ExitStack() as stack:
         gpus = {torch.device(device) for device in devices if device.type == "cuda"}
+        memory = None
         for gpu in gpus:
             stack.enter_context(_allocator_limited(gpu, nbytes - taken))
         if not gpus:
             memory = stack.enter_context(LimitedMemory(nbytes))
             memory.live_bytes, memory.looks_ahead = taken, looks_ahead
-        yield
+        yield memory
 
 
 @contextmanager

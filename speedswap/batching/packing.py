@@ -12,6 +12,7 @@ import torch
 
 from speedswap.batching.elastic import even_sizes
 from speedswap.batching.nested import Arguments, Batch, joined
+from speedswap.batching.prediction import Gauge, MemoryModel
 from speedswap.errors import BatchError
 
 
@@ -46,11 +47,15 @@ class Packing:
     Attributes:
         batch: the same.
         whole: the cost of the batch as one micro-batch.
+        model: what micro-batches take; None where that is not known.
+        nbytes: the memory for one.
     """
 
     def __init__(self, batch: Batch, costs: Sequence[int] | None = None) -> None:
         self.batch = batch
         self.whole = batch.size
+        self.model: MemoryModel | None = None
+        self.nbytes = 0
         self._costs: list[int] | None = None
         if costs:
             self._order = sorted(range(batch.size), key=costs.__getitem__, reverse=True)
@@ -87,7 +92,11 @@ class Packing:
         sizes: list[int] = []
         begin = 0
         while begin < len(costs) and len(sizes) <= most:
-            sizes.append(min(max(1, limit // costs[begin]), len(costs) - begin))
+            fitting = limit // costs[begin]
+            if self.model is not None:
+                predicted = self.model.most(costs[begin], self.nbytes)
+                fitting = fitting if predicted is None else min(fitting, predicted)
+            sizes.append(min(max(1, fitting), len(costs) - begin))
             begin += sizes[-1]
         return sizes
 
@@ -145,11 +154,13 @@ class Parts:
     Attributes:
         packing: of the batch.
         each: the micro-batches.
+        gauge: measures their memory; None where it is not needed.
         present: the one worked on; None before the first and after the last.
     """
 
     packing: Packing
     each: list[Part]
+    gauge: Gauge | None = None
     present: Part | None = field(default=None, init=False)
 
     @property
@@ -181,7 +192,14 @@ class Parts:
 
     def in_turn(self, parts: Iterable[Part] | None = None) -> Iterator[Part]:
         """Yield each micro-batch, by default of all, and note it as :attr:`present` meanwhile."""
+        model, gauge = self.packing.model, self.gauge
+        before: int | None = None
         for part in self.each if parts is None else parts:
             self.present = part
+            if gauge is not None:
+                gauge.reset_peak()
+                before = gauge.peak_bytes if before is None else before
             yield part
+            if model is not None and gauge is not None and before is not None and part.size:
+                model.add(part.size, part.cost // part.size, max(1, gauge.peak_bytes - before))
         self.present = None

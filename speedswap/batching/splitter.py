@@ -18,6 +18,7 @@ from speedswap.batching.micro_batches import MicroBatches
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
 from speedswap.batching.packing import Packing, costs_of
 from speedswap.batching.ranks import ranks_of
+from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
 from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
 from speedswap.errors import BatchError, CoupledLossError
@@ -149,6 +150,10 @@ class BatchSplitter:
             segments of 2 MiB or 20 MiB and more. Elsewhere tensors are counted, which takes about 15 microseconds per
             operation; temporary memory of kernels, and what other libraries take, is not seen. At sizes that have not
             fitted yet, an operation whose results are too large does not begin. By default there is no limit.
+        reserve: what a size must leave free on each device when it is first tried, of ``memory`` or of the device, in
+            bytes or as text: for fragmentation, evaluation, and other processes. Later batches may use it. On the CPU
+            without ``memory`` it has no effect. Micro-batches of single samples leave nothing.
+        optimizer: one or several whose state is created by their first step: until then, sizes leave room for it too.
         reduction: how ``loss_fn`` reduces its samples: ``"mean"`` (over what ``normalizer`` counts), ``"sum"``, or
             ``"none"`` for one loss per sample, whose sum is differentiated.
         normalizer: counts what the mean is over, called as ``loss_fn`` is, e.g. the targets that are not padding, or
@@ -187,6 +192,8 @@ class BatchSplitter:
         micro_batch_tokens: int | Literal["auto"] | None = None,
         cost: Callable[..., Any] | None = None,
         memory: int | str | None = None,
+        reserve: int | str | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         reduction: Literal["mean", "sum", "none"] = "mean",
         normalizer: Callable[..., Tensor | float] | None = None,
         batch_norm: Literal["micro_batch", "window"] = "micro_batch",
@@ -216,6 +223,9 @@ class BatchSplitter:
         if offload_activations:
             self._refuse_in_step("offload_activations")
         self._memory = None if memory is None else as_bytes("memory", memory)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        nbytes = 0 if reserve is None else as_bytes("reserve", reserve)
+        self._reserve = Reserve(nbytes, optimizers) if nbytes or optimizers else None
         size = None if auto else int(micro_batch_size)
         self._sizes = MicroBatchSize(size, grow_after, self._tell)
         self._evaluation_sizes = MicroBatchSize(size, grow_after, self._tell)
@@ -465,7 +475,10 @@ class BatchSplitter:
         size = sizes.choose(key, largest.whole, self._device)
         if work == "backward" or self._ranks.in_step:
             size = sizes.agree(size, self._ranks.begin(size, largest))
-        return self._attempts(work, size, packings)
+        attempts = self._attempts(work, size, packings)
+        if not self._ranks.in_step:  # there all ranks have the same number
+            attempts.predict(self._device)
+        return attempts
 
     def _attempts(self, work: str, size: int, packings: Sequence[Packing], *, may_shrink: bool = True) -> BatchAttempts:
         changes = Changes(self._modules)
@@ -479,6 +492,7 @@ class BatchSplitter:
             self._ranks,
             self._memory,
             devices,
+            self._reserve,
             may_shrink=may_shrink,
         )
 

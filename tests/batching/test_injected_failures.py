@@ -1,0 +1,126 @@
+"""Batches of samples of different lengths on a device that fails at random: what comes out is the whole batch's."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from splitting import gradients, relative_error
+from torch import Tensor, nn
+
+import speedswap
+from speedswap.batching import Padded, PerSample
+
+
+@pytest.fixture(autouse=True)
+def collections_are_quick() -> Iterator[None]:
+    """Leave objects of other tests out of the garbage collection after each failure."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class FlakyDevice:
+    """Raises out-of-memory for micro-batches that are too large, and now and then for others of several samples."""
+
+    def __init__(self, generator: random.Random, most: float, power: int) -> None:
+        self._generator, self._most, self._power = generator, most, power
+        self.failures = 0
+
+    def use(self, samples: int, longest: int) -> None:
+        is_large = samples * longest**self._power > self._most
+        if samples > 1 and (is_large or self._generator.random() < 0.1):
+            self.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+FORMS = ("right", "left", "per sample", "jagged")
+
+
+def batch_in(form: str, rows: list[Tensor], lengths: list[int]) -> object:
+    """Return samples as an argument of one of the forms."""
+    if form == "jagged":
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    if form == "per sample":
+        return PerSample(rows)
+    return Padded(padded(rows, form), lengths, form)
+
+
+def padded(rows: list[Tensor], side: str = "right") -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+
+
+def run(seed: int) -> int:
+    """Train and evaluate one batch in one form against all of it at once; return the failures on the way."""
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    lengths = [generator.randint(1, 9) for _ in range(generator.randint(1, 12))]
+    rows = [torch.randn(length, 3, dtype=torch.float64) for length in lengths]
+    form, power = generator.choice(FORMS), generator.choice([1, 2])
+    reduction, counts_tokens = generator.choice([("mean", True), ("mean", False), ("sum", False), ("none", False)])
+    first, second = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+    model = nn.Sequential(first, nn.Tanh(), second)
+    device = FlakyDevice(generator, generator.uniform(1, len(rows)) * max(lengths) ** power, power)
+
+    def values(x: Tensor | list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the value of each token, 0 for padding, and which tokens are there."""
+        x = padded(x) if isinstance(x, list) else x.to_padded_tensor(0) if x.is_nested else x
+        device.use(*x.shape[:2])
+        is_there = x.abs().sum(2) > 0
+        return model(x)[:, :, 0].square() * is_there, is_there
+
+    def loss_fn(x):
+        tokens, is_there = values(x)
+        losses = tokens.sum(1) / is_there.sum(1)
+        loss = tokens.sum() / is_there.sum() if counts_tokens else losses if reduction == "none" else losses.mean()
+        return loss * len(losses) if reduction == "sum" else loss, {"losses": losses, "length": is_there.sum(1)}
+
+    def tokens_in(x) -> int:
+        return (
+            len(x.values())
+            if isinstance(x, Tensor) and x.is_nested
+            else sum(int((one != 0).any(-1).sum()) for one in x)
+        )
+
+    whole = batch_in(form, rows, lengths)
+    splitter = speedswap.BatchSplitter(
+        model,
+        micro_batch_tokens="auto" if generator.random() < 0.8 else generator.randint(1, 5),
+        reduction=reduction,
+        normalizer=tokens_in if counts_tokens else None,
+        grow_after=2,
+        check=False,
+    )
+    if splitter.micro_batch_size is not None:
+        device._most = float("inf")
+        device._generator = random.Random(0)
+        device._generator.random = lambda: 1.0  # a fixed size cannot shrink
+    for _ in range(2):
+        model.zero_grad()
+        loss, aux = splitter.backward(loss_fn, whole)
+        found = gradients(model)
+        evaluated = splitter.map(lambda x: loss_fn(x)[1], whole)
+
+        each = torch.stack([model(row).square().sum() / len(row) for row in rows])
+        of_tokens = torch.cat([model(row).square()[:, 0] for row in rows]).mean()
+        wanted = of_tokens if counts_tokens else {"mean": each.mean(), "sum": each.sum(), "none": each}[reduction]
+        model.zero_grad()
+        wanted.sum().backward()
+        assert relative_error(found, gradients(model)) <= 1e-12, seed
+        assert torch.allclose(loss, wanted.detach(), rtol=1e-12), seed
+        for results in (aux, evaluated):
+            assert results["length"].tolist() == lengths, seed
+            assert torch.allclose(results["losses"], each.detach(), rtol=1e-12), seed
+    return device.failures
+
+
+def test_results_are_those_of_the_whole_batch_whatever_fails():
+    assert sum(run(seed) for seed in range(200)) > 250
+
+
+@pytest.mark.release
+def test_results_are_those_of_the_whole_batch_whatever_fails_in_ten_thousand_runs():
+    assert sum(run(seed) for seed in range(200, 10_200)) > 12_500
