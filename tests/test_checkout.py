@@ -79,6 +79,7 @@ def test_install_of_other_python_files_is_refused_in_one_line(checkout, site, ch
     assert f"change to another directory, or run pip install -e {checkout}" in done.stderr
 
 
+@pytest.mark.release
 def test_install_that_is_older_than_a_cpp_source_is_refused(checkout, site):
     """C++ sources are not installed, so that only their age tells that a build is stale."""
     os.utime(site / "speedswap" / "kernels" / Path(_C.__file__).name, (YEAR_2000 - 60, YEAR_2000 - 60))
@@ -101,6 +102,7 @@ def test_checkout_without_a_build_says_how_to_build_it(checkout, words):
     assert "circular" not in said
 
 
+@pytest.mark.release
 def test_package_without_a_compiled_part_says_for_which_python(tmp_path, checkout):
     """Such as a site-packages that was copied from another Python's."""
     shutil.copytree(checkout / "speedswap", tmp_path / "elsewhere" / "speedswap")

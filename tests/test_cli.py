@@ -82,6 +82,7 @@ def test_mistake_is_one_line_on_stderr_and_exit_2():
     assert "dim" in done.stderr
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_nobody_reads_to_the_end_is_no_error(unbuffered):
     """``speedswap info | head -1``."""

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-
-
-def compiler() -> str | None:
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-
-
-def build(folder: Path, *, sanitize: bool) -> Path:
-    library = folder / ("host_kernels_sanitized.so" if sanitize else "host_kernels.so")
-    sources = ["-I", str(HERE.parents[1] / "csrc"), str(HERE / "host_kernels.cpp"), "-o", str(library)]
-    command = [str(compiler()), *FLAGS, *(SANITIZE if sanitize else []), *sources]
-    subprocess.run(command, check=True)
-    return library
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

@@ -89,13 +89,15 @@ def nvrtc() -> Nvrtc:
     return Nvrtc(path)
 
 
-def test_nvrtc_compiles_every_kernel_for_every_architecture(nvrtc: Nvrtc):
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])
+def test_nvrtc_compiles_every_kernel_for_every_architecture(nvrtc: Nvrtc, arch: int):
     """With the very text and options that CuPy gets, and the option that CuPy adds."""
-    architectures = [arch for arch in nvrtc.architectures() if arch in (75, 80, 86, 89, 90, 100, 120)]
-    assert 90 in architectures
-    for arch in architectures:
-        ptx = nvrtc.ptx(modules.source(), [*modules.NVRTC_OPTIONS, f"-arch=compute_{arch}", "-ftz=true"])
-        assert set(re.findall(r"\.entry (\w+)", ptx)) == KERNELS
+    if arch not in nvrtc.architectures():
+        assert arch != 90
+        pytest.skip(f"this NVRTC does not know sm_{arch}")
+    ptx = nvrtc.ptx(modules.source(), [*modules.NVRTC_OPTIONS, f"-arch=compute_{arch}", "-ftz=true"])
+    assert set(re.findall(r"\.entry (\w+)", ptx)) == KERNELS
 
 
 def test_the_ptx_is_what_was_meant(nvrtc: Nvrtc):

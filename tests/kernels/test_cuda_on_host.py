@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_library import HERE, HostKernels, build, compiler
+from host_build import build, compiler
+from host_library import HERE, HostKernels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,8 +33,8 @@ RNG = np.random.default_rng(5)
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(build(tmp_path_factory.mktemp("host_kernels"), sanitize=False))
+def kernels() -> HostKernels:
+    return HostKernels(build())
 
 
 def test_one_row_of_two_columns_lands_where_the_columns_say(kernels: HostKernels):
@@ -129,8 +130,8 @@ def test_compact_records_in_order_and_rows_elsewhere(kernels: HostKernels, form:
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("host_kernels"), sanitize=True)
+def sanitized() -> Path:
+    return build(sanitize=True)
 
 
 def run_sanitized(program: str, library: Path) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 import philox_reference as reference
 import pytest
 import torch
-from host_library import HostKernels, build, compiler
+from host_build import build, compiler
+from host_library import HostKernels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,11 +35,11 @@ def normal(rows, width, mean=0.0, std=1.0, *, seed=1, column_key=2, dtype=torch.
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+def on_host() -> HostKernels:
     """The CUDA kernels, run by the host."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler: set CXX or install g++")
-    return HostKernels(build(tmp_path_factory.mktemp("host_kernels"), sanitize=False))
+    return HostKernels(build())
 
 
 # ---- the generator ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from host_library import HostKernels, build, compiler
+from host_build import build, compiler
+from host_library import HostKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,8 @@ ENOUGH, MOST = 8, 255  # as in csrc/hot.cuh
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(build(tmp_path_factory.mktemp("host_kernels"), sanitize=False))
+def kernels() -> HostKernels:
+    return HostKernels(build())
 
 
 def test_the_state_has_the_size_that_python_allocates(kernels: HostKernels) -> None:

@@ -1,4 +1,4 @@
-"""Compile the simulation's two libraries, once for each version of torch and of the sources."""
+"""Compile the simulation's two libraries, and those of other tests, once for each version of torch and sources."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device_library() -> Path:
         ),
     ]
     headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    return _compiled("device", (HERE / "device.cpp").read_text(), flags, torch.__version__ + headers)
+    return compiled("device", (HERE / "device.cpp").read_text(), flags, torch.__version__ + headers)
 
 
 def kernel_library(name: str, text: str) -> Path:
@@ -55,12 +55,13 @@ def kernel_library(name: str, text: str) -> Path:
     # As in the tests of the kernels: the same random bits as on the GPU.
     flags = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", f"-I{CSRC}", f"-I{HERE}"]
     headers = "".join((CSRC / header).read_text() for header in ("host_cuda.h",)) + (HERE / "kernels.h").read_text()
-    return _compiled(name, source, flags, plain + headers)
+    return compiled(name, source, flags, plain + headers)
 
 
-def _compiled(name: str, source: str, flags: list[str], version: str) -> Path:
+def compiled(name: str, source: str, flags: list[str], version: str) -> Path:
+    """Return the shared library of a source; it is made unless there is one of the same source, flags and version."""
     digest = hashlib.sha256("\0".join([source, version, *flags, str(compiler())]).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"speedswap-simulated-gpu-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"speedswap-tests-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{name}-{digest}.so"
     if not library.exists():

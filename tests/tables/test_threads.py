@@ -22,6 +22,7 @@ from speedswap.tables.files.open_directory import OpenDirectory
 STORAGES = ["pageable", "disk"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("change", ["close", "add_columns"])
 def test_rows_are_read_while_another_thread_changes_the_table(storage: str, change: str, tmp_path: Path):

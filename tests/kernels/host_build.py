@@ -1,0 +1,21 @@
+"""Compile the CUDA kernels with the host's compiler, once for all tests of the same sources."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from simulated_gpu.building import CSRC, compiled, compiler
+
+HERE = Path(__file__).resolve().parent
+FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+def build(*, sanitize: bool = False) -> Path:
+    """Return the library, compiled unless it has been for the same sources."""
+    flags = [*FLAGS, *(SANITIZE if sanitize else []), f"-I{CSRC}", f"-I{HERE}"]
+    source = (HERE / "host_kernels.cpp").read_text()
+    command = [str(compiler()), "-x", "c++", "-E", "-P", f"-I{CSRC}", f"-I{HERE}", "-std=c++17", "-"]
+    with_headers = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+    return compiled("host_kernels", source, flags, with_headers)
