@@ -11,10 +11,12 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import nn
 
+from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, prefetch_lookups
 from speedswap.swapping.table_module import TableModule
+from speedswap.tables import Table
 
 Batch = TypeVar("Batch")
 
@@ -135,7 +137,7 @@ class Lookahead(Generic[Batch]):
         with ExitStack() as rest:  # every module, even if a pending write has failed
             for module in modules:
                 module._step.begin_lookahead(self.depth)
-                rest.callback(module.table.drain)
+                rest.callback(_drain, module.table)
                 rest.callback(module._end_lookahead)
             yield from self._turns(modules)
 
@@ -189,3 +191,9 @@ class Lookahead(Generic[Batch]):
     def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:
         for module in modules:
             module._step.end_announcements(failed=failed)
+
+
+def _drain(table: Table) -> None:
+    # A dropped loop ends where the garbage collector runs; in the thread that writes, its writes arrive anyway.
+    if not kernels.in_transfer_thread():
+        table.drain()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +162,33 @@ def test_a_lookahead_drains_every_table_though_one_has_failed(broken: int, devic
         train()
     assert [items._step.lookaheads for items in both] == [0, 0]
     assert sound._step.announced is None
+
+
+def test_a_loop_that_is_collected_in_the_thread_of_its_writes_does_not_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python may collect garbage wherever it allocates."""
+    monkeypatch.setattr(LocalStore, "_in_host_memory", lambda store, device: False)
+    is_dropped, scatter = threading.Event(), speedswap.kernels.scatter_records
+
+    def collect_and_scatter(*arguments: Any) -> None:
+        assert is_dropped.wait(60)
+        gc.collect()
+        scatter(*arguments)
+
+    items = speedswap.Embedding(ROWS, DIM, init=speedswap.init.zeros())
+    optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
+    loop = [iter(speedswap.lookahead([torch.arange(5)] * 3, {items: lambda ids: ids}))]
+    items(next(loop[0])).sum().backward()
+    monkeypatch.setattr(speedswap.kernels, "scatter_records", collect_and_scatter)
+    gc.disable()
+    try:
+        optimizer.step()
+        next(loop[0])  # starts the write
+        loop.append(loop)  # type: ignore[arg-type]
+        del loop
+        is_dropped.set()
+        items.table.drain()
+    finally:
+        gc.enable()
+    assert items.table.read(stop=6).tolist() == [[-1.0] * DIM] * 5 + [[0.0] * DIM]
