@@ -282,20 +282,12 @@ void pair_gradients(uintptr_t first, uintptr_t rest, int64_t count, int64_t othe
 }
 
 void take_idle_steps(const std::vector<uintptr_t>& columns, int64_t width, int item_bytes, uintptr_t last, int32_t now,
-                     const std::tuple<uintptr_t, uintptr_t, uintptr_t>& steps, int64_t count, int threads) {
+                     int32_t before, bool bends, uintptr_t steps, int64_t count, int threads) {
     const int64_t most = speedswap::kMostIdleColumns, held = int64_t(columns.size());
     require(held >= 1 && held <= most, "columns", held, "1 to 4");
     require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
-    const auto [maps, curves, bases] = steps;
-    speedswap::IdleRows idle = {{},
-                                int(held),
-                                width,
-                                item_bytes,
-                                at<const int32_t>(last),
-                                now,
-                                at<const double>(maps),
-                                at<const double>(curves),
-                                at<const double>(bases)};
+    speedswap::IdleRows idle = {
+        {}, int(held), width, item_bytes, at<const int32_t>(last), now, before, bends, at<const double>(steps)};
     for (size_t i = 0; i < columns.size(); ++i)
         idle.columns[i] = at(columns[i]);
     without_gil([&] { speedswap::take_idle_steps(idle, count, threads); });
@@ -404,7 +396,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("pair_gradients", &pair_gradients, arg("first"), arg("rest"), arg("count"), arg("others"), arg("width"),
                arg("grad"), arg("grad_first"), arg("grad_rest"), arg("threads"));
     module.def("take_idle_steps", &take_idle_steps, arg("columns"), arg("width"), arg("item_bytes"), arg("last"),
-               arg("now"), arg("steps"), arg("count"), arg("threads"));
+               arg("now"), arg("before"), arg("bends"), arg("steps"), arg("count"), arg("threads"));
     module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
                arg("stride"), arg("most"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));

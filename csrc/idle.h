@@ -16,17 +16,17 @@ namespace speedswap {
 constexpr int kMostIdleColumns = 4;
 constexpr int kMostCurveTerms = 32;
 
-// Steps are numbered; arrays have an entry for each step from which a row may come.
+// Rows come from any of the steps 0 to `now`, where 0 is before the first; `steps` has an entry for each.
 struct IdleRows {
     char* columns[kMostIdleColumns];  // contiguous rows of `width` items
     int num_columns;
     int64_t width;
-    int item_bytes;        // 4 (float) or 8 (double)
-    const int32_t* last;   // the step that each row has
-    int32_t now;           // the step that rows get; those that have it stay as they are
-    const double* maps;    // [step][from][to]: factors
-    const double* curves;  // [step][kMostCurveTerms]; null without curves
-    const double* bases;   // [step]
+    int item_bytes;       // 4 (float) or 8 (double)
+    const int32_t* last;  // the number of each row's last step
+    int32_t now;          // the steps that rows get; those that have them stay as they are
+    int32_t before;       // the number of the step before the first
+    bool bends;           // whether a step has a curve
+    const double* steps;  // of each: factors [from][to]; and if it bends, kMostCurveTerms coefficients and the base
 };
 
 // The inner loop, for rows begin <= row < end.

@@ -57,19 +57,19 @@ struct Factors {
     int terms;  // of the curve, without those at its end that round away; 0 if the weight does not move by it
 
     Factors(const IdleRows& idle, int32_t step) : base(0), terms(0) {
-        const int columns = idle.num_columns;
-        const double* const maps = idle.maps + int64_t(step) * columns * columns;
+        const int columns = idle.num_columns, factors = columns * columns;
+        const double* const numbers = idle.steps + int64_t(step) * (factors + (idle.bends ? kMostCurveTerms + 1 : 0));
         for (int from = 0; from < columns; ++from)
             for (int to = 0; to < columns; ++to)
-                map[from][to] = Item(maps[from * columns + to]);
-        if (idle.curves == nullptr) return;
-        const double* const curves = idle.curves + int64_t(step) * kMostCurveTerms;
+                map[from][to] = Item(numbers[from * columns + to]);
+        if (!idle.bends) return;
+        const double* const curves = numbers + factors;
         const double least = curves[0] * (sizeof(Item) == 4 ? 1e-9 : 1e-18);
         for (int k = 0; k < kMostCurveTerms; ++k) {
             curve[k] = Item(curves[k]);
             if (__builtin_fabs(curves[k]) > __builtin_fabs(least)) terms = k + 1;
         }
-        base = Item(idle.bases[step]);
+        base = Item(curves[kMostCurveTerms]);
     }
 };
 
@@ -127,8 +127,8 @@ void take_steps(const IdleRows& idle, int64_t row, int32_t step) {
 
 void take_all(const IdleRows& idle, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-        const int32_t step = idle.last[row];
-        if (step == idle.now) continue;
+        const int32_t number = idle.last[row], step = number < idle.before ? 0 : number - idle.before;
+        if (step >= idle.now) continue;
         if (idle.item_bytes == 4) {
             take_steps<float>(idle, row, step);
         } else {

@@ -71,7 +71,9 @@ def take_idle_steps(
     item_bytes: int,
     last: int,
     now: int,
-    steps: tuple[int, int, int],  # maps, curves or 0, bases: pointers to float64
+    before: int,
+    bends: bool,
+    steps: int,
     count: int,
     threads: int,
 ) -> None: ...

@@ -26,6 +26,7 @@ from speedswap.ranks.step import ShardedStep
 from speedswap.ranks.whole import alone, read_part, save_shards, write_part
 from speedswap.tables import Block, Column, Prefetched, RowStore, Table, WrappedStore
 from speedswap.tables.files.manifest import MANIFEST, shard_name
+from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
 from speedswap.tables.storage import lives_there
@@ -63,7 +64,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column, reduction: str
     ) -> None:
         self.lent: weakref.WeakSet[RowsAhead] = weakref.WeakSet()
-        self.own = Table(_OwnRows(own, owners, group.rank))
+        self.own = Table(IdleStore.in_front_of(_OwnRows(own, owners, group.rank)))
         self.owners, self.group, self.name, self.reduction = owners, group, name, reduction
         self.num_embeddings = owners.num_embeddings
         self.facts = replace(

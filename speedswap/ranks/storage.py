@@ -22,6 +22,8 @@ from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
+from speedswap.tables.idle import IdleStore
+from speedswap.tables.notes import IDLE_STEPS
 from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
 from speedswap.tables.shards.parts import (
     Shard,
@@ -31,6 +33,7 @@ from speedswap.tables.shards.parts import (
     remove_former,
     take_shards,
 )
+from speedswap.tables.store import innermost
 
 _REDUCTIONS = ("mean", "sum")
 _CACHE_BYTES = 64 << 20
@@ -184,7 +187,7 @@ def _on_disk(
     store, problem = _opened(disk.at(place), owners.rows_of(group.rank), weight, seed, name), None
     try:
         if before is not None and before.world_size != len(group):
-            problem = _take_over(path, before, Shard(Table(store), owners, group.rank))
+            problem = _take_over(path, before, Shard(Table(IdleStore.in_front_of(store)), owners, group.rank))
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
             raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
         store.flush()
@@ -227,7 +230,7 @@ def _found(path: Path) -> ShardsManifest | None:
 def _opened(disk: Disk, rows: int, weight: Column, seed: int, name: str) -> LogStore:
     """Open the table in a rank's directory, or create it."""
     try:
-        store = disk.open("r+", None)
+        store = innermost(disk.open("r+", None))
     except FileNotFoundError:
         store = disk.create(rows, weight, seed=seed, name=name)
     assert isinstance(store, LogStore)
@@ -275,6 +278,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
             take_shards(target, sources, [each for each in mine.columns if each in theirs])
             mine.attributes.clear()
             mine.attributes.update(stores[0].attributes)
+            mine.attributes.pop(IDLE_STEPS, None)  # which the rows were copied with
             mine.store.notes.writes = stores[0].writes
             for each in stores[0].store.notes.id_maps:
                 parts = [store.store.notes.id_maps[each] for store in stores]

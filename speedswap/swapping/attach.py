@@ -60,14 +60,12 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
         module_or_table: a module that contains one or more :class:`speedswap.Embedding`, or the table of one.
         idle_rows: ``"dense"``: rows outside a step's batch take the step too, with a gradient of zero as in
             ``nn.Embedding``, when they are next read ([idle rows](docs/idle-rows.md)): their weights decay, and move on
-            with their momentum. For rows in this process's memory. ``"lazy"``: they are not touched. By default as
-            before; lazy at first. It is not saved.
+            with their momentum. ``"lazy"``: they are not touched. By default as before; lazy at first. It is not saved.
 
     Raises:
-        OptimizerError: the optimizer mixes rows, or only takes sparse gradients, or idle rows cannot take its steps;
-            the message says which.
-        ValueError: there is no embedding, its weight is not in the optimizer, or its rows are not in this process's
-            memory, as idle_rows="dense" requires.
+        OptimizerError: the optimizer mixes rows, or only takes sparse gradients, or idle rows cannot take its steps,
+            or not in files; the message says which.
+        ValueError: there is no embedding, or its weight is not in the optimizer.
 
     Example:
         >>> import torch, speedswap

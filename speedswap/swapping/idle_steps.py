@@ -1,13 +1,9 @@
 """An optimizer's steps without a gradient, which rows outside the batch miss, and take later.
 
 At every step a twin of the optimizer takes the same step on a few made-up rows in float64, with a gradient of zero. It
-reveals what the step does to any row, if that has one of two forms:
-
-- Each column becomes a sum of multiples of the columns, so that any number of steps is one matrix: SGD with momentum,
-  Nesterov's and weight decay, RMSprop with momentum, Adagrad, Adadelta, ASGD.
-- The weight also moves by momentum / (slope · x + flat), x being the root of the last column: Adam, AdamW, AMSGrad,
-  NAdam, RAdam. The sum of these terms over many steps is a smooth function of y = x / (x + base), kept as coefficients
-  of Chebyshev polynomials on 0 to 1.
+reveals what the step does to any row, if that has one of the two forms of :mod:`speedswap.tables.closed_steps`: that
+of SGD with momentum, Nesterov's and weight decay, RMSprop with momentum, Adagrad, Adadelta and ASGD; or that of Adam,
+AdamW, AMSGrad, NAdam and RAdam, which bends.
 
 Other rows of the twin check the form at every step. If it does not fit, as with the decay within Adam, the twin takes
 the missed steps again, with the rows themselves.
@@ -26,21 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
-from speedswap.kernels import CURVE_TERMS, MissedSteps, take_missed_steps
 from speedswap.swapping.optimizers import OF_THE_DEVICE, clone_of, needs_closure, step_unnoticed
 from speedswap.tables import Column
+from speedswap.tables.closed_steps import MOST_STEPS, ClosedSteps, Step
+from speedswap.tables.idle import Steps
 
-MOST_STEPS = 4096  # that rows can miss before all are brought up to date
-MOST_REPLAYED = 64  # the same if the steps are taken again
+MOST_REPLAYED = 64  # steps that rows can miss, and take again, before all are brought up to date
 _CHECKED_ROWS = 12
 _LEFT = 1e-4  # of a momentum, where its further movement matters little to a curve's base
-_NONE_LEFT = 1e-18
 _ADAMS = (("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-# Chebyshev nodes from 0 to 1, and the coefficients of the polynomial through values there.
-_ANGLES = np.pi * (np.arange(CURVE_TERMS) + 0.5) / CURVE_TERMS
-_NODES = (np.cos(_ANGLES) + 1) / 2
-_TO_TERMS = 2 / CURVE_TERMS * np.cos(np.outer(_ANGLES, np.arange(CURVE_TERMS)))
-_TO_TERMS[:, 0] /= 2
 
 Values = dict[str, Any]
 _Array = NDArray[np.float64]
@@ -76,18 +66,6 @@ class Before(NamedTuple):
         return cls(settings, {key: _copied(value) for key, value in scalars.items()}, columns)
 
 
-class Step(NamedTuple):
-    """The effect of a step on any row without a gradient.
-
-    Attributes:
-        matrix: the factors ``[from, to]`` of the columns, weight first.
-        bend: slope and flat, if the weight moves by momentum / (slope · x + flat) as well.
-    """
-
-    matrix: _Array
-    bend: tuple[float, float] | None
-
-
 class Twin:
     """A copy of an optimizer that takes its steps on other rows, without a gradient.
 
@@ -97,12 +75,18 @@ class Twin:
         columns: the weight, and the state per row.
         scalars: the other state, at its initial value.
 
+    Attributes:
+        name: the optimizer's class.
+        columns: the weight, and the state per row.
+        bends: True if a step may move the weight by the momentum as well.
+        is_closed: True if a step with the present settings has one of the known forms.
+
     Raises:
         OptimizerError: its steps cannot be taken again: they are random, or it counts something outside its state.
     """
 
     def __init__(self, optimizer: Optimizer, weight: nn.Parameter, columns: Sequence[Column], scalars: Values) -> None:
-        self.columns = tuple(columns)
+        self.name, self.columns = type(optimizer).__name__, tuple(columns)
         self._parameter = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64, device="cpu"))
         self._optimizer = clone_of(optimizer, weight, self._parameter)
         self._group = _group_of(self._optimizer, self._parameter)
@@ -121,9 +105,12 @@ class Twin:
             self._apart[1, 0] = False
         self._starts = _made_up_rows(n, has_momentum=names[1:2] in (["exp_avg"], ["momentum_buffer"]))
         self._inverse = np.linalg.inv(self._starts[:n])
-        self._require_repeatable(type(optimizer).__name__, Before.of(optimizer, weight, scalars, tuple(names[1:])))
+        before = Before.of(optimizer, weight, scalars, tuple(names[1:]))
+        self._require_repeatable(before)
+        step = self.measure(before)
+        self.is_closed = step is not None and self.closed_steps().prepare(step) is not None
 
-    def _require_repeatable(self, name: str, before: Before) -> None:
+    def _require_repeatable(self, before: Before) -> None:
         counts, reason = _counts_of(self._optimizer), ""
         if not np.array_equal(self._stepped(before), self._stepped(before), equal_nan=True):
             reason = "moves rows at random"
@@ -132,9 +119,18 @@ class Twin:
                 reason = f"keeps {key!r} outside its param_groups and state"
         if reason:
             raise OptimizerError(
-                f"{name} {reason}, so that rows outside the batch cannot take its steps; use idle_rows='lazy', and "
+                f"{self.name} {reason}, so that rows outside the batch cannot take its steps; use idle_rows='lazy', and "
                 "sampled_softmax in place of full_softmax"
             )
+
+    def closed_steps(self) -> ClosedSteps:
+        """Return an empty run of steps of the known forms."""
+        return ClosedSteps([each.name for each in self.columns], self.columns[0].dtype, bends=self.bends)
+
+    def goes_on(self, steps: Steps | None) -> bool:
+        """Return whether steps of the known forms are of these columns, so that more can follow."""
+        names = [each.name for each in self.columns]
+        return isinstance(steps, ClosedSteps) and (steps.names, steps.bends) == (names, self.bends)
 
     def _stepped(self, before: Before) -> _Array:
         """Return the made-up rows after a step, shape (rows, columns)."""
@@ -184,7 +180,9 @@ class Twin:
                 expected[:, 0] -= moved
                 size[:, 0] += np.abs(moved)
             fits = bool((np.abs(expected - end) <= 1e-12 * size).all())
-        return Step(matrix, bend) if fits and not matrix[self._apart].any() else None
+        if not fits or matrix[self._apart].any():
+            return None
+        return Step(matrix, bend, 1.0 if bend is None else _center(matrix, before))
 
     def _bend_in(self, after: _Array) -> tuple[float, float] | None:
         """Return how the weight moves by the momentum; take it out of the measured rows."""
@@ -194,65 +192,6 @@ class Twin:
         after[1, 0] = 0
         flat = float(1 / low)
         return float(1 / high - flat), flat
-
-
-class ClosedSteps:
-    """Steps of the known forms: any number of them costs a row as much as one.
-
-    Args:
-        twin: the optimizer's.
-    """
-
-    def __init__(self, twin: Twin) -> None:
-        n, dtype = len(twin.columns), twin.columns[0].dtype
-        self.count = 0
-        self._names = [each.name for each in twin.columns]
-        self._maps = np.zeros((MOST_STEPS + 1, n, n))
-        self._maps[0] = np.eye(n)
-        self._curves = np.zeros((MOST_STEPS + 1, CURVE_TERMS if twin.bends else 0))
-        self._bases = np.zeros(MOST_STEPS + 1)
-        self._precision = 1e-13 if dtype == torch.float64 else 1e-9
-        self._first = 0  # the first step whose rows still have momentum
-        maps, curves, bases = (torch.from_numpy(each) for each in (self._maps, self._curves, self._bases))
-        self._missed = MissedSteps(maps, curves if twin.bends else None, bases)
-
-    def take(self, columns: dict[str, Tensor], taken: Tensor) -> None:
-        """Take the steps that rows have missed, in place, as :class:`speedswap.tables.idle.Steps` says."""
-        take_missed_steps([columns[name] for name in self._names], taken, self.count, self._missed)
-
-    def prepare(self, before: Before, step: Step | None) -> Callable[[], None] | None:
-        """Return a function that adds a step; None if it would not fit."""
-        if step is None or self.count == MOST_STEPS:
-            return None
-        matrix, bend = step
-        some = slice(self._first, self.count + 1)
-        curves, bases = self._curves[some] * matrix[0, 0], self._bases[some]
-        if bend is not None:
-            slope, flat = bend
-            if slope <= 0 or flat < 0:
-                return None
-            momentum, root = self._maps[some, 1, 1], np.sqrt(self._maps[some, -1, -1])
-            bases = np.where(bases == 0, flat / slope * _center(matrix, before), bases)
-            share = np.divide(flat, bases, out=np.full_like(bases, slope), where=bases > 0)
-            values = momentum[:, None] / (np.outer(slope * root, _NODES) + np.outer(share, 1 - _NODES))
-            curves += values @ _TO_TERMS
-            if not bool((np.abs(curves[:, -2:]) <= self._precision * np.abs(curves[:, :1])).all()):
-                return None
-
-        def add() -> None:
-            n, end = len(matrix), self.count + 1
-            if matrix[0, 0] != 1:
-                self._curves[: self._first] *= matrix[0, 0]
-            self._curves[some], self._bases[some] = curves, bases
-            self._maps[:end] = (self._maps[:end].reshape(-1, n) @ matrix).reshape(-1, n, n)
-            self._maps[end] = np.eye(n)
-            self.count = end
-            if self._curves.size:
-                maps = self._maps[some]
-                moves = np.abs(maps[:, 1, 1]) > _NONE_LEFT * np.sqrt(maps[:, -1, -1]).clip(1e-12)
-                self._first += int(moves.argmax()) if moves.any() else len(moves)
-
-        return add
 
 
 class ReplayedSteps:
@@ -271,9 +210,9 @@ class ReplayedSteps:
         """The number of steps."""
         return len(self._steps)
 
-    def take(self, columns: dict[str, Tensor], taken: Tensor) -> None:
+    def take(self, columns: dict[str, Tensor], last: Tensor, before: int) -> None:
         """Take the steps that rows have missed, in place, as :class:`speedswap.tables.idle.Steps` says."""
-        ordered, order = taken.sort()
+        ordered, order = (last - before).clamp(min=0).sort()
         values = {name: column[order] for name, column in columns.items()}
         for number in range(int(ordered[0]) if len(ordered) else self.count, self.count):
             behind = int((ordered <= number).sum())
@@ -281,7 +220,7 @@ class ReplayedSteps:
         for name, column in columns.items():
             column[order] = values[name]
 
-    def prepare(self, before: Before, step: Step | None) -> Callable[[], None] | None:
+    def prepare(self, before: Before) -> Callable[[], None] | None:
         """Return a function that adds a step; None if there are too many."""
         return None if self.count == MOST_REPLAYED else lambda: self._steps.append(before)
 

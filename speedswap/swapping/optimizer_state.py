@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
-from speedswap.swapping.idle_steps import Before, ClosedSteps, ReplayedSteps, Twin
+from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
 from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages
-from speedswap.tables.idle import IdleStore, require_in_memory
+from speedswap.tables.closed_steps import ClosedSteps
+from speedswap.tables.idle import IdleStore
 
 _log = logging.getLogger("speedswap")
 
@@ -109,6 +110,7 @@ class OptimizerState:
         self._is_copied = False  # copied with the table, for a copy of the optimizer
         self._twin: Twin | None = None
         self._step: Before | None = None  # under way, for idle rows
+        self._count_step: Callable[[], None] | None = None  # which they then miss
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
@@ -204,25 +206,52 @@ class OptimizerState:
             self.averages.take(block.columns)
         self._twin.take(block.columns, self._step, grad)
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Write the rows of a step inside the block, as a step that idle rows miss unless the block raises."""
+    def prepare_idle_step(self) -> None:
+        """Find what the step under way does to rows that miss it, before any table is written.
+
+        Raises:
+            OptimizerError: rows on disk could not take it later.
+            TableFullError: too many steps were missed for another, and the disk has no room for every row.
+        """
         idle, twin, before = self.idle, self._twin, self._step
         assert idle is not None
         assert twin is not None
         assert before is not None
-        step = twin.measure(before)
-        add = idle.steps.prepare(before, step) if isinstance(idle.steps, ClosedSteps | ReplayedSteps) else None
+        step, steps, add = twin.measure(before), idle.steps, None
+        if isinstance(steps, ClosedSteps):
+            add = None if step is None else steps.prepare(step)
+        elif isinstance(steps, ReplayedSteps):
+            add = steps.prepare(before)
         if add is None:  # the first step, or one that does not fit after the others
+            fresh = twin.closed_steps()
+            add = None if step is None else fresh.prepare(step)
+            if add is None:
+                self._require_in_memory(twin)
             idle.bring_up_to_date()
-            for fresh in (ClosedSteps(twin), ReplayedSteps(twin)):
-                idle.steps, add = fresh, fresh.prepare(before, step)
-                if add is not None:
-                    break
-        assert add is not None
-        with idle.counting():
+            idle.steps = fresh
+            if add is None:
+                idle.steps = replayed = ReplayedSteps(twin)
+                add = replayed.prepare(before)
+        idle.number_rows()
+        self._count_step = add
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Write the rows of a step inside the block, as a step that idle rows miss unless the block raises."""
+        assert self.idle is not None
+        assert self._count_step is not None
+        with self.idle.counting():
             yield
-        add()
+        self._count_step()
+
+    def _require_in_memory(self, twin: Twin) -> None:
+        """Raise OptimizerError if rows are in files, since other processes cannot take an optimizer's steps."""
+        if self.table.store.files is not None:
+            raise OptimizerError(
+                f"{twin.name} moves rows without a gradient in a way that only its own steps can repeat, as with a "
+                f"weight_decay that it adds to the gradient, and table {self.table.name!r} is in files, which other "
+                "processes read; use AdamW or decoupled_weight_decay=True, idle_rows='lazy', or a table in memory"
+            )
 
     def _kernels_count(self, optimizer: Optimizer) -> bool:
         """Return whether kernels count the optimizer's steps: they take any address for one on their device."""
@@ -331,8 +360,9 @@ class OptimizerState:
         self.table.add_columns([column for column in found.columns if column.name not in have], commit=False)
         self._row_state, self._twin = found.row_state, None
         if self.idle is not None and (optimizer := optimizer or self.optimizer) is not None:
-            self.idle.bring_up_to_date()
             self._twin = self.twin_of(optimizer, found)
+            if not self._twin.goes_on(self.idle.steps):
+                self.idle.bring_up_to_date()
         return [column for column in found.columns if column.name in have]
 
     def twin_of(self, optimizer: Optimizer, found: FoundState | None = None) -> Twin:
@@ -343,10 +373,8 @@ class OptimizerState:
             found: the result of :meth:`examine` for it, if any.
 
         Raises:
-            OptimizerError: its steps cannot be taken again.
-            ValueError: the rows are not in this process's memory alone.
+            OptimizerError: its steps cannot be taken again, or not by rows in files.
         """
-        require_in_memory(self.whole)
         if self.averages is not None:
             raise ValueError(
                 f"idle_rows is 'dense', but table {self.table.name!r} has averages (speedswap.optim.Averaged), which "
@@ -354,7 +382,10 @@ class OptimizerState:
             )
         found = found or self._probe(optimizer)
         columns = [self.table.columns["weight"], *found.columns]
-        return Twin(optimizer, self.weight, columns, found.row_state.scalars)
+        twin = Twin(optimizer, self.weight, columns, found.row_state.scalars)
+        if not twin.is_closed:
+            self._require_in_memory(twin)
+        return twin
 
     def average(self, decay: float | None) -> TableAverages:
         """Keep averages of the rows from now on; see :class:`speedswap.tables.averages.TableAverages`."""

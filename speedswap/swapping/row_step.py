@@ -497,9 +497,11 @@ class RowStep(Locked):
         )
 
     def add_columns(self, leaving: Leaving) -> None:
-        """Add the columns that the table lacks, before any table of the step is written."""
+        """Add the columns that the table lacks, and what idle rows need, before any table of the step is written."""
         if leaving.more is not None:
             self.state.add(leaving.more)
+        if self.state.idle is not None:
+            self.state.prepare_idle_step()
 
     def swap_out(self, optimizer: Optimizer, leaving: Leaving, commit: Commit) -> None:
         """Write weight and state to the table, and leave only scalars in the optimizer.

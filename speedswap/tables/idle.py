@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from speedswap.kernels import deferred_interrupts
+from speedswap.tables.closed_steps import ClosedSteps
+from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.init import chunks_of, ids_of, zeros
-from speedswap.tables.memory import MemoryKind
+from speedswap.tables.notes import IDLE_STEPS, Notes
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import Found, Prefetched, RowStore, WrappedStore
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 LAST_STEP = "last_step"
 """The column, seen only here, that holds the number of the last step that a row has taken."""
 _COLUMN = Column(LAST_STEP, (), torch.int32, zeros())
+_MOST = 2**31 - 1
 
 
 class Steps(Protocol):
@@ -31,35 +35,74 @@ class Steps(Protocol):
     def count(self) -> int:
         """The number of steps."""
 
-    def take(self, columns: dict[str, Tensor], taken: Tensor) -> None:
+    def take(self, columns: dict[str, Tensor], last: Tensor, before: int) -> None:
         """Take the steps that rows have missed, in place.
 
         Args:
             columns: every column by name, shape (n, ...), on one device.
-            taken: how many of the steps each row has taken, int32, shape (n,), on that device.
+            last: the number of the last step that each row has taken, int32, shape (n,), on that device; one that is
+                below ``before`` stands for that.
+            before: the number of the step before these.
         """
+
+
+class _Missed:
+    """The steps that rows may have missed, as kept with a table's commits; it holds neither the table nor its store.
+
+    Args:
+        notes: the rows'.
+
+    Attributes:
+        before: the number of the step before these.
+        steps: the steps; None if every row is up to date.
+        adopted: the notes' number for the commit that these are from; -1 at first.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = weakref.ref(notes)
+        self.before = 0
+        self.steps: Steps | None = None
+        self.adopted = -1
+
+    def __call__(self) -> dict[str, Any] | None:
+        """Return the steps as plain data; None to keep what is there, if the rows are from another commit now."""
+        notes = self._notes()
+        if notes is None or self.adopted != notes.adopted:
+            return None
+        steps = self.steps.to_json() if isinstance(self.steps, ClosedSteps) and self.steps.count else None
+        return {"before": self.before, "steps": steps}
+
+    def read(self, data: dict[str, Any], columns: dict[str, Column]) -> None:
+        """Replace the steps with those that :meth:`__call__` returned.
+
+        Raises:
+            TableFormatError: they are damaged.
+        """
+        with says_damaged(f"the attribute {IDLE_STEPS!r}"):
+            before, steps = data["before"], data["steps"]
+            require(is_int(before, 0, _MOST), f"its rows have {before!r} steps")
+            self.before, self.steps = before, None if steps is None else ClosedSteps.from_json(steps, columns)
 
 
 class IdleStore(WrappedStore):
     """A store in front of another, whose rows take the steps they have missed when they are read.
 
-    Rows that are written have taken every step. The number of each row's last step is kept with it, in 4 bytes.
+    Rows that are written have taken every step. The number of each row's last step is kept with it, in 4 bytes. A pass
+    over all rows leaves alone those that its steps do not move, so that their numbers may be from before.
 
     Args:
-        inner: the store that holds the rows, in this process's memory.
-
-    Attributes:
-        steps: the steps that rows may have missed; None if every row is up to date.
+        inner: the store that holds the rows of this process.
     """
 
     view = RowStore.view  # refused: memory lacks steps
 
     def __init__(self, inner: RowStore) -> None:
         super().__init__(inner)
-        self.steps: Steps | None = None
-        self._before = 0  # the number of steps before these
+        self._known = _Missed(inner.notes)
         self._ahead = 0  # 1 while the rows of a step are written, before the step counts
         self._seen: tuple[dict[str, Column], dict[str, Column]] = {}, {}
+        if inner.files is not None:
+            self.notes.live_attributes[IDLE_STEPS] = self._known
 
     @classmethod
     def over(cls, table: Table) -> IdleStore:
@@ -67,9 +110,15 @@ class IdleStore(WrappedStore):
         if not isinstance(table.store, cls):
             idle = cls(table.store)
             for part in table.store.notes.parts:
-                part.inner = idle
+                if part.inner is table.store:
+                    part.inner = idle
             table.store = idle
         return table.store
+
+    @classmethod
+    def in_front_of(cls, store: RowStore) -> RowStore:
+        """Return a store found in files with its rows up to date: itself, or behind another."""
+        return cls(store) if LAST_STEP in store.columns else store
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -83,15 +132,32 @@ class IdleStore(WrappedStore):
     # ------------------------------------------------------------------ steps
 
     @property
+    def steps(self) -> Steps | None:
+        """The steps that rows may have missed; None if every row is up to date."""
+        self._missed()
+        return self._known.steps
+
+    @steps.setter
+    def steps(self, steps: Steps) -> None:
+        self._known.steps = steps
+
     def _missed(self) -> int:
-        """The number of steps that rows may have missed."""
-        return 0 if self.steps is None else self.steps.count
+        """Return the number of steps that rows may have missed, as of the commit that the rows are from."""
+        known = self._known
+        if known.adopted != self.notes.adopted:
+            data = self.notes.attributes.get(IDLE_STEPS) if LAST_STEP in self.inner.columns else None
+            known.read(data or {"before": 0, "steps": None}, self.columns)
+            known.adopted = self.notes.adopted
+        return 0 if known.steps is None else known.steps.count
+
+    def number_rows(self) -> None:
+        """Make room for the number of each row's last step."""
+        if LAST_STEP not in self.inner.columns:
+            self.inner.add_columns([_COLUMN])
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Write the rows of a step inside the block; the caller counts the step afterwards, unless that raised."""
-        if LAST_STEP not in self.inner.columns:
-            self.inner.add_columns([_COLUMN])
         self._ahead = 1
         try:
             yield
@@ -101,25 +167,40 @@ class IdleStore(WrappedStore):
 
     def bring_up_to_date(self) -> None:
         """Write every row with the steps it has missed, a piece at a time."""
-        if not self._missed:
+        missed = self._missed()
+        if not missed:
             return
+        writes = self.notes.writes
         for rows in chunks_of(self.facts.num_embeddings):
-            block = self.gather(ids_of(rows))
-            self._write(block, block.columns)
+            self._bring(rows)
+        self.notes.writes = writes + 1  # of all ranks that own rows together
         with deferred_interrupts():
-            self._before, self.steps = self._before + self._missed, None
+            self._known.before, self._known.steps = self._known.before + missed, None
+
+    def _bring(self, rows: range) -> None:
+        """Write those of some rows that the steps they have missed move."""
+        block = self.inner.gather(ids_of(rows))
+        before = {name: each.clone() for name, each in block.columns.items() if name != LAST_STEP}
+        self.take(block)
+        moved = torch.zeros(len(rows), dtype=torch.bool, device=block.weight.device)
+        for name, each in before.items():
+            moved |= (each != block[name]).flatten(1).any(1)
+        some = moved.nonzero().squeeze(1)
+        if len(some):
+            values = {name: each[some] for name, each in block.columns.items()}
+            self._write(Block(block.rows[some.to(block.rows.device)], {}), values)
 
     def _write(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         """Write all columns of rows that are up to date."""
-        number, device = self._before + self._missed + self._ahead, values["weight"].device
+        number, device = self._known.before + self._missed() + self._ahead, values["weight"].device
         last = torch.full((block.rows.shape[0],), number, dtype=torch.int32, device=device)
         self.inner.scatter(block, {**values, LAST_STEP: last}, transfers)
 
     def take(self, block: Block) -> None:
         """Bring a block with all columns up to date, in place; it loses the numbers of its rows' last steps."""
-        last = block.columns.pop(LAST_STEP)
-        if self.steps is not None:
-            self.steps.take(block.columns, last - self._before)
+        last, known = block.columns.pop(LAST_STEP), self._known
+        if self._missed() and known.steps is not None:
+            known.steps.take(block.columns, last, known.before)
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -130,18 +211,21 @@ class IdleStore(WrappedStore):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        names = tuple(self.columns) if columns is None else columns
-        if not self._missed:
-            return self.inner.gather(rows, names, device, out)
+        if not self._missed():
+            if columns is not None or LAST_STEP not in self.inner.columns:
+                return self.inner.gather(rows, columns, device, out)
+            block = self.inner.gather(rows, None, device, out)  # as its scatter will need it
+            del block.columns[LAST_STEP]
+            return block
         block = self.inner.gather(rows, None, device)
         self.take(block)
-        found = {name: block[name] for name in names}
+        found = {name: block[name] for name in (self.columns if columns is None else columns)}
         for name in (out or {}).keys() & found.keys():
             found[name] = out[name].copy_(found[name])  # type: ignore[index]
         return Block(rows, found, block.place)
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        if not self._missed and not self._ahead:
+        if not self._missed() and not self._ahead:
             self.inner.scatter(block, values, transfers)
             return
         if values.keys() != self.columns.keys():  # the other columns have to take their steps too
@@ -155,12 +239,16 @@ class IdleStore(WrappedStore):
     # ------------------------------------------------------------------ whole columns
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        if not self._missed:
+        if not self._missed():
             return self.inner.read(column, start, stop, device)
         return self.gather(ids_of(range(start, stop)), [column], device)[column]
 
     def write(self, column: str, start: int, values: Tensor) -> None:
-        self.bring_up_to_date()
+        if self._missed():
+            writes = self.notes.writes
+            for rows in chunks_of(len(values)):
+                self._bring(range(start + rows.start, start + rows.stop))
+            self.notes.writes = writes
         self.inner.write(column, start, values)
 
     def add_columns(self, columns: Sequence[Column]) -> None:
@@ -172,19 +260,17 @@ class IdleStore(WrappedStore):
         self.inner.reset_columns(columns)
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        self.bring_up_to_date()
-        for rows, held in self.inner.written_rows():
-            held.pop(LAST_STEP, None)
-            yield rows, held
-
-
-def require_in_memory(table: Table) -> None:
-    """Raise ValueError unless a table's rows are in this process's memory alone, where nothing else reads them."""
-    if table.storage not in (*get_args(MemoryKind), "file") or table.ranks is not None:
-        raise ValueError(
-            f"idle_rows is 'dense', but {table!r} is not in this process's memory alone: others would find rows that "
-            "lack steps; give storage='pageable', 'pinned' or 'device', and keep the rows with save_checkpoint"
-        )
+        columns, steps = self.inner.columns, self.steps
+        leaves_others = steps is None or (isinstance(steps, ClosedSteps) and steps.leave_initial(columns))
+        pieces = self.inner.written_rows() if leaves_others else RowStore.written_rows(self.inner)
+        for rows, held in pieces:
+            if not self._missed():
+                held.pop(LAST_STEP, None)
+                yield rows, held
+                continue
+            block = Block(rows, {name: columns[name].decode(each) for name, each in held.items()})
+            self.take(block)
+            yield rows, {name: columns[name].encode(each) for name, each in block.columns.items()}
 
 
 class _Prefetched(Prefetched):

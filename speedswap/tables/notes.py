@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PARTS = "tables"
 """The attribute of a store that names its parts; a copy of one of them is without it."""
 
+IDLE_STEPS = "idle_steps"
+"""The attribute for the steps that rows of a table in files may have missed; a copy has the rows with these steps."""
+
 
 @dataclass(eq=False)
 class Notes:
@@ -32,6 +35,7 @@ class Notes:
         map_of: returns the map to keep for a given one: the same map, unless ranks own the rows.
         writes: the number of scatters so far, counted by the store.
         version: increases whenever rows or columns may have changed, through any table over these rows.
+        adopted: increases whenever attributes are replaced with those of a commit.
         closed: True once the store is closed.
         pinned: True if CUDA kernels read and write the rows' host memory directly, or will once it is taken.
         hot: the cache of hot rows on a GPU; None if there is none.
@@ -47,6 +51,7 @@ class Notes:
     map_of: Callable[[IdMap], IdMap] = field(default=lambda id_map: id_map)
     writes: int = 0
     version: int = 0
+    adopted: int = 0
     closed: bool = False
     pinned: bool = False
     hot: kernels.HotRows | None = None
@@ -72,6 +77,7 @@ class Notes:
         """
         live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
         self.attributes.update(copy.deepcopy({**source.attributes, **live}))
+        self.attributes.pop(IDLE_STEPS, None)
         self.writes = source.writes
         if not part:
             self.id_maps.update(source.id_maps)

@@ -22,6 +22,7 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.hot import HotBytes, require_hot_bytes
+from speedswap.tables.idle import IdleStore
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
@@ -321,7 +322,7 @@ def open_store(
     for last in (*[False] * _TRIES, True):
         directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+")
         try:
-            return LogStore(directory, manifest, contents, disk, commit)
+            return IdleStore.in_front_of(LogStore(directory, manifest, contents, disk, commit))
         except TableFormatError:
             directory.release()
             if last or directory.writable or not directory.has_changed:

@@ -25,6 +25,7 @@ from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.formats import export_table, import_table
 from speedswap.tables.former import takes_former
 from speedswap.tables.id_map import IdMap
+from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
 from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
@@ -547,10 +548,9 @@ class Table:
             rows: rows of the table, int64, shape (n,); unique and ascending for :meth:`give_back`.
             columns, device: as for :meth:`gather`.
         """
-        store = self.store
         with self._locked.lock:
             self.check_open()
-            return store.gather(rows, columns, device)
+            return self.store.gather(rows, columns, device)
 
     def give_back(self, block: Block, values: Mapping[str, Tensor], commit: Commit | None = None) -> None:
         """Write a leased block's rows, as one scatter.
@@ -907,6 +907,7 @@ class Table:
         if self._is_closed or store.notes.closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
         if store.check(writing=writing):
+            self.store = IdleStore.in_front_of(store)
             self.note_change(None)
 
     def note_change(self, rows: Tensor | range | None) -> None:

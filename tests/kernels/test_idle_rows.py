@@ -9,6 +9,7 @@ from speedswap.kernels import CURVE_TERMS, MissedSteps, take_missed_steps
 from speedswap.kernels.idle_rows import _by_torch
 
 STEPS = 9
+BEFORE = 100
 
 
 def some(columns, rows, dim, dtype, *, curves=True):
@@ -19,12 +20,13 @@ def some(columns, rows, dim, dtype, *, curves=True):
     maps = torch.rand(STEPS + 1, columns, columns, generator=random, dtype=torch.float64)
     maps[:, 0, -1] = 0
     maps[STEPS] = torch.eye(columns)
-    terms = torch.randn(STEPS + 1, CURVE_TERMS, generator=random, dtype=torch.float64) / 4.0 ** torch.arange(
-        CURVE_TERMS
-    )
-    terms[STEPS] = 0
-    bases = torch.rand(STEPS + 1, generator=random, dtype=torch.float64) + 0.1
-    return values, last, MissedSteps(maps, terms if curves else None, bases)
+    numbers = [maps.flatten(1)]
+    if curves:
+        sizes = 4.0 ** torch.arange(CURVE_TERMS)
+        terms = torch.randn(STEPS + 1, CURVE_TERMS, generator=random, dtype=torch.float64) / sizes
+        terms[STEPS] = 0
+        numbers += [terms, torch.rand(STEPS + 1, 1, generator=random, dtype=torch.float64) + 0.1]
+    return values, last, MissedSteps(torch.cat(numbers, 1).contiguous(), curves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -33,8 +35,10 @@ def some(columns, rows, dim, dtype, *, curves=True):
 def test_the_loop_equals_torchs_operations(columns, dim, dtype):
     values, last, steps = some(columns, 50, dim, dtype, curves=columns > 2)
     expected = [each.clone() for each in values]
-    _by_torch(expected, last, STEPS, steps)
-    take_missed_steps(values, last, STEPS, steps)
+    last += BEFORE
+    last[5] = BEFORE - 2  # a row that earlier steps have left alone
+    _by_torch(expected, last, STEPS, steps, BEFORE)
+    take_missed_steps(values, last, STEPS, steps, BEFORE)
     for ours, theirs in zip(values, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
 
@@ -50,8 +54,8 @@ def test_rows_with_every_step_keep_their_bits():
 def test_columns_of_another_shape_or_dtype_are_taken_by_torch():
     """State of one number per row, and half-precision weights."""
     weight, state = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 1)
-    maps = torch.tensor([[[0.5, 0.0], [0.0, 0.25]], [[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    numbers = torch.tensor([[0.5, 0.0, 0.0, 0.25], [1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
     last = torch.tensor([0, 1], dtype=torch.int32)
-    take_missed_steps([weight, state], last, 1, MissedSteps(maps, None, torch.zeros(2, dtype=torch.float64)))
+    take_missed_steps([weight, state], last, 1, MissedSteps(numbers, bends=False))
     assert weight.tolist() == [[0.5] * 3, [1.0] * 3]
     assert state.tolist() == [[0.25], [1.0]]

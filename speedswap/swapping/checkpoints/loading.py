@@ -53,6 +53,8 @@ from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
 from speedswap.tables.files.damage import require
+from speedswap.tables.idle import IdleStore
+from speedswap.tables.notes import IDLE_STEPS
 from speedswap.tables.shards import InOrder, Owners, Shard, own_shard, place_rows, take_shards
 from speedswap.tables.store import Commits
 
@@ -397,6 +399,8 @@ class TableToLoad:
                 names = [name for name in own.columns if name in self.columns]
                 self._copy_to(own, ["weight"] if keeps_state else names)
             attributes = dict(first.saved.attributes)
+            if commits is None:
+                attributes.pop(IDLE_STEPS, None)  # which the rows were copied with
             if keeps_state:
                 attributes = {key: value for key, value in attributes.items() if key not in own.live_attributes}
             own.attributes.clear()
@@ -417,6 +421,8 @@ class TableToLoad:
         table.check_open(writing=True)
         table.note_change(None)
         files, found = table.store.files, self._sources[0].shard.table.store
+        if isinstance(table.store, IdleStore):
+            table.store.bring_up_to_date()
         if not (self._is_as_saved and files is not None and files.take_rows(found, names)):
             take_shards(self._target, [source.shard for source in self._sources], names)
         for source in self._sources:

@@ -91,6 +91,7 @@ class LogCommits:
         """Make a commit's head the current one."""
         self._notes.attributes.clear()
         self._notes.attributes.update(head.attributes)
+        self._notes.adopted += 1
         self._notes.writes = self._writes = head.writes
         self.layout = head.layout
         self.keys.files = dict(head.id_maps)

@@ -18,11 +18,12 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import SHARD, ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.place import Place
 from speedswap.tables.id_map import IdMap
+from speedswap.tables.idle import IdleStore
 from speedswap.tables.notes import Notes
 from speedswap.tables.record import Block, Column
 from speedswap.tables.shards.owners import InOrder, Owners, whole_column, whole_columns
 from speedswap.tables.storage import open_store
-from speedswap.tables.store import Checked, Files, RowStore, StoreFacts, begin_alike
+from speedswap.tables.store import Checked, Files, RowStore, StoreFacts, begin_alike, innermost
 from speedswap.tables.table import Table
 
 
@@ -41,7 +42,7 @@ def read_manifest(path: Path) -> ShardsManifest | None:
 
 def open_shard(
     path: Path, manifest: ShardsManifest, rank: int, mode: str, disk: DiskOptions, commit: int | None = None
-) -> LogStore:
+) -> RowStore:
     """Open the rows of one rank.
 
     Args:
@@ -61,8 +62,8 @@ def open_shard(
         store = open_store(place, mode, disk, commit)
     except FileNotFoundError:
         raise TableFormatError(f"the table at {path} is damaged: {place.name} is missing") from None
-    rows = Owners(manifest.num_embeddings, manifest.world_size).rows_of(rank)
-    if not isinstance(store, LogStore) or (store.manifest.salt, store.num_embeddings) != (manifest.salts[rank], rows):
+    rows, log = Owners(manifest.num_embeddings, manifest.world_size).rows_of(rank), innermost(store)
+    if not isinstance(log, LogStore) or (log.manifest.salt, log.num_embeddings) != (manifest.salts[rank], rows):
         store.close()
         raise TableFormatError(f"the table at {path} is damaged: {place.name} {problem}; restore it from a copy")
     return store
@@ -85,7 +86,7 @@ class ShardsInFiles(RowStore, Files):
         self.facts = StoreFacts(self.num_embeddings, "disk", seed=manifest.seed, name=self.name, reads_copies=True)
         self.owners = Owners(manifest.num_embeddings, manifest.world_size)
         with ExitStack() as opened:
-            self.shards: list[LogStore] = []
+            self.shards: list[RowStore] = []
             for rank in range(manifest.world_size):
                 self.shards.append(open_shard(path, manifest, rank, "r", disk))
                 opened.callback(self.shards[-1].close)
@@ -130,7 +131,7 @@ class ShardsInFiles(RowStore, Files):
         return False
 
     def details(self) -> dict[str, Any]:
-        details = [shard.details() for shard in self.shards]
+        details = [files.details() for files in self._files()]
         added = ("touched_rows", "log_bytes", "reusable_bytes")
         return {
             "shards": len(details),
@@ -140,10 +141,13 @@ class ShardsInFiles(RowStore, Files):
             "access": details[0]["access"],
         }
 
+    def _files(self) -> list[Files]:
+        return [files for shard in self.shards if (files := shard.files) is not None]
+
     def verify(self, advance: Callable[[float], object]) -> Checked:
         checked = Checked()
-        for rank, shard in enumerate(self.shards):
-            found, name = shard.verify(advance), shard_name(rank, len(self.shards))
+        for rank, files in enumerate(self._files()):
+            found, name = files.verify(advance), shard_name(rank, len(self.shards))
             checked.rows += found.rows
             checked.nbytes += found.nbytes
             checked.problems += [f"{name}: {problem}" for problem in found.problems]
@@ -160,6 +164,7 @@ class ShardsInFiles(RowStore, Files):
             )
         changed = [shard.check() for shard in self.shards]
         if any(changed):
+            self.shards = [IdleStore.in_front_of(shard) for shard in self.shards]
             self._require_one_step()
             self.notes.id_maps.update(self._whole_maps())
             self.notes.writes = self.shards[0].notes.writes

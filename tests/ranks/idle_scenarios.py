@@ -1,0 +1,59 @@
+"""Rows of ranks with ``idle_rows="dense"``, in memory and on disk."""
+
+from __future__ import annotations
+
+import torch
+from idle_training import EVERY
+from places import owned
+
+import speedswap
+
+ROWS, DIM, BATCH = 50, 3, 5
+
+
+def batches(count, seed=1):
+    """Yield each step's ids by rank, and the slope of each id's loss; the last rank often has none."""
+    random = torch.Generator().manual_seed(seed)
+    for step in range(count):
+        sizes = [BATCH, 2, 0 if step % 3 else 1]
+        ids = torch.randint(ROWS, (sum(sizes),), generator=random)
+        slopes = torch.randn(sum(sizes), DIM, generator=random, dtype=torch.float64)
+        yield [*zip(ids.split(sizes), slopes.split(sizes), strict=True)]
+
+
+def train(model, optimizer, steps, depth):
+    loop = speedswap.lookahead(steps, {model: lambda batch: batch[0]}, depth=depth) if depth else steps
+    for ids, slope in loop:
+        optimizer.zero_grad()
+        (model(ids) * slope).sum().backward()
+        optimizer.step()
+
+
+def made(group, name, path):
+    place = owned(group, path=path, reduction="sum")
+    model = speedswap.Embedding(ROWS, DIM, seed=2, dtype=torch.float64, storage=place)
+    optimizer = EVERY[name](model.parameters())
+    speedswap.attach(optimizer, model, idle_rows="dense")
+    return model, optimizer
+
+
+def trained(group, name, folder, depth):
+    """Train in two parts, with a checkpoint between, from which other modules go on."""
+    path = None if folder is None else f"{folder}/items"
+    steps = [each[group.rank()] for each in batches(40)]
+    model, optimizer = made(group, name, path)
+    initial = model.table.read()
+    train(model, optimizer, steps[:25], depth)
+    if folder is not None:
+        speedswap.save_checkpoint(f"{folder}/saved", model, optimizer)
+    train(model, optimizer, steps[25:], depth)
+    found = [initial, model.table.read(), model.read(torch.arange(group.rank(), ROWS)).detach()]
+    if folder is not None:
+        model.table.save(f"{folder}/copy")
+        speedswap.load_checkpoint(f"{folder}/saved", model, optimizer)
+        train(model, optimizer, steps[25:], depth)
+        found.append(model.table.read())
+        model.table.close()
+        with speedswap.Table.open(speedswap.Ranks(speedswap.Disk(path), group)) as table:
+            found.append(table.read())
+    return found
