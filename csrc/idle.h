@@ -1,20 +1,13 @@
-// Steps that rows have missed while they had no gradient, taken at once.
-//
-// In one step without a gradient each of an item's columns (its weight, then the optimizer's state) becomes a sum of
-// multiples of all of them; a run of steps does so too, with other factors. The weight of an optimizer of Adam's kind
-// also moves by a multiple of column 1, its momentum, that depends on the root x of the last column:
-//
-//     weight -= momentum * curve(y) / (x + base),  y = x / (x + base)
-//
-// where the curve is a sum of Chebyshev polynomials in 2 y - 1 (speedswap/swapping/idle_steps.py).
+// The CPU's loop over rows that have missed steps; idle.cuh says what they are.
 #pragma once
 
 #include <cstdint>
 
-namespace speedswap {
+#include "philox.cuh"
 
-constexpr int kMostIdleColumns = 4;
-constexpr int kMostCurveTerms = 32;
+#include "idle.cuh"  // with the macros of philox.cuh
+
+namespace speedswap {
 
 // Rows come from any of the steps 0 to `now`, where 0 is before the first; `steps` has an entry for each.
 struct IdleRows {

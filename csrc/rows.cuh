@@ -7,6 +7,7 @@
 
 #include "bandwidth.cuh"  // with the macros of philox.cuh
 #include "hot.cuh"        // likewise
+#include "idle.cuh"       // likewise
 
 namespace speedswap {
 
@@ -317,6 +318,53 @@ SPEEDSWAP_FUNCTION void fill_rows(char* out, Count row_stride, Count first_row, 
     }
 }
 
+// ---- idle rows ------------------------------------------------------------------------------------------------------
+
+// Rows of a block, and the steps that they have missed. Rows come from any of the steps 0 to `now`, where 0 is before
+// the first.
+struct IdleBlock {
+    void* columns[kMostIdleColumns];  // contiguous, num_rows rows of `width` items
+    const int* last;                  // the number of each row's last step
+    // Of each step: factors [from][to]; and if it bends, kMostCurveTerms coefficients and the base.
+    const double* steps;
+    Count num_columns, num_rows, width;
+    Count now;     // the steps that rows get; those that have them stay as they are
+    Count before;  // the number of the step before the first
+    Count bends;
+};
+
+// A row's numbers, read where they are needed: threads of a row read the same ones.
+template <typename Number>
+struct StepNumbers {
+    using Item = Number;
+    const double* numbers;
+    int columns, terms;
+
+    SPEEDSWAP_METHOD Item factor(int from, int to) const { return Item(numbers[from * columns + to]); }
+    SPEEDSWAP_METHOD Item term(int k) const { return Item(numbers[columns * columns + k]); }
+    SPEEDSWAP_METHOD Item base() const { return term(kMostCurveTerms); }
+};
+
+// Grid: one thread per item, walked with a grid stride; any thread block. Neighbouring threads take neighbouring items.
+template <typename Item>
+SPEEDSWAP_FUNCTION void take_block_steps(const IdleBlock& block) {
+    const int columns = (int)block.num_columns;
+    const Count numbers = columns * columns + (block.bends ? kMostCurveTerms + 1 : 0);
+    const Count threads = (Count)gridDim.x * blockDim.x, items = block.num_rows * block.width;
+    for (Count i = (Count)blockIdx.x * blockDim.x + threadIdx.x; i < items; i += threads) {
+        const Count number = block.last[i / block.width] - block.before, step = number < 0 ? 0 : number;
+        if (step >= block.now) continue;
+        StepNumbers<Item> factors = {block.steps + step * numbers, columns, 0};
+        if (block.bends) factors.terms = terms_of(factors.numbers + columns * columns, sizeof(Item));
+        Item before[kMostIdleColumns], after[kMostIdleColumns];
+        for (int c = 0; c < columns; ++c)
+            before[c] = ((const Item*)block.columns[c])[i];
+        take_steps(factors, columns, before, after);
+        for (int c = 0; c < columns; ++c)
+            ((Item*)block.columns[c])[i] = after[c];
+    }
+}
+
 }  // namespace speedswap
 
 #include "bags.cuh"     // with the types above
@@ -461,6 +509,16 @@ SPEEDSWAP_KERNEL bandwidth_copy(const speedswap::Word16* from, speedswap::Word16
 
 SPEEDSWAP_BANDWIDTH(bandwidth_gather, true)
 SPEEDSWAP_BANDWIDTH(bandwidth_scatter, false)
+
+// ---- idle.cuh ------------------------------------------------------------------------------------------------------
+
+SPEEDSWAP_KERNEL take_steps_float32(const __grid_constant__ speedswap::IdleBlock block) {
+    speedswap::take_block_steps<float>(block);
+}
+
+SPEEDSWAP_KERNEL take_steps_float64(const __grid_constant__ speedswap::IdleBlock block) {
+    speedswap::take_block_steps<double>(block);
+}
 
 // ---- bags.cuh ------------------------------------------------------------------------------------------------------
 

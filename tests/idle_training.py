@@ -69,9 +69,10 @@ class Training:
         for _ in range(count):
             ids = torch.multinomial(self.popularity, batch, replacement=True, generator=self.random)
             slope = torch.randn(batch, self.dense.embedding_dim, generator=self.random, dtype=torch.float32) * scale
+            ids, slope = ids.to(self.dense.weight.device), slope.to(self.dense.weight)
             for model, optimizer, other in zip(self.models, self.optimizers, self.other, strict=True):
                 optimizer.zero_grad()
-                ((model(ids) * slope.to(model.weight.dtype)).sum() + other.square().sum()).backward()
+                ((model(ids) * slope).sum() + other.square().sum()).backward()
                 if clip is not None:
                     nn.utils.clip_grad_value_([model.weight], clip)
                 optimizer.step()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.idle import take_steps
+from speedswap.kernels.cuda.shapes import MOST_IDLE_COLUMNS
 from speedswap.kernels.host import threads_for
 
 CURVE_TERMS = 32
-_MOST_COLUMNS = 4
 
 
 class MissedSteps(NamedTuple):
@@ -49,10 +50,13 @@ def take_missed_steps(columns: Sequence[Tensor], last: Tensor, now: int, steps: 
         [0.5, 1.0]
     """
     weight = columns[0]
-    is_plain = weight.dtype in (torch.float32, torch.float64) and len(columns) <= _MOST_COLUMNS
+    is_plain = weight.dtype in (torch.float32, torch.float64) and len(columns) <= MOST_IDLE_COLUMNS
     is_alike = all(each.shape == weight.shape and each.dtype == weight.dtype for each in columns)
-    if weight.device.type != "cpu" or not is_plain or not is_alike:
+    if not is_plain or not is_alike:
         _by_torch(columns, last, now, steps, before)
+        return
+    if weight.is_cuda:
+        take_steps(columns, last, now, steps.numbers, before, bends=steps.bends)
         return
     row, numbers = (weight[:1].numel(), weight.dtype.itemsize), steps.numbers.data_ptr()
     places, threads = [each.data_ptr() for each in columns], threads_for(weight.nbytes * len(columns))

@@ -119,8 +119,8 @@ class Twin:
                 reason = f"keeps {key!r} outside its param_groups and state"
         if reason:
             raise OptimizerError(
-                f"{self.name} {reason}, so that rows outside the batch cannot take its steps; use idle_rows='lazy', and "
-                "sampled_softmax in place of full_softmax"
+                f"{self.name} {reason}, so that rows outside the batch cannot take its steps; use idle_rows='lazy', "
+                "and sampled_softmax in place of full_softmax"
             )
 
     def closed_steps(self) -> ClosedSteps:

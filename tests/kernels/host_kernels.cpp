@@ -206,6 +206,10 @@ extern "C" int run_bags(const char* name, unsigned int grid, unsigned int block,
     return 1;
 }
 
+extern "C" void run_idle(int bits, unsigned int grid, unsigned int block, const IdleBlock* idle) {
+    host_cuda::launch(grid, block, bits == 32 ? take_steps_float32 : take_steps_float64, *idle);
+}
+
 // The parts of philox.cuh, one at a time.
 
 extern "C" void run_philox(const Word* counter, const Word* key, Word* words) {

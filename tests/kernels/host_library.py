@@ -39,6 +39,7 @@ class HostKernels:
             number, ctypes.c_uint, ctypes.c_uint, address, address, count, address, number,
         ]  # fmt: skip
         self._library.run_bags.argtypes = [*grid, address, count]
+        self._library.run_idle.argtypes = [number, *grid[1:], address]
         launched = [ctypes.c_uint, ctypes.c_uint, address]
         self._library.run_admission.argtypes = [
             *launched, count, address, count, count, address, number, address, count, address, number, address,
@@ -111,6 +112,9 @@ class HostKernels:
 
     def bags(self, name: str, grid: int, block: int, bags: np.ndarray, thread: int = -1) -> None:
         assert not self._library.run_bags(name.encode(), grid, block, pointer(bags), thread), name
+
+    def idle(self, bits: int, grid: int, block: int, idle: np.ndarray) -> None:
+        self._library.run_idle(bits, grid, block, pointer(idle))
 
     @property
     def hot_state_bytes(self) -> int:

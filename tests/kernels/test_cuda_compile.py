@@ -34,7 +34,7 @@ KERNELS = {
         for dtype in ("float32", "float64", "float16", "bfloat16")
     ),
     *(f"{what}_i{bits}" for what in ("merge_ids", "count_keys", "number_keys") for bits in (32, 64)),
-    *("join_offsets", "find_places"),
+    *("join_offsets", "find_places", "take_steps_float32", "take_steps_float64"),
 }
 
 
@@ -131,13 +131,21 @@ def test_nvcc_compiles_without_warnings(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "lookups.cuh", "bandwidth.cuh", "philox.cuh"]
+    "name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "idle.cuh", "lookups.cuh", "bandwidth.cuh", "philox.cuh"]
 )
 def test_the_kernels_need_no_header(name: str):
     """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
     text = (CSRC / name).read_text()
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
-    ours = {'"bags.cuh"', '"compact.cuh"', '"hot.cuh"', '"lookups.cuh"', '"bandwidth.cuh"', '"philox.cuh"'}
+    ours = {
+        '"bags.cuh"',
+        '"compact.cuh"',
+        '"hot.cuh"',
+        '"idle.cuh"',
+        '"lookups.cuh"',
+        '"bandwidth.cuh"',
+        '"philox.cuh"',
+    }
     assert set(re.findall(r"#include\s+(\S+)", device)) <= ours
     assert "#include" not in modules.source().split("#else")[0]
 

@@ -23,6 +23,7 @@ from speedswap.kernels.cuda.shapes import (
     columns_argument,
     compact_columns_argument,
     convert_shape,
+    idle_argument,
     launch_shape,
 )
 
@@ -161,6 +162,29 @@ def test_every_shape_moves_every_byte_and_no_other(sanitized: Path):
 def test_bags_and_their_gradients_are_numpys_to_the_bit_in_every_launch(sanitized: Path):
     """All cases of host_bags.py."""
     assert "360 cases of bags" in run_sanitized("host_bags.py", sanitized)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("launch", [(1, 1), (3, 32), (2, 1024)])
+def test_rows_take_the_steps_that_they_have_missed_in_every_launch(kernels: HostKernels, bits: int, launch):
+    """A momentum that fades by half in a step, and moves the weight by itself over the root of the squares and eps."""
+    rng, (rows, width, steps) = np.random.default_rng(1), (13, 5, 3)
+    weight, momentum, squares = columns = [rng.random((rows, width)).astype(f"f{bits // 8}") for _ in range(3)]
+    before = [each.copy() for each in columns]
+    last = rng.integers(6, 11, rows).astype(np.int32)  # of steps 8, 9 and 10; some rows lack earlier ones too
+    numbers = np.zeros((steps, 9 + 33))
+    for step in range(steps):
+        numbers[step, [0, 4, 8]] = 1, 0.5 ** (2 - step), 1
+        numbers[step, [9, -1]] = 1 - 0.5 ** (2 - step), 0.25
+    argument = idle_argument(
+        [each.ctypes.data for each in columns], last=last.ctypes.data, steps=numbers.ctypes.data, num_rows=rows,
+        width=width, now=2, before=8, bends=1,
+    )  # fmt: skip
+    kernels.idle(bits, *launch, argument)
+    left = (0.5 ** (2 - np.clip(last - 8, 0, 2)))[:, None]
+    np.testing.assert_allclose(momentum, before[1] * left, rtol=1e-6)
+    np.testing.assert_allclose(weight, before[0] - before[1] * (1 - left) / (np.sqrt(before[2]) + 0.25), rtol=1e-5)
+    assert np.array_equal(squares, before[2])
 
 
 # ---- more than 2^32 of everything ------------------------------------------------------------------------------------

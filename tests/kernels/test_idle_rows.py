@@ -59,3 +59,15 @@ def test_columns_of_another_shape_or_dtype_are_taken_by_torch():
     take_missed_steps([weight, state], last, 1, MissedSteps(numbers, bends=False))
     assert weight.tolist() == [[0.5] * 3, [1.0] * 3]
     assert state.tolist() == [[0.25], [1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("columns", "dim"), [(1, 3), (2, 1), (3, 32), (4, 7)])
+def test_a_gpu_gives_the_bits_of_the_loop(device, columns, dim, dtype):
+    values, last, steps = some(columns, 50, dim, dtype, curves=columns > 2)
+    there = [each.to(device, copy=True) for each in values]
+    last[5] -= 20  # a row that earlier steps have left alone
+    take_missed_steps(values, last, STEPS, steps)
+    take_missed_steps(there, last.to(device), STEPS, steps)
+    for ours, theirs in zip(values, there, strict=True):
+        assert torch.equal(ours, theirs.cpu())

@@ -98,6 +98,19 @@ const char* illegal(void (*)(B), const char*, void** arguments, Legal legal) {
     return nullptr;
 }
 
+// Rows that have missed steps (idle.cuh).
+template <typename B>
+    requires requires(B block) { block.last, block.bends; }
+const char* illegal(void (*)(B), const char* name, void** arguments, Legal legal) {
+    const B& block = *(const B*)arguments[0];
+    const long long last = block.num_rows * block.width - 1, item_bytes = std::strstr(name, "64") ? 8 : 4;
+    for (int c = 0; c < block.num_columns; ++c)
+        if (!legal(block.columns[c]) || !legal((const char*)block.columns[c] + last * item_bytes))
+            return "a column of idle rows";
+    if (!legal(block.last) || !legal(block.last + block.num_rows - 1)) return "the last steps of idle rows";
+    return legal(block.steps) ? nullptr : "the steps that idle rows have missed";
+}
+
 // Merging ids: (features, number of features, starts, their stride, begins, their stride, wrong, rows, indices, ids)
 template <typename Feature, typename Row>
 const char* illegal(void (*)(const Feature*, long long, const long long*, long long, const long long*, long long,

@@ -160,6 +160,19 @@ def test_tables_of_a_collection_are_those_of_dense_training():
         assert relative_error(ours.embeddings[name].read(), module.weight.detach()) <= 1e-12
 
 
+@pytest.mark.parametrize("name", ["Nesterov", "AdamW", "Adam with decay"])
+def test_rows_that_go_to_a_device_are_those_of_dense_training(device, name):
+    training = Training(EVERY[name], device=device, storage="pinned" if device == "cuda" else "pageable")
+    training.dense.to(device)
+    training.other = [nn.Parameter(each.detach().to(device)) for each in training.other]
+    both = zip(training.other, training.models, strict=True)
+    groups = [[{"params": [other]}, {"params": [each.weight]}] for other, each in both]
+    training.optimizers = [EVERY[name](each) for each in groups]
+    speedswap.attach(training.optimizers[1], training.ours, idle_rows="dense")
+    training.steps(30)
+    assert relative_error(training.ours.table.read(), training.dense.weight.detach().cpu()) <= 1e-12
+
+
 def test_a_step_without_ids_moves_every_row():
     training = Training(CLOSED["AdamW"]).steps(5)
     for model, optimizer in zip(training.models, training.optimizers, strict=True):

@@ -212,7 +212,16 @@ def _tried(module: Any) -> Any:
 def source() -> str:
     """Return the kernels as one text, with includes inlined, so that CuPy's cache key covers all of it."""
     text = '#include "rows.cuh"'
-    for name in ("rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "lookups.cuh", "bandwidth.cuh", "philox.cuh"):
+    for name in (
+        "rows.cuh",
+        "bags.cuh",
+        "compact.cuh",
+        "hot.cuh",
+        "idle.cuh",
+        "lookups.cuh",
+        "bandwidth.cuh",
+        "philox.cuh",
+    ):
         path = _beside_compiled_part(name)
         if not path.exists():
             path = Path(__file__).parents[3] / "csrc" / name

@@ -35,6 +35,13 @@ _BAGS = (
     "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole"
 ).split()
 
+# As in csrc/rows.cuh.
+MOST_IDLE_COLUMNS = 4
+_IDLE = np.dtype(
+    [("columns", "u8", (MOST_IDLE_COLUMNS,))]
+    + [(name, "i8") for name in "last steps num_columns num_rows width now before bends".split()]
+)
+
 # As in csrc/lookups.cuh.
 KEYS_PER_THREAD = 16
 BATCHES_PER_LAUNCH = 8
@@ -166,6 +173,16 @@ def bags_argument(**values: int) -> npt.NDArray[np.void]:
     """Return the kernels' ``Bags``, as an array of one structure; what is not given is 0."""
     values["shift"] = (values["features"] - 1).bit_length()
     return np.array([values.get(name, 0) for name in _BAGS], np.int64).view(f"V{8 * len(_BAGS)}")
+
+
+def idle_argument(columns: Sequence[int], **values: int) -> npt.NDArray[np.void]:
+    """Return the kernels' ``IdleBlock``, as an array of one structure; ``columns`` are addresses."""
+    argument = np.zeros(1, _IDLE)
+    argument["columns"][0, : len(columns)] = columns
+    argument["num_columns"] = len(columns)
+    for name, value in values.items():
+        argument[name] = value
+    return argument
 
 
 def block_addresses(argument: npt.NDArray[np.void]) -> list[int]:

@@ -251,6 +251,25 @@ def test_a_step_has_few_launches(num_tables: int, ahead: bool, gpu: str) -> None
     assert costs.operations.total() <= 19, costs.operations
 
 
+def test_idle_rows_add_one_launch_to_a_step(gpu: str) -> None:
+    """Their kernel, and no wait while the optimizer counts its steps on the host."""
+    costs = {}
+    for idle_rows in ("lazy", "dense"):
+        collection = collection_of("bags", 10, gpu, poolings=("sum",), padding_idx=None)
+        optimizer = torch.optim.AdamW(collection.parameters(), lr=0.1, foreach=True)
+        speedswap.attach(optimizer, collection, idle_rows=idle_rows)
+        batches = [one(10, seed, gpu) for seed in range(6)]
+        with simulated_gpu.policy("eager"):
+            for features in batches[:-1]:
+                step(collection, optimizer, features)
+            with counted(is_called) as so_far:
+                step(collection, optimizer, batches[-1])
+        costs[idle_rows] = so_far()
+    lazy, dense = costs["lazy"], costs["dense"]
+    assert dense.launches == lazy.launches + 1
+    assert dense.round_trips == lazy.round_trips
+
+
 @pytest.mark.parametrize("kind", ["bags", "rows"])
 def test_reading_a_keyed_batch_takes_no_python_for_each_key(kind: str) -> None:
     """The calls of functions in a forward pass with 20 keys and with 200; a dictionary of results is made of calls."""
