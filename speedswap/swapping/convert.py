@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from speedswap._warnings import users_level
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import ConversionError, SpeedswapWarning
+from speedswap.errors import SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.table_module import TableModule
-from speedswap.swapping.to_plain import put_in_place, to_plain
+from speedswap.swapping.to_plain import own_parts, put_in_place, refuse, to_plain, wrapped
 from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.former import takes_former
@@ -103,10 +103,10 @@ def convert(
         ConversionError: an embedding cannot be replaced without changing the model's results: its weight is tied to
             another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient, it is
             a subclass, a setting does not fit its dtype, its rows differ between the ranks that will own them, and so
-            on. Or the checkpoint lacks a tensor, or has one of another shape or kind of dtype. The error lists all of
-            them; nothing was changed.
+            on. Or ``init`` is given for one that is not on meta; or the checkpoint lacks a tensor, or has one of
+            another shape or kind of dtype. The error lists all of them; nothing was changed.
         ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid, or has no place for an
-            embedding; or ``init`` or ``checkpoint`` is given for what is not on meta. Nothing was changed.
+            embedding; or ``checkpoint`` is given, but nothing is on meta. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table, or for a weight that was a table; its
             embedding and the following ones are unchanged, or still on meta.
@@ -123,16 +123,20 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
-    settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding}
+    settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding, "init": init}
     if back:
-        given = {"path": path, "init": init, "checkpoint": checkpoint, **settings}
-        for name, value in [("storage", storage if storage != "auto" else None), *given.items()]:
+        given = {"storage": None if storage == "auto" else storage, "path": path, "checkpoint": checkpoint, **settings}
+        for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} is {value!r}, but back is True, which makes no tables; leave one of them out")
         return to_plain(model, _embeddings(model, True, skip))
     found = _large(model, min_rows, skip)
     places = _places(found, storage, path)
-    loads = _values_on_meta(model, found, init, checkpoint)
+    if init is not None:
+        initializers.resolve(init)  # raises if it is none
+        if checkpoint is not None:
+            raise ValueError("init and checkpoint are given, and both are values for what is on meta; give one of them")
+    loads = None if checkpoint is None else planned(model, TensorFiles(checkpoint))
     if not found:
         _warn_of_nothing(model, min_rows)
     for each in places.values():
@@ -147,7 +151,7 @@ def convert(
         )
     while found:
         old, names = found.pop(0)
-        new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]], init)
+        new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
         over = "without rows, on the meta device" if new._is_on_meta else f"over {new.table!r}"
         _log.info("%s: speedswap.%s %s", names[0] or "the model", type(new).__name__, over)
         if old is model:
@@ -193,31 +197,6 @@ def _within(place: Storage, name: str) -> Storage:
     return place.of_table(quote(name or "embedding", safe=" "))
 
 
-def _values_on_meta(
-    model: nn.Module,
-    found: Sequence[tuple[_Plain, list[str]]],
-    init: initializers.Initializer | Callable[..., Any] | None,
-    checkpoint: TensorSource | None,
-) -> Loads | None:
-    """Return the tensors to load into what is on meta; None without a checkpoint.
-
-    Raises:
-        ValueError: values are given for what is not on meta, or twice.
-    """
-    if init is None:
-        return None if checkpoint is None else planned(model, TensorFiles(checkpoint))
-    if checkpoint is not None:
-        raise ValueError("init and checkpoint are given, and both are values for embeddings on meta; give one of them")
-    initializers.resolve(init)
-    for module, names in found:
-        if not module.weight.is_meta:
-            raise ValueError(
-                f"init is given, but {names[0] or 'the model'} is on {module.weight.device} and keeps its values; "
-                'build the model under torch.device("meta"), or leave init out'
-            )
-    return None
-
-
 def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple[_Plain, list[str]]]:
     """Return the embeddings to replace, each with all of its dotted names."""
     found = _embeddings(model, False, skip)
@@ -244,15 +223,10 @@ def _embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> l
     return list(found.values())
 
 
-def _replacement(
-    old: _Plain,
-    settings: dict[str, Any],
-    place: Storage,
-    init: initializers.Initializer | Callable[..., Any] | None,
-) -> TableModule:
+def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> TableModule:
     """Return speedswap's equivalent of an embedding, with its values and settings."""
     try:
-        new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place}, init)
+        new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place})
     except BaseException:
         if place.folder is not None:
             shutil.rmtree(place.folder, ignore_errors=True)
@@ -266,15 +240,10 @@ def _replacement(
     return new.train(old.training)
 
 
-def _with_rows(
-    old: _Plain,
-    rows: Tensor,
-    padding_idx: int | None,
-    settings: dict[str, Any],
-    init: initializers.Initializer | Callable[..., Any] | None = None,
-) -> TableModule:
+def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dict[str, Any]) -> TableModule:
     """Return speedswap's equivalent of an embedding, with the given rows."""
     settings = {**settings, "device": old.weight.device}
+    init = settings.pop("init")
     kind: type[TableModule] = Embedding
     if isinstance(old, nn.EmbeddingBag):
         kind = EmbeddingBag
@@ -298,11 +267,7 @@ def _refuse(
 ) -> None:
     """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced, or any value loaded."""
     holders = _holders(model)
-    reasons = []
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        reasons.append(
-            "the model is wrapped in DistributedDataParallel, which holds the old weights; wrap it afterwards"
-        )
+    reasons = wrapped(model) if found else []
     for module, names in found:
         name = names[0] or "the model"
         reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]
@@ -313,11 +278,7 @@ def _refuse(
                 ranks.require_alike(module.weight, f"{names[0] or 'the model'}: its rows")
             except ValueError as error:  # on every rank
                 reasons.append(str(error))
-    if reasons:
-        raise ConversionError(
-            "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings unchanged with "
-            "skip=[names]"
-        )
+    refuse(reasons)
 
 
 def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]) -> Iterator[str]:
@@ -346,11 +307,9 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
         yield "its weight is in memory shared between processes, which its table would not be; convert it before that"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         yield "its weight has hooks; remove them first"
-    if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
-        yield "it has hooks; remove them, and register them with what replaces it"
-    more = [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]
-    if more:
-        yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
+    yield from own_parts(module)
+    if settings["init"] is not None and not weight.is_meta:
+        yield f"init is given, but its weight is on {weight.device} and keeps its values; leave init out"
     try:
         one_row = torch.zeros_like(weight[:1], device="cpu") if weight.is_meta else weight[:1]
         trial = _with_rows(module, one_row, None, {**settings, "storage": "pageable"})

@@ -177,7 +177,7 @@ class TableModule(nn.Module):
     def from_file(
         cls: type[_Self],
         file: TensorSource,
-        name: str | None = None,
+        name: str,
         freeze: bool = True,
         padding_idx: int | None = None,
         **settings: Any,
@@ -192,14 +192,14 @@ class TableModule(nn.Module):
         Args:
             file: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with
                 safetensors files; or a list of files.
-            name: the tensor's name, such as ``"model.embed_tokens.weight"``; by default that of the only matrix.
+            name: the tensor's name, such as ``"model.embed_tokens.weight"``.
             freeze: True if the rows are for lookup only.
             padding_idx: a row that gets no gradient.
             settings: keyword arguments of the class that do not ask for a copy: ``device``, ``state_dtype``, ``mode``…
 
         Raises:
-            ValueError: no tensor has that name, or it is not a matrix.
-            TypeError: its items are not floating-point of at least 16 bits, or a setting asks for a copy.
+            ValueError: no tensor has that name.
+            TypeError: it is not a matrix of floating-point numbers of at least 16 bits, or a setting asks for a copy.
             FileNotFoundError: there is no such file.
             TableFormatError: it is damaged, such as truncated, or two files have a tensor of that name.
             TableClosedError: in any later call, if the file has been written meanwhile.

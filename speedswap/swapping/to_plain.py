@@ -30,9 +30,10 @@ Found = list[tuple[TableModule, list[str]]]
 
 def to_plain(model: Model, found: Found) -> Model:
     """Replace embeddings over tables with torch's; see :func:`speedswap.convert` with ``back=True``."""
-    _refuse(model, found)
+    refuse([*wrapped(model), *_reasons(model, found)])
     _require_room(found)
-    if trained := [f"{names[0] or 'the model'} ({_optimizer(old)})" for old, names in found if _optimizer(old)]:
+    optimizers = {names[0] or "the model": old._step.state.optimizer for old, names in found}
+    if trained := [f"{name} ({type(each).__name__})" for name, each in optimizers.items() if each is not None]:
         warnings.warn(
             f"{', '.join(trained)}: an optimizer trains the table; its state of the rows is not part of torch's "
             "embedding, and its next step raises LostUpdateError: make the optimizer again",
@@ -57,32 +58,41 @@ def put_in_place(model: nn.Module, names: Sequence[str], new: nn.Module) -> None
         model.get_submodule(parent)._modules[attribute] = new
 
 
-def _optimizer(module: TableModule) -> str:
-    """Return the type of the optimizer that is attached to a table; an empty string if none is."""
-    optimizer = module._step.state.optimizer
-    return "" if optimizer is None else type(optimizer).__name__
-
-
-def _refuse(model: nn.Module, found: Found) -> None:
-    """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced."""
-    ignored = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in (module.named_parameters() if hasattr(module, _IGNORED) else ())
-        if name in getattr(module, _IGNORED)
-    }
-    reasons = []
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        reasons.append("the model is wrapped in DistributedDataParallel, which would not average the new weights")
-    for module, names in found:
-        others = [other for other, _ in found if other is not module]
-        shown = names[0] or "the model"
-        reasons += [f"{shown}: {reason}" for reason in _reasons_against(module, others, ignored)]
+def refuse(reasons: Sequence[str]) -> None:
+    """Raise ConversionError with all reasons against a conversion, if there are any."""
     if reasons:
         raise ConversionError(
             "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings unchanged with "
             "skip=[names]"
         )
+
+
+def wrapped(model: nn.Module) -> list[str]:
+    """Return the reason against a conversion, if the model is wrapped in DistributedDataParallel."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        return ["the model is wrapped in DistributedDataParallel, which holds the old weights; wrap it afterwards"]
+    return []
+
+
+def own_parts(module: nn.Module) -> Iterator[str]:
+    """Yield the reasons against replacing an embedding with hooks, or with parts that its replacement lacks."""
+    if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
+        yield "it has hooks; remove them, and register them with what replaces it"
+    if more := [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]:
+        yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
+
+
+def _reasons(model: nn.Module, found: Found) -> Iterator[str]:
+    """Yield the reasons against replacing embeddings of a model, each with its name and its remedy."""
+    ignored = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters()
+        if name in getattr(module, _IGNORED, ())
+    }
+    for module, names in found:
+        others = [other for other, _ in found if other is not module]
+        yield from (f"{names[0] or 'the model'}: {reason}" for reason in _reasons_against(module, others, ignored))
 
 
 def _reasons_against(module: TableModule, others: Sequence[TableModule], ignored: set[int]) -> Iterator[str]:
@@ -112,10 +122,7 @@ def _reasons_against(module: TableModule, others: Sequence[TableModule], ignored
         yield "its weight has a gradient that awaits a step, and would be lost; call optimizer.step() or zero_grad()"
     if id(module.weight) in ignored:
         yield f"DistributedDataParallel is told to ignore its weight; delete {_IGNORED} first"
-    if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
-        yield "it has hooks; remove them, and register them with what replaces it"
-    if more := [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]:
-        yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
+    yield from own_parts(module)
 
 
 def _nbytes(table: Table) -> int:

@@ -80,18 +80,6 @@ class TensorFiles:
             raise TableFormatError(f"{path} has no tensor {name!r}, although its index says so; copy the files again")
         return places[name]
 
-    def only_matrix(self) -> str:
-        """Return the name of the only tensor that can be the rows of a table.
-
-        Raises:
-            ValueError: there are several, or none.
-        """
-        found = [name for name in self._file_of if _is_matrix(self.place(name))]
-        if len(found) != 1:
-            shown = ", ".join(found[:_SHOWN]) + (" and others" if len(found) > _SHOWN else "")
-            raise ValueError(f"{self.what} has {len(found)} matrices of floating-point rows ({shown}); give name=")
-        return found[0]
-
     def memory(self, name: str, *, at_random: bool = True) -> FileMemory:
         """Return the bytes of a tensor as memory; errors are those of :meth:`place`."""
         place = self.place(name)
@@ -181,25 +169,22 @@ class FileStore(LocalStore):
 
     Args:
         files: the files.
-        name: the tensor's name; by default that of the only matrix in them.
+        name: the tensor's name.
 
     Raises:
-        ValueError: no tensor has that name, or it is not a matrix of rows.
-        TypeError: its items are not floating-point.
+        ValueError: no tensor has that name.
+        TypeError: it is not a matrix of floating-point rows.
         FileNotFoundError, TableFormatError: as for :class:`TensorFiles`.
     """
 
     written_rows = RowStore.written_rows  # which reads ahead
 
-    def __init__(self, files: TensorFiles, name: str | None = None) -> None:
-        name = files.only_matrix() if name is None else name
+    def __init__(self, files: TensorFiles, name: str) -> None:
         place = files.place(name)
-        if len(place.shape) != 2 or not place.nbytes:
-            raise ValueError(f"tensor {name!r} of {files.what} has shape {place.shape}; give the name of a matrix")
-        if not _is_matrix(place):
+        if len(place.shape) != 2 or not place.nbytes or not place.dtype.is_floating_point or place.dtype.itemsize < 2:
             raise TypeError(
-                f"tensor {name!r} of {files.what} is {place.dtype}, but rows in place are floating-point, of 16 bits "
-                "or more; Table.from_file(file, columns=[name], dtype=…) copies and converts them"
+                f"tensor {name!r} of {files.what} is {place.shape} of {place.dtype}, but rows in place are a matrix of "
+                "floating-point numbers of 16 bits or more; Table.from_file(file, columns=[name], dtype=…) copies them"
             )
         rows, width = place.shape
         super().__init__(StoreFacts(rows, "file", name=name), written=True)
@@ -216,7 +201,3 @@ class FileStore(LocalStore):
             stride = self.group_of(column).layout.stride
             self._memory.read_ahead(start * stride, stop * stride)
         return super().read(column, start, stop, device)
-
-
-def _is_matrix(place: TensorPlace) -> bool:
-    return len(place.shape) == 2 and place.nbytes > 0 and place.dtype.is_floating_point and place.dtype.itemsize > 1
