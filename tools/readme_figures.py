@@ -21,7 +21,8 @@ import readme_ranks
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE)
+NGRAMS = "docs/ngram-memory.md"
+PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, NGRAMS)
 RANKS = RESULTS / "ranks-cpu.json"
 Figures = dict[str, Any]
 Rows = Iterator[tuple[str, str, str, str]]
@@ -34,6 +35,8 @@ def blocks(page: str) -> dict[str, str]:
         return {"chosen": chosen(), "GPU status": readme_gpu.status(RESULTS)}
     if page == readme_ranks.PAGE:
         return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
+    if page == NGRAMS:
+        return {"ngram_memory": section("ngram_memory")}
     sections = {name: section(name) for name in SECTIONS if (RESULTS / f"{name}-cpu.json").exists()}
     return {**sections, "GPU": readme_gpu.table(RESULTS)}
 
@@ -404,9 +407,47 @@ def ncf(found: Figures) -> Rows:
         yield what, f"{speed}, {scale['resident_gib']['most']:.1f} GiB peak resident memory", "", ""
 
 
+def ngram_memory(found: Figures) -> Rows:
+    """Compare a language model's perplexity and step with those of the model alone."""
+    runs, size, step = found["quality"]["seeds"], found["quality"]["workload"], found["step"]
+    tokens = size["batch"] * size["length"] * size["steps"]
+    both = [[run[name] for run in runs] for name in ("with", "without")]
+    means = [statistics.mean(each) for each in both]
+    memory, alone = (f"{mean:.1f} ({min(each):.1f} to {max(each):.1f})" for mean, each in zip(means, both, strict=True))
+    what = f"perplexity after {tokens:,} tokens, {size['rows']:,} rows, mean of {len(runs)} seeds (range)"
+    yield what, memory, f"the model alone {alone}", f"{means[1] / means[0]:.2f}"
+    work, seconds = step["workload"], step["seconds"]
+    model = f"{work['layers']} layers of {work['dim']}, {step['tokens']:,} tokens"
+    for place in ("pageable", "disk"):
+        over = seconds[place] / seconds["without"] - 1
+        what = f"training step, {model}, {step['rows'][place]:,} rows of {work['row_dim']}, {place}: {over:+.1%}"
+        theirs = f"the model alone {ms(seconds['without'], 0)}"
+        yield what, ms(seconds[place], 0), theirs, f"{seconds['without'] / seconds[place]:.2f}"
+    yield (
+        f"rows of that step, {step['rows_per_step']:,.0f} of them, to the device and back",
+        f"{(step['bytes_to_device'] + step['bytes_from_device']) / 2**20:.2f} MiB",
+        f"its layers take {step['flops']['disk'] / 1e9:.0f} GFLOP",
+        "",
+    )
+
+
 SECTIONS: dict[str, Callable[[Figures], Rows]] = {
     each.__name__: each
-    for each in (rows, transfer, step, many_tables, id_map, disk, ranks, dlrm, batching, retry, word2vec, ncf)
+    for each in (
+        rows,
+        transfer,
+        step,
+        many_tables,
+        id_map,
+        disk,
+        ranks,
+        dlrm,
+        batching,
+        retry,
+        word2vec,
+        ncf,
+        ngram_memory,
+    )
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import speedswap
 from speedswap.tables import ngram_rows
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ngram-memory.md"
 pytestmark = pytest.mark.usefixtures("one_thread")  # for such small layers
 SMALL = ["--dim", "16", "--layers", "2", "--length", "12", "--batch", "8", "--row-dim", "4"]
 
@@ -129,3 +131,12 @@ def test_arguments_that_need_others(wrong: list[str], capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         ngram_memory.main(wrong)
     assert "--path goes with --storage disk, and --resume with --checkpoints" in capsys.readouterr().err
+
+
+def test_snippets_of_the_page_run() -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(code) == 5
+    names: dict[str, Any] = {}
+    exec(compile("import torch, speedswap\n" + "\n".join(code), PAGE.name, "exec"), names)
+    assert names["found"].shape == (4, 128, 128)
+    assert names["classes"].tolist() == [0, 0, 0, 1, 1]
