@@ -4,17 +4,19 @@
 
 The model is that of examples/ngram_memory.py, which says what TEXT is; a made-up language without one. Perplexities are
 those on held-out documents after training on the same batches with one thread. Steps are those of a larger model, with
-the rows of the next batch prefetched, in turn; the file also has how many bytes of rows a step moves, and how many
-floating-point operations the layers take, from which the share of a GPU's bus can be computed.
+the rows of the next batch prefetched, in turn: first over fresh tables, then over tables that hundreds of steps have
+touched. The file also has the bytes of rows that a step moves, and the floating-point operations of its layers, from
+which the share of a GPU's bus can be computed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,15 +26,26 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import ngram_memory as model_of
-from ngram_memory import LanguageModel, Text
+from ngram_memory import Batch, LanguageModel, Text
+from torch.optim import Optimizer
 
 import speedswap
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import steps_in_turn
+from speedswap.apps.errors import BenchmarkError
 from speedswap.cli import run_command
 
 QUALITY = {"vocabulary": 4096, "dim": 128, "layers": 2, "length": 64, "batch": 16, "steps": 500, "rows": 4_000_000}
-STEP = {"vocabulary": 8192, "dim": 256, "layers": 4, "length": 128, "batch": 8, "steps": 8, "repeats": 5}
+STEP = {
+    "vocabulary": 8192,
+    "dim": 256,
+    "layers": 4,
+    "length": 128,
+    "batch": 8,
+    "steps": 8,
+    "repeats": 5,
+    "steps_before": 300,
+}
 PLACES = {"pageable": 10_000_000, "disk": 1_000_000_000}
 ROW_DIM, LR, MEMORY_LR = 16, 1e-3, 0.5
 
@@ -66,29 +79,26 @@ def perplexities(path: Path | None, seeds: int, quick: bool, device: str) -> lis
 
 def steps(path: Path | None, quick: bool, device: str) -> dict[str, Any]:
     """Time the steps of a model alone and with its memory in each place."""
-    size = {**STEP, **({"dim": 32, "layers": 1, "steps": 4, "repeats": 1} if quick else {})}
+    size = {**STEP, **({"dim": 32, "layers": 1, "steps": 4, "repeats": 1, "steps_before": 2} if quick else {})}
     train, _, tokens = model_of.read(path, size["vocabulary"])
     with TemporaryDirectory() as folder:
         rows_of = {"without": 0, **PLACES}
-        places = {
-            "pageable": "pageable",
-            "disk": speedswap.Disk(f"{folder}/rows", cache_bytes=1 << 30),
-            "without": None,
-        }
+        disk = speedswap.Disk(f"{folder}/rows", cache_bytes=1 << 30)
+        places = {"without": None, "pageable": "pageable", "disk": disk}
         models = {name: made(tokens, size, rows, places[name], device) for name, rows in rows_of.items()}
         texts = {name: Text(train.to(device), rows, size["length"]) for name, rows in rows_of.items()}
-        loops: dict[str, Callable[[int], Iterator[None]]] = {}
-        for name, model in models.items():
-            optimizers = model_of.optimizers_of(model, LR, MEMORY_LR)
+        optimizers = {name: model_of.optimizers_of(model, LR, MEMORY_LR) for name, model in models.items()}
 
-            def loop(repeat: int, name: str = name, optimizers: Any = optimizers) -> Iterator[None]:
-                numbers = range(repeat * size["steps"], (repeat + 1) * size["steps"])
-                for _ in model_of.training(
-                    models[name], optimizers, texts[name].random_batches(size["batch"], numbers, 0)
-                ):
-                    yield
+        def loop(name: str, seed: int, repeat: int) -> Iterator[None]:
+            numbers = range(repeat * size["steps"], (repeat + 1) * size["steps"])
+            batches = texts[name].random_batches(size["batch"], numbers, seed)
+            return (None for _ in model_of.training(models[name], optimizers[name], batches))
 
-            loops[name] = loop
+        fresh = steps_in_turn({name: partial(loop, name, 0) for name in models}, steps=size["steps"], repeats=1)
+        for name in PLACES:
+            batches = texts[name].random_batches(size["batch"], range(size["steps_before"]), seed=1)
+            touch(models[name].memory.table, optimizers[name][1], batches)
+        loops = {name: partial(loop, name, 2) for name in models}
         seconds = steps_in_turn(loops, steps=size["steps"], repeats=size["repeats"])
         table = models["disk"].memory.table.table
         row_bytes = table.nbytes // len(table)
@@ -98,17 +108,27 @@ def steps(path: Path | None, quick: bool, device: str) -> dict[str, Any]:
     parameters = {name: matrices(models[name]) for name in ("without", "disk")}
     for name, took in seconds.items():
         over = took / seconds["without"] - 1
-        print(f"{name:<10} {rows_of[name]:>14,} rows {took * 1e3:8.1f} ms {100 * over:+6.1f}%", flush=True)
+        first = f"fresh {fresh[name] / fresh['without'] - 1:+.1%}"
+        print(f"{name:<10} {rows_of[name]:>14,} rows {took * 1e3:8.1f} ms {over:+7.1%}; {first}", flush=True)
     return {
         "workload": {**size, "row_dim": ROW_DIM, "heads": model_of.HEADS, "orders": model_of.ORDERS},
         "rows": rows_of,
         "seconds": seconds,
+        "seconds_of_fresh_tables": fresh,
         "tokens": size["batch"] * size["length"],
         "rows_per_step": rows,
         "bytes_to_device": rows * row_bytes,
         "bytes_from_device": rows * row_bytes,
         "flops": {name: 6 * count * size["batch"] * size["length"] for name, count in parameters.items()},
     }
+
+
+def touch(table: speedswap.Embedding, optimizer: Optimizer, batches: Iterator[Batch]) -> None:
+    """Train the rows of these batches alone, so that the system has given the table its memory."""
+    for batch in batches:
+        table(batch.rows).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def matrices(model: LanguageModel) -> int:
@@ -122,7 +142,12 @@ def run(args: argparse.Namespace) -> int:
     device = cli.prepare(args)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    quality = perplexities(args.text, args.seeds, args.quick, device)
+    if args.seeds:
+        quality = perplexities(args.text, args.seeds, args.quick, device)
+    elif args.json is None or not args.json.is_file():
+        raise BenchmarkError("seeds is 0, which keeps the perplexities of an earlier run: give its file as --json")
+    else:
+        quality = json.loads(args.json.read_text())["results"]["quality"]["seeds"]
     torch.set_num_threads(threads)
     print(f"\na training step on {device}, {threads} threads", flush=True)
     found = {"text": args.text.name if args.text else "made up", "quality": {"workload": QUALITY, "seeds": quality}}
@@ -137,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, nargs="?", help="a document per line, plain or gzip")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each; 0 to keep those in the JSON file")
     cli.add_options(parser)
     return run_command(partial(run, parser.parse_args(argv)))
 
