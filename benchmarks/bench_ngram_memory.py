@@ -4,9 +4,10 @@
 
 The model is that of examples/ngram_memory.py, which says what TEXT is; a made-up language without one. Perplexities are
 those on held-out documents after training on the same batches with one thread. Steps are those of a larger model, with
-the rows of the next batch prefetched, in turn: first over fresh tables, then over tables that hundreds of steps have
-touched. The file also has the bytes of rows that a step moves, and the floating-point operations of its layers, from
-which the share of a GPU's bus can be computed.
+the rows of the next batch prefetched, in turn with those of the model alone: first over a fresh table on disk, then
+over tables that hundreds of steps have touched. What a table on disk commits after ten steps is timed by itself. The
+file also has the bytes of rows that a step moves, and the floating-point operations of its layers, from which the share
+of a GPU's bus can be computed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,8 +44,8 @@ STEP = {
     "layers": 4,
     "length": 128,
     "batch": 8,
-    "steps": 8,
-    "repeats": 9,
+    "steps": 10,
+    "repeats": 6,
     "steps_before": 300,
 }
 PLACES = {"pageable": 10_000_000, "disk": 1_000_000_000}
@@ -89,32 +91,56 @@ def steps(path: Path | None, quick: bool, device: str) -> dict[str, Any]:
         texts = {name: Text(train.to(device), rows, size["length"]) for name, rows in rows_of.items()}
         optimizers = {name: model_of.optimizers_of(model, LR, MEMORY_LR) for name, model in models.items()}
 
+        processor: defaultdict[str, list[float]] = defaultdict(list)
+        flushes: list[float] = []
+
         def loop(name: str, seed: int, repeat: int) -> Iterator[None]:
             numbers = range(repeat * size["steps"], (repeat + 1) * size["steps"])
             batches = texts[name].random_batches(size["batch"], numbers, seed)
-            return (None for _ in model_of.training(models[name], optimizers[name], batches))
+            for step, _ in enumerate(model_of.training(models[name], optimizers[name], batches)):
+                if step in (1, size["steps"] - 2):  # the steps whose time is measured
+                    processor[name].append(time.process_time())
+                yield
+            if name == "disk":  # or the commit would be written while the model alone takes its turn
+                begin = time.perf_counter()
+                models[name].memory.table.table.flush()
+                flushes.append(time.perf_counter() - begin)
 
-        fresh = steps_in_turn({name: partial(loop, name, 0) for name in models}, steps=size["steps"], repeats=1)
+        def timed(name: str, seed: int, repeats: int) -> dict[str, float]:
+            loops = {which: partial(loop, which, seed) for which in ("without", name)}
+            return steps_in_turn(loops, steps=size["steps"], repeats=repeats)
+
+        fresh = {"disk": timed("disk", 0, 1)}
         for name in PLACES:
             batches = texts[name].random_batches(size["batch"], range(size["steps_before"]), seed=1)
             touch(models[name].memory.table, optimizers[name][1], batches)
-        loops = {name: partial(loop, name, 2) for name in models}
-        seconds = steps_in_turn(loops, steps=size["steps"], repeats=size["repeats"])
+        processor.clear()
+        flushes.clear()
+        seconds = {name: timed(name, 2, size["repeats"]) for name in PLACES}
+        processor_seconds = {
+            name: statistics.median(end - begin for begin, end in zip(at[::2], at[1::2], strict=True))
+            / (size["steps"] - 3)
+            for name, at in processor.items()
+        }
         table = models["disk"].memory.table.table
         row_bytes = table.nbytes // len(table)
         table.close()
     batches = texts["disk"].random_batches(size["batch"], range(5), 0)
     rows = statistics.mean(len(batch.rows.unique()) for batch in batches)
     parameters = {name: matrices(models[name]) for name in ("without", "disk")}
-    for name, took in seconds.items():
-        over = took / seconds["without"] - 1
-        first = f"fresh {fresh[name] / fresh['without'] - 1:+.1%}"
-        print(f"{name:<10} {rows_of[name]:>14,} rows {took * 1e3:8.1f} ms {over:+7.1%}; {first}", flush=True)
+    for name, took in {"disk, fresh": fresh["disk"], **seconds}.items():
+        place = name.removesuffix(", fresh")
+        alone, memory = took["without"], took[place]
+        print(f"{name:<12} {1e3 * memory:8.1f} ms, alone {1e3 * alone:8.1f} ms: {memory / alone - 1:+.1%}", flush=True)
+    for name, took in processor_seconds.items():
+        print(f"{name:<12} {took * 1e3:8.1f} ms of processor time", flush=True)
     return {
         "workload": {**size, "row_dim": ROW_DIM, "heads": model_of.HEADS, "orders": model_of.ORDERS},
         "rows": rows_of,
         "seconds": seconds,
         "seconds_of_fresh_tables": fresh,
+        "processor_seconds": processor_seconds,
+        "flush_seconds": statistics.median(flushes),
         "tokens": size["batch"] * size["length"],
         "rows_per_step": rows,
         "bytes_to_device": rows * row_bytes,

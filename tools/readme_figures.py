@@ -418,11 +418,27 @@ def ngram_memory(found: Figures) -> Rows:
     yield what, memory, f"the model alone {alone}", f"{means[1] / means[0]:.2f}"
     work, seconds = step["workload"], step["seconds"]
     model = f"{work['layers']} layers of {work['dim']}, {step['tokens']:,} tokens"
-    for place in ("pageable", "disk"):
-        over = seconds[place] / seconds["without"] - 1
+    for place, took in seconds.items():
+        over = took[place] / took["without"] - 1
         what = f"training step, {model}, {step['rows'][place]:,} rows of {work['row_dim']}, {place}: {over:+.1%}"
-        theirs = f"the model alone {ms(seconds['without'], 0)}"
-        yield what, ms(seconds[place], 0), theirs, f"{seconds['without'] / seconds[place]:.2f}"
+        yield (
+            what,
+            ms(took[place], 0),
+            f"the model alone {ms(took['without'], 0)}",
+            f"{took['without'] / took[place]:.2f}",
+        )
+    used, alone = ({name: step["processor_seconds"][name] for name in names} for names in (seconds, ["without"]))
+    shares = ", ".join(f"{name} {took / alone['without'] - 1:+.1%}" for name, took in used.items())
+    work_of_both = " and ".join(ms(took, 0) for took in used.values())
+    yield f"processor time of that step: {shares}", work_of_both, f"the model alone {ms(alone['without'], 0)}", ""
+    fresh = step["seconds_of_fresh_tables"]["disk"]
+    what = f"its first steps on a fresh table on disk: {fresh['disk'] / fresh['without'] - 1:+.1%}"
+    yield (
+        what,
+        ms(fresh["disk"], 0),
+        f"the model alone {ms(fresh['without'], 0)}",
+        f"{fresh['without'] / fresh['disk']:.2f}",
+    )
     yield (
         f"rows of that step, {step['rows_per_step']:,.0f} of them, to the device and back",
         f"{(step['bytes_to_device'] + step['bytes_from_device']) / 2**20:.2f} MiB",

@@ -20,8 +20,10 @@ def test_figures_of_a_small_run(tmp_path: Path) -> None:
     assert run["with"] < run["without"] / 2
     assert found["step"]["flops"]["without"] < found["step"]["flops"]["disk"]
     assert 0 < found["step"]["rows_per_step"] <= found["step"]["tokens"] * 8
-    perplexity, pageable, disk, moved = readme_figures.ngram_memory(found)
+    perplexity, pageable, disk, processor, fresh, moved = readme_figures.ngram_memory(found)
     assert perplexity[2].startswith("the model alone ")
     assert "10,000,000 rows of 16, pageable" in pageable[0]
     assert "1,000,000,000 rows of 16, disk" in disk[0]
+    assert processor[0].startswith("processor time of that step: pageable ")
+    assert fresh[0].startswith("its first steps on a fresh table on disk: ")
     assert moved[1].endswith(" MiB")
