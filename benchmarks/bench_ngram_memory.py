@@ -5,7 +5,7 @@
 The model is that of examples/ngram_memory.py, which says what TEXT is; a made-up language without one. Perplexities are
 those on held-out documents after training on the same batches with one thread. Steps are those of a larger model, with
 the rows of the next batch prefetched, in turn with those of the model alone: first over a fresh table on disk, then
-over tables that hundreds of steps have touched. What a table on disk commits after ten steps is timed by itself. The
+over tables that hundreds of steps have touched. What a table on disk commits after eight steps is timed by itself. The
 file also has the bytes of rows that a step moves, and the floating-point operations of its layers, from which the share
 of a GPU's bus can be computed.
 """
@@ -40,12 +40,12 @@ from speedswap.cli import run_command
 QUALITY = {"vocabulary": 4096, "dim": 128, "layers": 2, "length": 64, "batch": 16, "steps": 500, "rows": 4_000_000}
 STEP = {
     "vocabulary": 8192,
-    "dim": 256,
-    "layers": 4,
+    "dim": 512,
+    "layers": 6,
     "length": 128,
-    "batch": 8,
-    "steps": 10,
-    "repeats": 6,
+    "batch": 4,
+    "steps": 8,
+    "repeats": 3,
     "steps_before": 300,
 }
 PLACES = {"pageable": 10_000_000, "disk": 1_000_000_000}
