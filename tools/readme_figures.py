@@ -36,7 +36,7 @@ def blocks(page: str) -> dict[str, str]:
     if page == readme_ranks.PAGE:
         return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
     if page == NGRAMS:
-        return {"ngram_memory": section("ngram_memory")}
+        return {"ngram_memory": section("ngram_memory")} if (RESULTS / "ngram_memory-cpu.json").exists() else {}
     sections = {name: section(name) for name in SECTIONS if (RESULTS / f"{name}-cpu.json").exists()}
     return {**sections, "GPU": readme_gpu.table(RESULTS)}
 
