@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import os
+import re
 import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,8 @@ from speedswap.tables.files.whole import remove_leftovers as remove_leftovers
 SCRATCH = "speedswap-scratch-"
 """The prefix of the names of temporary folders."""
 GZIP_MAGIC = b"\x1f\x8b"
+PARQUET = b"PAR1"
+"""The first bytes of Parquet."""
 MOST_TIMES = 200
 """The largest expansion of gzip that is read: text expands three to ten times, endless repetition a thousand times."""
 HARMLESS_BYTES = 1 << 25
@@ -31,6 +35,35 @@ HARMLESS_BYTES = 1 << 25
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def matching(patterns: Iterable[str | Path], what: str, unreadable: type[SpeedswapError], example: str) -> list[Path]:
+    """Return the files of some paths and patterns with ``*``, ``?`` or ``[]``; those of one pattern by their numbers.
+
+    Args:
+        patterns: paths, and patterns of paths.
+        what: the files' contents, for messages.
+        unreadable: the error to raise if a pattern matches no file, or is empty, or a path is a directory.
+        example: a pattern, for messages.
+    """
+    found: list[Path] = []
+    for pattern in map(str, patterns):
+        names, remedy = [pattern], f"give files, or patterns such as {example!r}"
+        if glob.has_magic(pattern) and not os.path.exists(pattern):
+            names = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), key=by_number)
+        if not pattern:
+            raise unreadable(f"{what} has an empty name: {remedy}")
+        if not names:
+            raise unreadable(f"{what} {pattern} matches no file: {remedy}")
+        if os.path.isdir(pattern):
+            raise unreadable(f"{what} {pattern} is a directory: give its files, as in '{pattern}/*'")
+        found += map(Path, names)
+    return found
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which day_9 comes before day_10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 class Expanded(io.RawIOBase):

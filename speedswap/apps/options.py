@@ -330,8 +330,13 @@ class AppSettings:
 
     def to_json(self, **changes: Any) -> dict[str, Any]:
         """Return the settings as JSON can hold them, with some of them replaced."""
+
+        def plain_of(value: Any) -> Any:
+            return str(value) if isinstance(value, Path) else value
+
         found = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()} | changes
+        parts = {name: [*map(plain_of, value)] for name, value in found.items() if isinstance(value, tuple)}
+        return {name: plain_of(value) for name, value in found.items()} | parts | changes
 
     def compute_device(self) -> torch.device:
         """Return the compute device."""

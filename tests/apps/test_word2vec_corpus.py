@@ -8,7 +8,9 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from speedswap.apps.word2vec import Corpus, CorpusError
 from speedswap.apps.word2vec.corpus import CHUNK_CHARACTERS, END, SENTENCE_END, read_characters, read_words
@@ -190,7 +192,7 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path, content, settings, mes
 def test_a_file_that_is_not_there_or_not_what_its_name_says(tmp_path):
     with pytest.raises(CorpusError, match="No such file"):
         Corpus(tmp_path / "nowhere.txt")
-    with pytest.raises(CorpusError, match="Is a directory"):
+    with pytest.raises(CorpusError, match="is a directory: give its files"):
         Corpus(tmp_path)
     plain = tmp_path / "plain.gz"
     plain.write_text(TEXT, encoding="utf-8")
@@ -266,3 +268,83 @@ def test_gzip_that_is_honestly_large_is_read(tmp_path):
     letters[::60] = 10
     path.write_bytes(gzip.compress(letters.tobytes(), 1) * 3)
     assert sum(map(len, read_characters(path))) == 3 * 2**24
+
+
+# ---- words forgotten while counting; many files ----------------------------------------------------------------------
+
+
+def zipf_words(count, seed=0):
+    ranks = np.random.default_rng(seed).zipf(1.2, count)
+    return [f"w{rank}" for rank in ranks.tolist()]
+
+
+@pytest.mark.parametrize("max_types", [2, 20, 300])
+def test_counts_lack_at_most_what_is_said(tmp_path, monkeypatch, max_types):
+    """No count is too low by more than ``missed``, at most the words of the corpus / max_types; none is too high."""
+    monkeypatch.setattr("speedswap.apps.word2vec.corpus.CHUNK_CHARACTERS", 500)
+    words = zipf_words(20_000)
+    true = Counter(words)
+    path = written(tmp_path, words, 20)
+    with Corpus(path, min_count=1, max_types=max_types) as corpus:
+        counted = dict(zip(corpus.vocabulary, corpus.counts.tolist(), strict=True))
+        assert 0 < corpus.missed <= len(words) / max_types
+        assert len(counted) <= max_types + 500
+        assert all(true[word] - corpus.missed <= counted.get(word, 0) <= true[word] for word in true)
+        assert corpus.corpus_words == len(words)
+
+
+def test_words_that_were_kept_stand_where_they_stood(tmp_path, monkeypatch):
+    """Though the others were forgotten, and all were numbered again, many times."""
+    monkeypatch.setattr("speedswap.apps.word2vec.corpus.CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr("speedswap.apps.word2vec.corpus.CHUNK_WORDS", 333)
+    words = zipf_words(10_000)
+    path = written(tmp_path, words, 7)
+    with Corpus(path, min_count=1) as whole, Corpus(path, min_count=1, max_types=50) as pruned:
+        assert pruned.missed > 10
+        true = dict(zip(whole.vocabulary, whole.counts, strict=True))
+        counted = zip(pruned.vocabulary, pruned.counts, strict=True)
+        complete = {word for word, count in counted if count == true[word]}
+        assert len(complete) > 5
+        found, expected = (
+            [[word for word in sentence if word in complete] for sentence in sentences_of(corpus, 1 << 20)]
+            for corpus in (pruned, whole)
+        )
+        assert [each for each in found if each] == [each for each in expected if each]
+        assert sum(len(each) for each in sentences_of(pruned, 1 << 20)) == pruned.counts.sum()
+
+
+def test_several_files_are_read_one_after_the_other(tmp_path):
+    """Named, or by a pattern; plain, gzip and Parquet, whose rows without text are left out."""
+    (tmp_path / "a.txt").write_text("one two\nthree two")
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"four two"))
+    rows = pa.table({"id": [1, 2, 3], "text": ["five two", None, "six two\nseven two"], "title": ["x", "y", "z"]})
+    parquet.write_table(rows, tmp_path / "c.parquet")
+    files = [tmp_path / name for name in ("a.txt", "b.gz", "c.parquet")]
+    expected = ["one two", "three two", "four two", "five two", "six two", "seven two"]
+    for given in (files, tmp_path / "*", [tmp_path / "a*", tmp_path / "[bc].*"]):
+        with Corpus(given, min_count=1) as corpus:
+            assert sorted(map(" ".join, sentences_of(corpus, 1 << 20))) == sorted(expected)
+            assert corpus.counts[corpus.vocabulary.index("two")] == 6
+    with Corpus(tmp_path / "b.gz", min_count=1) as corpus:
+        assert corpus.path == tmp_path / "b.gz"
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"a": ["x"], "b": ["y"]}, r"has columns of strings: a, b; name the one to read 'text'"),
+        ({"a": [1]}, r"has columns of strings: none"),
+    ],
+)
+def test_parquet_without_a_clear_column_is_refused(tmp_path, columns, message):
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(CorpusError, match=message):
+        Corpus(tmp_path / "rows.parquet")
+
+
+def test_what_is_no_parquet_and_patterns_without_files_are_refused(tmp_path):
+    (tmp_path / "text.parquet").write_text("PAR1, damaged")
+    with pytest.raises(CorpusError, match="is not a whole Parquet file"):
+        Corpus(tmp_path / "text.parquet")
+    with pytest.raises(CorpusError, match=r"nothing\*\.txt matches no file"):
+        Corpus(tmp_path / "nothing*.txt")

@@ -5,8 +5,6 @@ Plain and gzip text is read in pieces of 4 MiB, each by one call of the compiled
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 import stat
 import zlib
@@ -21,7 +19,7 @@ from torch import Tensor
 from speedswap._install import pip_install
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
 from speedswap.apps.errors import SamplesError
-from speedswap.apps.files import bytes_on_disk, opened
+from speedswap.apps.files import PARQUET, bytes_on_disk, matching, opened
 from speedswap.kernels import read_lines
 
 CHUNK_BYTES = 1 << 22
@@ -41,7 +39,6 @@ FORMS = {
     ),
 }
 SHOWN_BYTES = 40
-PARQUET = b"PAR1"
 WEIGHTS = torch.randint(-(2**62), 2**62, (len(NAMES),), generator=torch.Generator().manual_seed(0))
 """Of the columns in the checksum of samples."""
 
@@ -59,24 +56,7 @@ def find_files(patterns: Sequence[str | Path]) -> list[Path]:
     Traceback (most recent call last):
     speedswap.apps.errors.SamplesError: samples setup.p? matches no file: give files, or patterns such as 'day_*.gz'
     """
-    found: list[Path] = []
-    for pattern in map(str, patterns):
-        names = [pattern]
-        if glob.has_magic(pattern) and not os.path.exists(pattern):
-            names = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)), key=by_number)
-        if not pattern:
-            raise SamplesError("samples has an empty name: give files, or patterns such as 'day_*.gz'")
-        if not names:
-            raise SamplesError(f"samples {pattern} matches no file: give files, or patterns such as 'day_*.gz'")
-        if os.path.isdir(pattern):
-            raise SamplesError(f"samples {pattern} is a directory: give its files, as in '{pattern}/*'")
-        found += map(Path, names)
-    return found
-
-
-def by_number(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which day_9 comes before day_10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+    return matching(patterns, "samples", SamplesError, "day_*.gz")
 
 
 class SampleFiles:

@@ -70,6 +70,8 @@ def finish(
         if result.loss
         else "stopped before the first words"
     )
+    if result.missed:
+        print(f"with more than {result.settings.max_types:,} different words: counts lack up to {result.missed:,} each")
     for word in args.nearest or telling_words(result.vectors.words):
         near = result.vectors.nearest(word) if word in result.vectors else None
         said = "not in the vocabulary" if near is None else ", ".join(f"{each} {cosine:.2f}" for each, cosine in near)

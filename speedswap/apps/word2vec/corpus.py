@@ -11,18 +11,19 @@ import shutil
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import chain, compress, count
 from os import SEEK_END
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from speedswap._install import pip_install
 from speedswap.apps.errors import CorpusError, SettingsError
-from speedswap.apps.files import opened, says_unwritable
+from speedswap.apps.files import PARQUET, matching, opened, says_unwritable
 from speedswap.apps.options import in_gib
 
 Counts = NDArray[np.int64]
@@ -36,6 +37,9 @@ SENTENCE_END = "</s>"
 """The end of a line among the words, as in the original word2vec."""
 END = 0
 """The number of ``SENTENCE_END`` in the temporary file."""
+FORGOTTEN = 1
+"""There the number of words that were forgotten."""
+PARQUET_ROWS = 256
 ELSEWHERE = "give another directory with scratch"
 
 
@@ -43,34 +47,40 @@ class Corpus:
     """A text's vocabulary, and its words as numbers.
 
     Args:
-        path: UTF-8 text, plain or gzip, one sentence per line.
+        path: files as for :func:`read_words`, or patterns of their names such as ``texts/*.gz``, one or several.
         min_count: words that are rarer are left out.
         plain_words: lower-case the text and keep only letters and inner apostrophes.
-        max_types: with more different words than this while counting, the rarest so far are forgotten (as in the
-            original word2vec), so that the vocabulary's memory is bounded too.
-        scratch: the directory of the temporary file; the system's by default.
+        max_types: with more different words than this while counting, the rarest so far are forgotten, so that the
+            vocabulary's memory is bounded too.
+        scratch: the directory of the temporary files; the system's by default.
 
     Attributes:
         vocabulary: the words, most frequent first.
         counts: occurrences of each, int64.
         corpus_words: words of the text, unknown ones included.
+        missed: occurrences that any word's count may lack, since words were forgotten: at most corpus_words divided by
+            max_types. Words that occur at least min_count + missed times are all in the vocabulary.
         position: of each number in the temporary file, the word's place in the vocabulary; int32, -1 for
             omitted words and for ``END``.
 
     Raises:
         CorpusError: the text cannot be read, or has no two words in one sentence that occur ``min_count`` times.
+
+    Source: Manku and Motwani, Approximate frequency counts over data streams, 2002 (lossy counting).
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | Sequence[Path],
         *,
         min_count: int = 5,
         plain_words: bool = False,
         max_types: int = 10_000_000,
         scratch: Path | None = None,
     ) -> None:
-        self._fill(path, scratch, min_count, lambda: self._read(plain_words, max_types))
+        files = matching([path] if isinstance(path, str | Path) else path, "corpus", CorpusError, "texts/*.gz")
+        shown = files[0] if len(files) == 1 else Path(f"{files[0]} and {len(files) - 1} more")
+        self._fill(shown, scratch, min_count, lambda: self._read(files, plain_words, max_types, scratch))
 
     @classmethod
     def generated(
@@ -106,7 +116,8 @@ class Corpus:
         self, path: Path, scratch: Path | None, min_count: int, read: Callable[[], tuple[dict[str, int], Counts]]
     ) -> None:
         """Write the words' numbers to a temporary file, and build the vocabulary."""
-        self.path = path
+        self.path, self.missed = path, 0
+        self._regions: list[tuple[int, IO[bytes]]] = []  # ends, and the words' next numbers from there on, int32
         self._numbers = temporary_file(scratch)
         try:
             self._keep(*read(), min_count)
@@ -131,27 +142,30 @@ class Corpus:
         self.corpus_words = words
         return {f"w{number}": number for number in range(1, types + 1)}, counts
 
-    def _read(self, plain_words: bool, max_types: int) -> tuple[dict[str, int], Counts]:
+    def _read(
+        self, files: Sequence[Path], plain_words: bool, max_types: int, scratch: Path | None
+    ) -> tuple[dict[str, int], Counts]:
         """Read the text, number the words in order of appearance and write the numbers down."""
-        new_number = count(END).__next__
-        types: defaultdict[str, int] = defaultdict(new_number)
-        types[SENTENCE_END]
-        counts = np.zeros(1 << 16, np.int64)
-        forgotten, before = 0, END
-        for words in read_words(self.path, plain_words=plain_words):
+        types: defaultdict[str, int] = defaultdict(count(END).__next__)
+        types[SENTENCE_END], types[""]  # END and FORGOTTEN
+        counts, lacking, before = np.zeros(1 << 16, np.int64), np.zeros(1 << 16, np.int64), END
+        for words in chain.from_iterable(read_words(path, plain_words=plain_words) for path in files):
+            known = len(types)
             numbers = np.fromiter(map(types.__getitem__, words), np.int32, len(words))
             # Empty sentences are dropped: a file of empty lines would fill the disk.
             again = (numbers == END) & (np.concatenate([[before], numbers[:-1]]) == END)
             numbers, before = numbers[~again], int(numbers[-1]) if len(numbers) else before
             self._write(numbers)
-            largest = int(numbers.max(initial=END))
-            if largest >= len(counts):
-                counts = np.concatenate([counts, np.zeros(largest, np.int64)])
+            if len(types) > len(counts):
+                more = np.zeros(len(types), np.int64)
+                counts, lacking = np.concatenate([counts, more]), np.concatenate([lacking, more])
             np.add.at(counts, numbers, 1)
-            while len(types) > max_types:
-                forgotten += 1
-                known = {word: number for word, number in types.items() if counts[number] > forgotten}
-                types = defaultdict(new_number, known | {SENTENCE_END: END})
+            lacking[known : len(types)] = self.missed  # they may have been forgotten before
+            if len(types) > max_types + 2:
+                kept = self._forget(counts[: len(types)], lacking[: len(types)], max_types, scratch)
+                counts, lacking = counts[: len(types)][kept], lacking[: len(types)][kept]
+                types = defaultdict(count(len(counts)).__next__, zip(compress(types, kept), count(), strict=False))
+        del types[""]
         del types[SENTENCE_END]
         self.corpus_words = int(counts.sum() - counts[END])
         if not types:
@@ -159,6 +173,40 @@ class Corpus:
         if len(types) == 1:
             raise CorpusError(f"corpus {self.path} has one word only, {next(iter(types))!r}: nothing to predict")
         return types, counts
+
+    def _forget(self, counts: Counts, lacking: Counts, max_types: int, scratch: Path | None) -> NDArray[np.bool_]:
+        """Forget the rarest words, and number the others again from here on; return which are kept.
+
+        A word is kept if it may have occurred more than ``missed`` times. Each increase of that takes one occurrence
+        from more than ``max_types`` words.
+        """
+        kept = np.ones(len(counts), bool)
+        while np.count_nonzero(kept) > max_types + 2:
+            self.missed += 1
+            kept = counts + lacking > self.missed
+            kept[[END, FORGOTTEN]] = True
+        counts[FORGOTTEN] += counts[~kept].sum()
+        after = np.full(len(counts), FORGOTTEN, np.int32)
+        after[kept] = np.arange(np.count_nonzero(kept), dtype=np.int32)
+        file = temporary_file(scratch)
+        self._regions.append((self.nbytes // NUMBER_BYTES, file))
+        with says_unwritable("the numbers of the words that were kept", ELSEWHERE):
+            file.write(after.data)
+        return kept
+
+    def _renumber(self, last: NDArray[np.int32]) -> None:
+        """Replace the numbers in the temporary file: the latest as given, those before as the regions say."""
+        end = self.nbytes // NUMBER_BYTES
+        for start, after in [*reversed(self._regions), (0, None)]:
+            for first in range(start, end, CHUNK_WORDS):
+                self._numbers.seek(first * NUMBER_BYTES)
+                numbers = np.frombuffer(self._numbers.read(min(CHUNK_WORDS, end - first) * NUMBER_BYTES), np.int32)
+                self._numbers.seek(first * NUMBER_BYTES)
+                self._write(last[numbers])
+            if after is not None:
+                after.seek(0)
+                last, end = last[np.frombuffer(after.read(), np.int32)], start
+                after.close()
 
     def _write(self, numbers: NDArray[np.int32]) -> None:
         with says_unwritable("the corpus as numbers, 4 bytes per word,", ELSEWHERE):
@@ -178,7 +226,12 @@ class Corpus:
             )
         self.vocabulary = [words[i] for i in kept]
         self.counts = counts[numbers[kept]]
-        self.position = np.full(len(counts), -1, np.int32)
+        if self._regions:
+            last = np.full(len(counts), FORGOTTEN, np.int32)
+            last[END], last[numbers[kept]] = END, np.arange(FORGOTTEN + 1, FORGOTTEN + 1 + len(kept))
+            self._renumber(last)
+            numbers, kept = np.arange(FORGOTTEN + 1, FORGOTTEN + 1 + len(kept)), np.arange(len(kept))
+        self.position = np.full(max(len(counts), int(numbers.max(initial=0)) + 1), -1, np.int32)
         self.position[numbers[kept]] = np.arange(len(kept), dtype=np.int32)
         by_piece = (np.cumsum(numbers == END)[self.position[numbers] >= 0] for numbers, _ in self.numbers(CHUNK_WORDS))
         if not any(np.any(sentences[1:] == sentences[:-1]) for sentences in by_piece):
@@ -243,7 +296,8 @@ def read_words(path: Path, *, plain_words: bool = False) -> Iterator[list[str]]:
 
     Args:
         path: UTF-8 text, plain or gzip (told by its first bytes or the suffix ``.gz``), one sentence per line, words
-            separated by whitespace. A line may be of any length.
+            separated by whitespace. A line may be of any length. Or Parquet with strings in a column ``text``, or in
+            one column alone, one or more sentences per row.
         plain_words: lower-case the text and keep only letters and inner apostrophes.
 
     Yields:
@@ -273,10 +327,38 @@ def split(text: str, plain_words: bool) -> list[str]:
 
 
 def read_characters(path: Path) -> Iterator[str]:
+    """Yield a file's text in pieces of bounded length."""
     try:
-        with opened(path, "corpus", CorpusError) as data, io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-            yield from iter(lambda: text.read(CHUNK_CHARACTERS), "")
+        with opened(path, "corpus", CorpusError) as data:
+            if data.peek(len(PARQUET)).startswith(PARQUET):
+                for rows in _rows_of_parquet(path):
+                    yield from (rows[i : i + CHUNK_CHARACTERS] for i in range(0, len(rows), CHUNK_CHARACTERS))
+                return
+            with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
+                yield from iter(lambda: text.read(CHUNK_CHARACTERS), "")
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"corpus {path} is not UTF-8 text ({error.reason}): convert it, for example with iconv"
         ) from error
+
+
+def _rows_of_parquet(path: Path) -> Iterator[str]:
+    """Yield the texts of some rows at a time, one per line."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise CorpusError(
+            f"corpus {path} is Parquet, which needs pyarrow: {pip_install('pyarrow', extra='parquet')}"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            strings = [each.name for each in file.schema_arrow if each.type in (pa.string(), pa.large_string())]
+            name: Any = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
+            if name is None:
+                shown = ", ".join(strings) or "none"
+                raise CorpusError(f"corpus {path} has columns of strings: {shown}; name the one to read 'text'")
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[name]):
+                yield "".join(f"{row}\n" for row in batch.column(0).drop_null().to_pylist())
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"corpus {path} is not a whole Parquet file ({error}): make it or copy it again") from error

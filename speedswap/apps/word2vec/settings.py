@@ -77,10 +77,12 @@ class Word2VecSettings(TableSettings):
         SettingsError: a value is out of range or unknown.
     """
 
-    corpus: Path | None = option(
+    corpus: tuple[Path, ...] | Path | None = option(
         None,
-        "UTF-8 text, plain or gzip, one sentence per line (default: the small news corpus that gensim brings)",
-        nargs="?",
+        "files of UTF-8 text, plain or gzip, one sentence per line, or of Parquet with a column 'text'; or patterns of "
+        "their names, such as 'texts/*.gz' (default: the small news corpus that gensim brings)",
+        nargs="*",
+        type=Path,
         metavar="CORPUS",
     )
     generate: int | None = option(
@@ -102,11 +104,16 @@ class Word2VecSettings(TableSettings):
         False, "lower-case the text, keep letters and inner apostrophes only (always so for the demo corpus)"
     )
     max_types: int = option(
-        10_000_000, "with more different words while counting, forget the rarest so far", check=whole(1, 2**31 - 1)
+        10_000_000,
+        "with more different words while counting, forget the rarest so far; no count is too low by more than the "
+        "corpus's words divided by this",
+        check=whole(1, 2**31 - 1),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.corpus, tuple) and len(self.corpus) < 2:
+            object.__setattr__(self, "corpus", self.corpus[0] if self.corpus else None)
         if self.corpus is not None and self.generate is not None:
             raise SettingsError(f"corpus is {self.corpus} and generate is {self.generate}: give one of the two")
 

@@ -47,6 +47,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         vectors: the vectors.
         steps: steps taken, with those before a resumption.
         corpus_words: words of the corpus, unknown ones included.
+        missed: occurrences of any word, at most, that were not counted, as more than max_types were different.
         vocabulary_seconds: the time to read and count the corpus.
         batch: centers per step.
         trained_words: words trained on, unknown ones included: epochs × corpus_words, or less after Ctrl-C.
@@ -75,7 +76,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
     def __init__(self, settings: Word2VecSettings, job: Job | None = None) -> None:
         super().__init__(settings, job)
         self.vocabulary_seconds = self.trained_words = 0.0
-        self.steps = self.pairs = 0
+        self.steps = self.pairs = self.missed = 0
         self.loss: list[tuple[float, float]] = []
         self.similarities: Sequence[Similarity] = ()
         self.failure: TableFullError | None = None
@@ -86,7 +87,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         started = time.perf_counter()
         self._corpus = self.closing.enter_context(open_corpus(self.settings))
         self.vocabulary_seconds = time.perf_counter() - started
-        self.corpus_words = self._corpus.corpus_words
+        self.corpus_words, self.missed = self._corpus.corpus_words, self._corpus.missed
         self.total = self.settings.epochs * self.corpus_words
         self.batch = self.settings.batch or self.settings.suited.batch_for(self.corpus_words, self.device)
 
@@ -196,6 +197,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
     def figures(self) -> dict[str, Any]:
         return {
             "corpus_words": self.corpus_words,
+            "missed": self.missed,
             "vocabulary": len(self.vectors),
             "vocabulary_seconds": round(self.vocabulary_seconds, 3),
             "trained_words": round(self.trained_words),
