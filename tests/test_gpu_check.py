@@ -51,6 +51,27 @@ def test_part_that_exits_with_an_error_fails_and_keeps_its_words():
     assert (outcome.status, outcome.rc, outcome.result, outcome.ok) == ("failed", 3, "why", False)
 
 
+def test_a_check_that_is_ended_ends_its_part(tmp_path: Path):
+    """A command that runs past its limit is ended so, and a part left over would slow the next one down."""
+    begun = tmp_path / "begun"
+    check = f"""
+import gpu_check
+from gpu_parts import Part
+command = ["sh", "-c", "echo $$ > {begun}; exec sleep 60"]
+gpu_check.plan = lambda place: [Part("long", command, 60, call="tests")]
+gpu_check.describe = lambda python: {{"gpus": [], "packages": {{}}}}
+gpu_check.main(["--rehearse", "--out", {str(tmp_path)!r}])
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    with subprocess.Popen(python(check), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
+        until = time.monotonic() + 60
+        while not (begun.exists() and begun.read_text()) and time.monotonic() < until:
+            time.sleep(0.02)
+        child.terminate()
+        child.wait(60)
+    assert not _is_running(int(begun.read_text()))
+
+
 def test_part_whose_program_is_missing_was_not_run():
     outcome = run_part(Part("absent", ["/no/such/program"], 60), 60)
     assert (outcome.status, outcome.ok) == ("not run", False)

@@ -302,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on a simulated GPU, in small sizes; nothing is built")
     args = parser.parse_args(argv)
     began, out = time.monotonic(), args.out.resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part that runs is ended as well
     why = None if args.rehearse else no_driver()
     if why is not None:
         print(f"gpu-check: no GPU here: {why}", file=sys.stderr)
