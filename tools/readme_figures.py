@@ -21,8 +21,9 @@ import readme_ranks
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-NGRAMS = "docs/ngram-memory.md"
-PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, NGRAMS)
+OF_PAGE = {"docs/ngram-memory.md": "ngram_memory", "docs/losses.md": "softmax", "docs/idle-rows.md": "idle_rows"}
+"""The one section that a page has."""
+PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, *OF_PAGE)
 RANKS = RESULTS / "ranks-cpu.json"
 Figures = dict[str, Any]
 Rows = Iterator[tuple[str, str, str, str]]
@@ -35,10 +36,9 @@ def blocks(page: str) -> dict[str, str]:
         return {"chosen": chosen(), "GPU status": readme_gpu.status(RESULTS)}
     if page == readme_ranks.PAGE:
         return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
-    if page == NGRAMS:
-        return {"ngram_memory": section("ngram_memory")} if (RESULTS / "ngram_memory-cpu.json").exists() else {}
-    sections = {name: section(name) for name in SECTIONS if (RESULTS / f"{name}-cpu.json").exists()}
-    return {**sections, "GPU": readme_gpu.table(RESULTS)}
+    names = [OF_PAGE[page]] if page in OF_PAGE else SECTIONS
+    sections = {name: section(name) for name in names if (RESULTS / f"{name}-cpu.json").exists()}
+    return sections if page in OF_PAGE else {**sections, "GPU": readme_gpu.table(RESULTS)}
 
 
 def section(name: str) -> str:
@@ -447,6 +447,28 @@ def ngram_memory(found: Figures) -> Rows:
     )
 
 
+def softmax(found: Figures) -> Rows:
+    """Compare softmax losses over all and over sampled rows with torch's over a matrix."""
+    work, steps, losses = found["workload"], found["step_seconds"], found["loss_seconds"]
+    size = f"{work['samples']:,} samples, {work['rows']:,} × {work['dim']}"
+    for seconds, what in (
+        (steps, f"training step with Adam, {size}"),
+        (losses, f"loss and gradient of hidden, {size}"),
+    ):
+        (first, theirs), *ours = seconds.items()
+        for name, took in ours:
+            yield f"{what}: {name}", ms(took), f"{first}: {ms(theirs)}", f"{theirs / took:.1f}"
+
+
+def idle_rows(found: Figures) -> Rows:
+    """Compare steps that idle rows take later with lazy steps and with torch's dense ones."""
+    size = f"{found['ids']:,} ids, {found['rows']:,} × {found['dim']}"
+    for name, entry in found["optimizers"].items():
+        lazy, dense, theirs = (entry["ms"][kind] / 1e3 for kind in ("lazy", "dense", "torch"))
+        what = f'{name} with `idle_rows="dense"`, {size}; lazily {ms(lazy, 0)}'
+        yield what, ms(dense, 0), f"`nn.Embedding`: {ms(theirs, 0)}", f"{theirs / dense:.1f}"
+
+
 SECTIONS: dict[str, Callable[[Figures], Rows]] = {
     each.__name__: each
     for each in (
@@ -462,6 +484,8 @@ SECTIONS: dict[str, Callable[[Figures], Rows]] = {
         retry,
         word2vec,
         ncf,
+        softmax,
+        idle_rows,
         ngram_memory,
     )
 }
