@@ -16,7 +16,7 @@ from speedswap.batching.prediction import Gauge, MemoryModel
 from speedswap.errors import BatchError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Part:
     """One micro-batch.
 
