@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from speedswap.batching.escalation import Escalation, Plan
 from speedswap.batching.memory import (
     chain,
     forget,
@@ -40,6 +41,8 @@ _MOST_KEYS = 1024
 class Limit:
     """The largest size that fits in one situation, and when a larger one is due.
 
+    Below 1 it stands for single samples, and rungs of escalation: 0 for one rung, -1 for two.
+
     After ``grow_after`` successes a larger size is tried once: halfway to the smallest known to fail, in numbers of
     parts, or twice the size if none is known or the two are close. Each failure doubles the number of successes before
     the next trial, so that a constant limit costs less and less.
@@ -51,12 +54,14 @@ class Limit:
     Attributes:
         largest: the largest size that has fitted, by kind of work.
         model: what micro-batches of samples of different cost have taken.
+        plans: what each rung does.
     """
 
     def __init__(self, size: int | None, grow_after: int | None = GROW_AFTER) -> None:
         self.size = size
         self.largest: dict[str, int] = {}
         self.model = MemoryModel()
+        self.plans: dict[str, Plan] = {}
         self._grow_after = grow_after
         self._patience = grow_after or 0
         self._clean = 0  # successes since the last change
@@ -74,6 +79,8 @@ class Limit:
         return self.size
 
     def _larger(self, size: int, wanted: int) -> int:
+        if size < 1:
+            return size + 1
         if self._failed is not None and self._failed <= 2 * size:
             parts = -(-wanted // size)
             failing = (wanted - 1) // (self._failed - 1)  # the most parts that are as large as what failed
@@ -105,14 +112,15 @@ class Limit:
             self._clean += 1
         return False
 
-    def failed(self, size: int) -> int:
-        """Record a piece of work's first failure; return the size to try next."""
+    def failed(self, size: int, less: int | None = None) -> int:
+        """Record a piece of work's first failure; return the size to try next: ``less``, half by default."""
         self._clean, self._trial = 0, None
+        less = size // 2 if less is None else less
         if self.size is None:
-            return size // 2
+            return less
         if self._grow_after is not None:
             self._patience = min(2 * self._patience, _MOST_PATIENCE * self._grow_after)
-        return self.size if self.size < size else size // 2
+        return self.size if self.size < size else less
 
     def shrink(self, size: int, failed: int | None = None) -> None:
         """Lower the limit to ``size`` if it is above.
@@ -312,8 +320,12 @@ class MicroBatchSize:
 
     def report(self, old: int, new: int, why: str) -> None:
         """Log a change of size, and tell callbacks."""
-        _log.info("micro-batch size %d → %d: %s", old, new, why)
-        self.tell("on_resize", old_size=old, new_size=new)
+        if min(old, new) < 1:
+            _log.info("micro-batches of one sample, rung %d → %d: %s", max(0, 1 - old), max(0, 1 - new), why)
+        old, new = max(1, old), max(1, new)
+        if old != new:
+            _log.info("micro-batch size %d → %d: %s", old, new, why)
+            self.tell("on_resize", old_size=old, new_size=new)
 
 
 @dataclass(eq=False)
@@ -331,6 +343,9 @@ class BatchAttempts(Attempts):
         devices: where it does.
         reserve: left free by sizes that are new.
         may_shrink: whether another size than the first one may be tried.
+        escalation: what is done when one sample does not fit.
+        rungs: what of that can be done here, in order.
+        functions: those that run forward over the packings.
         parts: the micro-batches of the present attempt, for each packing; empty before they are made.
     """
 
@@ -340,15 +355,19 @@ class BatchAttempts(Attempts):
     packings: Sequence[Packing]
     changes: Changes
     ranks: TrainingRanks
-    memory: int | None = None
-    devices: Collection[torch.device] = ()
-    reserve: Reserve | None = None
+    memory: int | None
+    devices: Collection[torch.device]
+    reserve: Reserve | None
+    escalation: Escalation
+    rungs: Sequence[str]
+    functions: Sequence[Callable[..., object]]
     may_shrink: bool = True
 
     def __post_init__(self) -> None:
         super().__init__(self.size)
         self._known = self.sizes.known
         self._whole = max(packing.whole for packing in self.packings)
+        self.rungs = self.rungs if self._whole else ()
         self.parts: list[Parts] = []
         self._gauge: Gauge | None = None
 
@@ -367,13 +386,22 @@ class BatchAttempts(Attempts):
 
     def divided(self) -> list[Parts]:
         """Return the micro-batches of the present attempt, for each packing."""
-        self.parts = [Parts(packing, self.ranks.parts(packing, self.size), self._gauge) for packing in self.packings]
+        gauge = self._gauge if self.size > 0 else None  # below, the same samples take less
+        self.parts = [Parts(packing, self.ranks.parts(packing, self.size), gauge) for packing in self.packings]
         return self.parts
 
     @contextmanager
-    def within_memory(self) -> Iterator[None]:
+    def attempt(self) -> Iterator[None]:
+        """Surround one attempt: its ranks meet at the end, and exceeding its memory is an out-of-memory error."""
+        with self.ranks.attempt(self.size) as self.size, self._within_memory():
+            calls = list(zip(self.functions, self.packings, strict=False))
+            self.escalation.begin(self.rungs[: max(0, 1 - self.size)], self._known.plans, calls, self.changes)
+            yield
+
+    @contextmanager
+    def _within_memory(self) -> Iterator[None]:
         """Surround an attempt: exceeding its memory, less what a new size is to leave, is an out-of-memory error."""
-        is_new = self.size > self._known.largest.get(self.work, 0)
+        is_new = self.size > self._known.largest.get(self.work, -len(self.rungs))
         with ExitStack() as stack:
             if self.memory is not None:
                 limit = limited(self.memory, self.devices, taken=self.changes.nbytes, looks_ahead=is_new)
@@ -388,23 +416,25 @@ class BatchAttempts(Attempts):
         sizes, known = self.sizes, self._known
         largest, samples = self._failed()
         elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on a smaller one
-        may_fit = not sizes.is_fixed and (samples > 1 or elsewhere) and is_out_of_memory(failure)
+        has_less = samples > 1 or 1 - len(self.rungs) < min(largest, 1)
+        may_fit = not sizes.is_fixed and (has_less or elsewhere) and is_out_of_memory(failure)
         was_trial, smaller = known.on_trial, min(self.size, largest)
         if may_fit and elsewhere:
             known.end_trial(due_again=False)
         elif may_fit:
             proven = max((one.model.proven(one.nbytes) for one in self.packings if one.model is not None), default=0)
             halved = proven if 0 < proven < largest else largest // 2
-            smaller = known.failed(largest) if was_trial else halved
+            less = halved if samples > 1 else min(largest, 1) - 1
+            smaller = known.failed(largest, less if samples < 2 else None) if was_trial else less
             known.shrink(smaller, failed=largest)
-        if not (may_fit and self.may_shrink):
-            if self._failures:
-                tried = ", ".join(str(size) for size, _ in self._failures)
-                self.add_history(failure, f"micro-batches of {tried} samples had run out of memory before")
+        may_change = self.may_shrink or all(part.size < 2 for parts in self.parts for part in parts.each)
+        if not (may_fit and may_change):
+            if self._failures or largest < 1:
+                self.add_history(failure, self._tried(largest))
             return False
         self.release(failure, largest)
         sizes.looked_at = _NEVER
-        sizes.tell("on_out_of_memory", error=failure, old_size=largest, new_size=smaller)
+        sizes.tell("on_out_of_memory", error=failure, old_size=max(1, largest), new_size=max(1, smaller))
         why = (str(failure).splitlines() or ["no message"])[0]
         if elsewhere:
             _log.debug("micro-batches of at most %d samples are tried again: %s", smaller, why)
@@ -416,17 +446,36 @@ class BatchAttempts(Attempts):
         return True
 
     def _failed(self) -> tuple[int, int]:
-        """Return cost and samples of the micro-batch that failed: of the largest where it is not known or all alike."""
+        """Return cost and samples of the micro-batch that failed: of the largest where it is not known or all alike.
+
+        In place of the cost, a size below 1.
+        """
+        if self.size < 1:
+            return self.size, 1
         for parts in self.parts:
             if parts.present is not None and not parts.packing.is_even:
                 return parts.present.cost, parts.present.size
         each = [part for parts in self.parts or self.divided() for part in parts.each]
         return max((part.cost for part in each), default=0), max((part.size for part in each), default=0)
 
+    def _tried(self, last: int) -> str:
+        """Return a sentence about earlier attempts; after the last rung, and about what else may help."""
+        sizes = [size for size, _ in self._failures]
+        tried = f"micro-batches of {', '.join(str(size) for size in sizes if size > 0)} samples"
+        if last > 0:
+            return f"{tried} had run out of memory before"
+        rungs = ", then ".join(self.rungs[: 1 - last])
+        return (
+            f"{tried if sizes and sizes[0] > 0 else 'earlier batches'} had run out of memory before, and so does one "
+            f"sample with its activations {rungs}: shorten or crop it, divide the module that holds most into smaller "
+            "ones, or give the batch more memory"
+        )
+
     def fitted(self, *, count: bool = True) -> None:
         """Record that the last attempt succeeded; without ``count``, it says nothing about larger sizes."""
         sizes, before = self.sizes, self._known.size
-        sizes.size = max((part.cost for parts in self.parts for part in parts.each), default=0) or sizes.size
+        if largest := max((part.cost for parts in self.parts for part in parts.each), default=0):
+            sizes.size = min(self.size, largest) if self.size < 1 else largest
         self._known.largest[self.work] = max(self._known.largest.get(self.work, 0), self.size)
         if count and not sizes.is_fixed and self._known.fitted(self.size, self._whole):
             assert sizes.size is not None

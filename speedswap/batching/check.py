@@ -463,8 +463,7 @@ def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
     """
     random, buffers = RandomState(), Buffers()
     for module in modules:
-        for part in module.modules():
-            buffers.note_module(part)
+        buffers.note_modules(module.modules())
     observed = Observed(samples, random, buffers)
     try:
         with random, buffers.kept(), torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from speedswap.batching.escalation import Escalation
 from speedswap.batching.functions import key_of, name_of, named_values
 from speedswap.batching.nested import NO_AUX, Arguments, kept, loss_of, parted
 from speedswap.batching.packing import Parts
@@ -73,7 +72,7 @@ class _Moments:
         self._mean, self._squares = map(torch.zeros_like, self._before)
 
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if not self._norm.training:
+        if not self._norm.training or torch._C._current_graph_task_id() >= 0:  # a checkpoint's second run
             return
         mean, variance = (buffer.double() for buffer in self._running)
         count = output.numel() // output.shape[1]
@@ -97,70 +96,6 @@ class _Moments:
             buffer.copy_(before.lerp(new, factor))
 
 
-@contextmanager
-def activations_on_host(kept: Container[int], *, also_from_host: bool = False) -> Iterator[None]:
-    """Make autograd save tensors in (pinned) host memory during a forward pass.
-
-    A tensor that several operations save is copied once. Parameters, buffers and views of them are saved in place: they
-    stay in memory anyway. So are tensors already in host memory.
-
-    Args:
-        kept: addresses of memory that is never copied, that of parameters and buffers.
-        also_from_host: copy tensors in host memory too.
-    """
-    saved: weakref.WeakValueDictionary[tuple[Any, ...], _HostCopy] = weakref.WeakValueDictionary()
-
-    def pack(tensor: Tensor) -> _HostCopy | _InPlace:
-        if tensor.untyped_storage().data_ptr() in kept or (tensor.device.type == "cpu" and not also_from_host):
-            return _InPlace(tensor)
-        if tensor.layout != torch.strided or tensor.numel() == 0:
-            return _InPlace(tensor)
-        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (reference.cdata, tensor._version, *place)
-        found = saved.get(key)
-        if found is None:
-            found = saved[key] = _HostCopy(tensor, reference)
-        return found
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.unpack()):
-        yield
-
-
-class _InPlace:
-    """A tensor saved in place; autograd leaves it to the hooks to check that it has not changed since."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-
-    def unpack(self) -> Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{self._tensor.type()} of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}; "
-                f"expected version {self._version}"
-            )
-        return self._tensor
-
-
-class _HostCopy:
-    """A tensor's copy in host memory.
-
-    The reference keeps the address of the tensor's storage from being reused as long as this copy may be found by it.
-    """
-
-    def __init__(self, tensor: Tensor, reference: StorageWeakRef) -> None:
-        pinned = tensor.is_cuda
-        self._reference = reference
-        self._device = tensor.device
-        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        self._copy.copy_(tensor.detach(), non_blocking=pinned)
-
-    def unpack(self) -> Tensor:
-        return self._copy.to(self._device, non_blocking=self._copy.is_pinned())
-
-
 _log = logging.getLogger("speedswap")
 
 
@@ -179,7 +114,7 @@ class MicroBatches:
     reduction: str
     normalizer: Callable[..., Tensor | float] | None
     batch_norm: str
-    offload: bool
+    escalation: Escalation
     scaler: torch.amp.GradScaler | None
     ranks: TrainingRanks
     tell: Callable[..., None]
@@ -252,7 +187,7 @@ class MicroBatches:
         """Run one micro-batch forward and backward; return what it adds to the loss, detached, and its aux."""
         args, kwargs = arguments
         self.tell("before_micro_batch", **place)
-        with changes.watched(), self.offloaded(changes):
+        with changes.watched(), self.escalation.forward_pass(changes):
             result = loss_fn(*args, **kwargs)
             self._require_no_backward(loss_fn, changes)
             loss, aux = loss_of(result, loss_fn, self.reduction, size)
@@ -299,7 +234,7 @@ class MicroBatches:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def one_by_one(
-        self, sizes: Sequence[int], changes: Changes, *, offloaded: bool = False
+        self, sizes: Sequence[int], changes: Changes, *, with_graph: bool = False
     ) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes the ``with`` block around each successive micro-batch, which callbacks see."""
         indices = itertools.count()
@@ -308,7 +243,7 @@ class MicroBatches:
         def micro_batch() -> Iterator[None]:
             place = {"batch_size": sum(sizes), "micro_batch_sizes": tuple(sizes), "index": next(indices)}
             self.tell("before_micro_batch", **place)
-            with changes.watched(), self.offloaded(changes, offloaded):
+            with changes.watched(), self.escalation.forward_pass(changes) if with_graph else nullcontext():
                 yield
             self.tell("after_micro_batch", **place)
 
@@ -327,10 +262,6 @@ class MicroBatches:
                 "unsplit batch: for ResNet18 and 48 images in micro-batches of 16 they are off by about 80 % of their "
                 "norm; GroupNorm, LayerNorm, and BatchNorm in eval mode do not depend on the split"
             )
-
-    def offloaded(self, changes: Changes, wanted: bool = True) -> AbstractContextManager[None]:
-        """Surround a forward pass whose activations are saved on the host, where the splitter was asked to."""
-        return activations_on_host(changes.storages()) if self.offload and wanted else nullcontext()
 
 
 def _freed_graph(loss_fn: Callable[..., Any]) -> BatchError:

@@ -69,7 +69,7 @@ class Packing:
 
     def count(self, limit: int) -> int:
         """Return the least number of micro-batches of which none costs more than ``limit``, but for single samples."""
-        return -(-self.batch.size // limit) if self._costs is None else len(self._packed(self._costs, limit))
+        return -(-self.batch.size // max(1, limit)) if self._costs is None else len(self._packed(self._costs, limit))
 
     def parts(self, count: int) -> list[Part]:
         """Return the micro-batches, ``count`` of nearly equal cost; passes without samples where there are too few."""

@@ -51,9 +51,9 @@ class TrainingRanks:
         """Surround passes that leave no gradient."""
         return nullcontext()
 
-    def attempt(self, size: int) -> AbstractContextManager[None]:
-        """Surround one attempt at a batch."""
-        return nullcontext()
+    def attempt(self, size: int) -> AbstractContextManager[int]:
+        """Surround one attempt at a batch; returns the size, or a rung below it that another rank needs."""
+        return nullcontext(size)
 
     def parts(self, packing: Packing, size: int) -> list[Part]:
         """Return this rank's micro-batches, of which none costs more than ``size`` but for single samples."""

@@ -27,22 +27,21 @@ def has_memory(parameter: Tensor) -> bool:
     return True
 
 
-def parameters_and_buffers(modules: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that require gradients, and the buffers, of modules and all below them; each once.
+def parameters_and_holders(modules: Iterable[nn.Module]) -> tuple[list[Tensor], list[nn.Module]]:
+    """Return the parameters that require gradients, and the modules with buffers, of modules and all below; each once.
 
     One walk, since every batch needs both.
     """
     parameters: dict[int, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
+    holders: dict[nn.Module, None] = {}
     for module in modules:
         for part in module.modules():
             for parameter in part._parameters.values():
                 if parameter is not None and parameter.requires_grad:
                     parameters[id(parameter)] = parameter
-            for buffer in part._buffers.values():
-                if buffer is not None:
-                    buffers[id(buffer)] = buffer
-    return list(parameters.values()), list(buffers.values())
+            if part._buffers:
+                holders[part] = None
+    return list(parameters.values()), list(holders)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -240,19 +239,19 @@ class Buffers:
                 self._before[id(buffer)] = buffer, buffer.detach().clone()
                 self.nbytes += buffer.nbytes
 
-    def note_module(self, module: nn.Module) -> None:
-        """Save the buffers of a module and their places, without those of modules below it, unless noted already."""
-        if module not in self._places:
-            self._places[module] = dict(module._buffers)
-            self.note(buffer for buffer in module._buffers.values() if buffer is not None)
+    def note_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Save the buffers of modules and their places, without those of modules below, unless noted already."""
+        for module in modules:
+            if module not in self._places:
+                self._places[module] = dict(module._buffers)
+                self.note(buffer for buffer in module._buffers.values() if buffer is not None)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Note the buffers of each module, and of all below it, just before it runs inside; restore them at the end."""
 
         def note(module: nn.Module, args: Any) -> None:
-            for part in module.modules():  # one that never runs itself may have a buffer that its parent writes
-                self.note_module(part)
+            self.note_modules(module.modules())  # one that never runs itself may have a buffer that its parent writes
 
         hook = register_module_forward_pre_hook(note)
         try:
@@ -268,7 +267,15 @@ class Buffers:
 
     def again(self) -> Buffers:
         """Copy the same buffers as they are now."""
-        return Buffers(buffer for buffer, _ in self._before.values())
+        now = Buffers(buffer for buffer, _ in self._before.values())
+        now._places = {module: dict(module._buffers) for module in self._places}
+        return now
+
+    def keep_changed(self) -> None:
+        """Forget what is as it was noted; waits for devices other than the CPU."""
+        self._before = {key: both for key, both in self._before.items() if not torch.equal(*both)}
+        changed = {module for module, _, _ in self._reassigned()}
+        self._places = {module: places for module, places in self._places.items() if module in changed}
 
     def _reassigned(self) -> list[tuple[nn.Module, str, Tensor | None]]:
         return [
@@ -356,9 +363,9 @@ class Changes:
         self._snapshots = [self._buffers]
         self._storages: set[int] = set()
         self._seen: set[nn.Module] = set()
-        self.parameters, self._buffer_list = parameters_and_buffers(modules or [])
+        self.parameters, self._holders = parameters_and_holders(modules or [])
         self.gradients.note(self.parameters)
-        self._buffers.note(self._buffer_list)
+        self._buffers.note_modules(self._holders)
 
     @property
     def nbytes(self) -> int:
@@ -386,7 +393,8 @@ class Changes:
 
     def snapshot(self) -> Buffers:
         """Copy the buffers as they are now; those of modules found later are added when they are found."""
-        snapshot = Buffers(self._buffer_list)
+        snapshot = Buffers()
+        snapshot.note_modules(self._holders)
         if not self._known:
             self._snapshots.append(snapshot)
         return snapshot
@@ -394,7 +402,9 @@ class Changes:
     def storages(self) -> set[int]:
         """Return the addresses of the memory of parameters and buffers; the set grows as modules are found."""
         if self._known and not self._storages:
-            self._keep([*self.parameters, *self._buffer_list])
+            self._keep(
+                [*self.parameters, *(buffer for module in self._holders for buffer in module.buffers(recurse=False))]
+            )
         return self._storages
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
@@ -421,10 +431,10 @@ class Changes:
         if module in self._seen:
             return
         self._seen.add(module)
-        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-        self._buffer_list += buffers
+        buffers = [*module.buffers(recurse=False)]
+        self._holders.append(module)
         for snapshot in self._snapshots:
-            snapshot.note(buffers)
+            snapshot.note_modules([module])
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         # A graph does not show those that a checkpoint will run again in the backward pass.
         self.gradients.note(parameter for parameter in parameters if parameter.requires_grad)

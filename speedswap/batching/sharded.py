@@ -147,18 +147,19 @@ class Sharded(Peers):
         """Find the number of micro-batches that all ranks run; return this rank's size."""
         agreed, limit, batch_sizes = self._agree(stage, size, packing)
         if packing.is_even:
-            self._count = max(math.ceil(samples / min(limit, samples)) for samples in batch_sizes)
+            self._count = max(math.ceil(samples / max(1, min(limit, samples))) for samples in batch_sizes)
         else:
             self._count = int(max(line[0] for line in self._exchange.round(COUNT, packing.count(agreed))))
         return agreed
 
     @contextmanager
-    def attempt(self, size: int) -> Iterator[None]:
+    def attempt(self, size: int) -> Iterator[int]:
+        agreed = size
         if self._tries_again:
             assert self._packing is not None
-            self._agree_on_count(AGAIN, size, self._packing)
+            agreed = self._agree_on_count(AGAIN, size, self._packing)
         try:
-            yield
+            yield agreed if agreed < 1 else size
             self._exchange.round(VOTE)
         except BaseException as error:
             self._leave(error)

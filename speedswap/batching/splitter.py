@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from speedswap.batching.attempts import BatchAttempts, Limit, MicroBatchSize
 from speedswap.batching.check import Checks
+from speedswap.batching.escalation import Escalation
 from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches
@@ -162,6 +163,11 @@ class BatchSplitter:
             once for the whole batch. Each micro-batch is normalized by its own statistics either way, and the gradients
             are not those of the whole batch.
         offload_activations: keep activations in (pinned) host memory between forward and backward pass.
+        escalate: where one sample does not fit, and ``"auto"`` can split no further, save memory for time, with the
+            same gradients: activations in host memory (unless the device is the CPU), then checkpointed: the modules
+            that hold most, found by a forward pass, keep only their arguments and run again in the backward pass; and
+            then likewise within those second runs. After ``grow_after`` batches less is tried again. Or the modules to
+            checkpoint; or False for none of this. Under fully_shard, only modules that are given are checkpointed.
         check: on the first batch of each loss function that is split, compare the loss of at most eight samples
             together with their losses in two parts, and refuse a function that couples samples, averages over
             something that ``normalizer`` does not count, or computes with the whole batch around it instead of its
@@ -198,6 +204,7 @@ class BatchSplitter:
         normalizer: Callable[..., Tensor | float] | None = None,
         batch_norm: Literal["micro_batch", "window"] = "micro_batch",
         offload_activations: bool = False,
+        escalate: bool | Iterable[nn.Module] = True,
         check: bool = True,
         scaler: torch.amp.GradScaler | None = None,
         grow_after: int = 32,
@@ -229,13 +236,14 @@ class BatchSplitter:
         size = None if auto else int(micro_batch_size)
         self._sizes = MicroBatchSize(size, grow_after, self._tell)
         self._evaluation_sizes = MicroBatchSize(size, grow_after, self._tell)
+        self._escalation = Escalation(escalate, offload_activations, self._ranks, remembers=self._modules is not None)
         self._checks = Checks(reduction, normalizer, self._modules or []) if check else None
         self._micro_batches = MicroBatches(
             self._modules or [],
             reduction,
             normalizer,
             batch_norm,
-            offload_activations,
+            self._escalation,
             scaler,
             self._ranks,
             self._tell,
@@ -244,17 +252,27 @@ class BatchSplitter:
     @property
     def micro_batch_size(self) -> int | None:
         """The size in use, by the last batch, in samples, tokens or cost; None before the first one if unknown."""
-        return self._sizes.size
+        return None if self._sizes.size is None else max(1, self._sizes.size)
+
+    @property
+    def rung(self) -> int:
+        """The number of things done so that one sample fits, by the last batch: 0 for none, see ``escalate``."""
+        return 0 if self._sizes.size is None else max(0, 1 - self._sizes.size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that a resumed run begins with, so that it need not run out of memory to find it again."""
-        return {"micro_batch_size": self._sizes.known.size}
+        size = self._sizes.known.size
+        if size is None:
+            return {"micro_batch_size": None, "rung": 0}
+        return {"micro_batch_size": max(1, size), "rung": max(0, 1 - size)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin with the micro-batch size of another run; it grows again if it can. A fixed size stays."""
         size = state["micro_batch_size"]
         _require(size is None or _is_positive(size), "state['micro_batch_size']", size, "at least 1, or None")
-        self._sizes.begin_with(size)
+        rung = state.get("rung", 0)
+        _require(rung == 0 or _is_positive(rung), "state['rung']", rung, "at least 0")
+        self._sizes.begin_with(1 - rung if rung else size)
 
     @overload
     def backward(self, loss_fn: Loss, /, *batch: Any, **named: Any) -> Tensor: ...
@@ -299,7 +317,7 @@ class BatchSplitter:
             changes.gradients.note(tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad)
             while attempts.again():
                 aux = NO_AUX  # releases that of an attempt that fitted here and failed on another rank
-                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
+                with attempts, attempts.attempt():
                     (parts,) = attempts.divided()
                     if self._checks is not None and len(parts.each) > 1 and self._ranks.may_differ:
                         self._checks.refuse_mistakes(loss_fn, whole, max(parts.sizes))
@@ -352,7 +370,7 @@ class BatchSplitter:
             attempts = self._begin("backward", [*encoders, loss_fn], batches)
             changes = attempts.changes
             while attempts.again():
-                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
+                with attempts, attempts.attempt():
                     towers = list(map(TwoPasses, encoders, attempts.divided()))
                     loss, aux = both_passes(towers, loss_fn, changes, self._micro_batches)
             loss, _ = attempts.finish(loss, average=True)
@@ -388,10 +406,10 @@ class BatchSplitter:
             attempts = self._begin("forward", [function], [whole])
             changes = attempts.changes
             while attempts.again():
-                with attempts, attempts.within_memory():
+                with attempts, attempts.attempt():
                     passes = TwoPasses(function, attempts.divided()[0])
                     sizes = passes.parts.sizes
-                    around = self._micro_batches.one_by_one(sizes, changes)
+                    around = self._micro_batches.one_by_one(sizes, changes, with_graph=True)
                     with self._micro_batches.statistics(len(sizes), changes):
                         outputs = passes.first(around, changes, with_graph=True)
         attempts.fitted()
@@ -430,7 +448,7 @@ class BatchSplitter:
             changes = attempts.changes
             while attempts.again():
                 results: list[Any] = []  # releases those of a failed attempt
-                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
+                with attempts, attempts.attempt():
                     (parts,) = attempts.divided()
                     around = self._micro_batches.one_by_one(parts.sizes, changes)
                     for part in parts.in_turn():
@@ -454,13 +472,15 @@ class BatchSplitter:
         with self._ranks.together("forward"):
             self._ranks.begin(size, packing)
             self._sizes.known = known
-            attempts = self._attempts("second pass", size, [packing], may_shrink=not passes.is_random)
+            attempts = self._attempts(
+                "second pass", size, [passes.function], [packing], may_shrink=not passes.is_random
+            )
             changes = attempts.changes
             while attempts.again():
-                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
+                with attempts, attempts.attempt():
                     (parts,) = attempts.parts = [passes.parts] if attempts.size == size else attempts.divided()
                     with changes.summing(len(parts.each)):
-                        around = self._micro_batches.one_by_one(parts.sizes, changes, offloaded=True)
+                        around = self._micro_batches.one_by_one(parts.sizes, changes, with_graph=True)
                         passes.second(gradients, parts, around, changes)
             attempts.finish(torch.zeros(()), average=True, count=False)
 
@@ -475,14 +495,21 @@ class BatchSplitter:
         size = sizes.choose(key, largest.whole, self._device)
         if work == "backward" or self._ranks.in_step:
             size = sizes.agree(size, self._ranks.begin(size, largest))
-        attempts = self._attempts(work, size, packings)
+        attempts = self._attempts(work, size, functions, packings)
         if not self._ranks.in_step:  # there all ranks have the same number
             attempts.predict(self._device)
         return attempts
 
-    def _attempts(self, work: str, size: int, packings: Sequence[Packing], *, may_shrink: bool = True) -> BatchAttempts:
+    def _attempts(
+        self,
+        work: str,
+        size: int,
+        functions: Sequence[Callable[..., Any]],
+        packings: Sequence[Packing],
+        *,
+        may_shrink: bool = True,
+    ) -> BatchAttempts:
         changes = Changes(self._modules)
-        devices = {parameter.device for parameter in changes.parameters} | {self._device}
         return BatchAttempts(
             work,
             self._sizes_of(work),
@@ -491,9 +518,12 @@ class BatchSplitter:
             changes,
             self._ranks,
             self._memory,
-            devices,
+            {parameter.device for parameter in changes.parameters} | {self._device},
             self._reserve,
-            may_shrink=may_shrink,
+            self._escalation,
+            () if work == "map" else self._escalation.rungs(self._device),
+            functions,
+            may_shrink,
         )
 
     def _sizes_of(self, work: str) -> MicroBatchSize:

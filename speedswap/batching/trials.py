@@ -14,9 +14,9 @@ from torch.autograd.profiler import profile, record_function
 
 from speedswap._words import a_kind
 from speedswap.batching.memory import storages
-from speedswap.batching.micro_batches import activations_on_host
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.rollback import Buffers, Float32Sums, Gradients, RandomState, has_memory, leaves_of
+from speedswap.batching.saving import activations_on_host
 from speedswap.errors import BatchError
 
 _MARK = "speedswap.memory: "

@@ -157,7 +157,7 @@ def both_passes(
     with changes.summing(len(sizes)):
         changes.before_backward([loss])
         torch.autograd.backward([run.scaled(loss)])
-        around = run.one_by_one(sizes, changes, offloaded=True)
+        around = run.one_by_one(sizes, changes, with_graph=True)
         for tower, output in zip(towers, outputs, strict=True):
             tower.second([tensor.grad for tensor in tensors_of(output)], tower.parts, around, changes)
     return loss.detach(), kept(aux)

@@ -193,7 +193,7 @@ def test_aux_of_an_attempt_that_another_rank_gave_up_is_released():
         @contextlib.contextmanager
         def attempt(self, size):
             self.attempts += 1
-            yield
+            yield size
             if self.attempts == 1:
                 raise PeerOutOfMemory("rank 1 has run out of memory")
 

@@ -192,7 +192,7 @@ def test_p18_one_sample_that_does_not_fit_raises_the_original_with_its_history()
     model = classifier()
     loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=0)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
-        speedswap.BatchSplitter(model, check=False).backward(
+        speedswap.BatchSplitter(model, escalate=False, check=False).backward(
             loss_fn, torch.randn(9, 6, dtype=torch.float64), torch.randint(4, (9,))
         )
     assert loss_fn.sizes == [9, 3, 1]  # 9 in two parts of at most 4 would be 5 and 4
@@ -458,3 +458,25 @@ def test_real_allocator_out_of_memory_is_recovered_from():
     done = run_script(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("recovered at")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_buffer_that_a_module_replaces_is_rolled_back(known):
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x):
+            self.mean = 0.5 * self.mean + x.detach().mean(0)
+            return self.layer(x - self.mean)
+
+    model, (x, y) = Averaged(), batch(8)
+    clean = copy.deepcopy(model)
+    splitter = speedswap.BatchSplitter(model if known else None, check=False)
+    splitter.backward(OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=2), x, y)
+    speedswap.BatchSplitter(clean, micro_batch_size=2).backward(
+        lambda x, y: functional.cross_entropy(clean(x), y), x, y
+    )
+    assert same_bits(state(model), state(clean))

@@ -1,0 +1,296 @@
+"""Ways to fit a sample that does not, rung by rung; and a trial that finds the modules for them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from speedswap._words import size_in_words
+from speedswap.batching.memory import storages
+from speedswap.batching.packing import Packing
+from speedswap.batching.ranks import TrainingRanks
+from speedswap.batching.rollback import Changes, keeper_of
+from speedswap.batching.saving import activations_on_host, checkpointed
+
+_log = logging.getLogger("speedswap")
+
+OFFLOADED, CHECKPOINTED, TWICE = "offloaded", "checkpointed", "checkpointed twice"
+
+_PLAIN = (Tensor, str, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module in a forward pass.
+
+    Attributes:
+        module: None for the whole pass.
+        begun: number of operations before it.
+        inputs: keys of its arguments' memory.
+        saved: likewise of what autograd saves in it, but not in calls inside.
+        calls: those inside.
+        may_repeat: whether it computes the same again from its arguments.
+    """
+
+    module: nn.Module | None = None
+    begun: int = 0
+    inputs: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
+    calls: list[_Call] = field(default_factory=list)
+    may_repeat: bool = False
+
+    def inside(self) -> Iterator[_Call]:
+        """Yield the calls inside, at any depth; not below a compiled module, which runs as one."""
+        for call in self.calls:
+            yield call
+            if call.module is None or not _is_compiled(call.module):
+                yield from call.inside()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def _may_repeat(module: nn.Module) -> bool:
+    """Return whether a module can be called again: not if it is compiled in place, or looks up rows kept elsewhere."""
+    fixed = isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None
+    return not fixed and all(keeper_of(parameter) is None for parameter in module.parameters())
+
+
+class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A forward pass that keeps no activation, and records what each module's would take.
+
+    Args:
+        left_out: addresses of memory that is there anyway, that of parameters and buffers.
+    """
+
+    def __init__(self, left_out: Container[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left_out = left_out
+        self._top = _Call()
+        self._stack = [self._top]
+        self._references: dict[int, StorageWeakRef] = {}  # keep a key from being used for other memory
+        self._nbytes: dict[int, int] = {}
+        self._written: dict[int, int] = {}  # the last operation that wrote a piece of memory
+        self._operations = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Surround the forward pass."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _never))
+            stack.enter_context(self)
+            yield
+        for call in self._top.inside():
+            unchanged = all(self._written.get(key, 0) <= call.begun for key in call.inputs)
+            assert call.module is not None
+            call.may_repeat = call.may_repeat and unchanged and _may_repeat(call.module)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operations += 1
+        if func._schema.is_mutable:
+            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+            for one in func._schema.arguments:
+                if one.alias_info is not None and one.alias_info.is_write:
+                    self._written.update(dict.fromkeys(self._noted(given.get(one.name)), self._operations))
+        return func(*args, **(kwargs or {}))
+
+    def _noted(self, values: Any) -> set[int]:
+        """Return the keys of the memory of values."""
+        for key, tensor in (found := storages(values)).items():
+            if key not in self._references:
+                storage = tensor.untyped_storage()
+                self._references[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._nbytes[key] = 0 if storage.data_ptr() in self._left_out else storage.nbytes()
+        return set(found)
+
+    def _pack(self, tensor: Tensor) -> None:
+        self._stack[-1].saved |= self._noted(tensor)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        call = _Call(module, self._operations)
+        self._stack[-1].calls.append(call)
+        self._stack.append(call)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        call = self._stack.pop()
+        values = tree_leaves((args, kwargs))
+        call.inputs, call.may_repeat = self._noted(values), all(isinstance(value, _PLAIN) for value in values)
+
+    def _bytes_of(self, keys: set[int]) -> int:
+        return sum(self._nbytes[key] for key in keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all activations."""
+        return self._held(self._top)
+
+    def _held(self, call: _Call) -> int:
+        return self._bytes_of(call.saved.union(*(inner.saved for inner in call.inside())))
+
+    def cheapest(self, depth: int) -> tuple[int, list[nn.Module]]:
+        """Choose the modules to checkpoint so that the least is held at once.
+
+        Args:
+            depth: 2 to checkpoint in the second runs of modules too.
+
+        Returns:
+            The bytes held, and the modules; no module where that saves nothing.
+        """
+        return self._cheapest(self._top, depth)
+
+    def _cheapest(self, call: _Call, depth: int) -> tuple[int, list[nn.Module]]:
+        best: tuple[int, list[nn.Module]] = self._held(call), []
+        if not depth:
+            return best
+        gains = {one: self._held(one) for one in call.inside() if one.may_repeat}
+        gains = {one: nbytes for one, nbytes in gains.items() if nbytes > self._bytes_of(one.inputs)}
+        for most in sorted(set(gains.values())):
+            kept, repeated, waiting = set(call.saved), [], list(call.calls)
+            while waiting:
+                one = waiting.pop()
+                if gains.get(one, most + 1) <= most:
+                    kept |= one.inputs
+                    repeated.append(one)
+                else:
+                    kept |= one.saved
+                    waiting += one.calls
+            within = [self._cheapest(one, depth - 1) for one in repeated]
+            held = self._bytes_of(kept) + max((nbytes for nbytes, _ in within), default=0)
+            if held < best[0]:
+                modules = [one.module for one in repeated] + [module for _, inner in within for module in inner]
+                best = held, list(dict.fromkeys(module for module in modules if module is not None))
+        return best
+
+
+def _never(packed: Any) -> Tensor:
+    raise RuntimeError("a trial of a forward pass keeps no activations for a backward pass")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The effect of one rung.
+
+    Attributes:
+        rung: its name.
+        modules: those to checkpoint.
+        nbytes: activations of one sample; None without a trial.
+        held: those that are held at once; None where that is not known.
+    """
+
+    rung: str
+    modules: Sequence[nn.Module]
+    nbytes: int | None = None
+    held: int | None = None
+
+    def __str__(self) -> str:
+        taken = "its activations" if self.nbytes is None else f"its activations, {size_in_words(self.nbytes)},"
+        if self.rung == OFFLOADED:
+            return f"{taken} are copied to host memory, and back for the backward pass"
+        counts = Counter(type(one).__name__ for one in self.modules)
+        names = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        less = "" if self.held is None else f"all but {size_in_words(self.held)} of "
+        passes = "two more forward passes" if self.rung == TWICE else "one more forward pass"
+        return f"{less}{taken} are computed again in the backward pass, at the cost of {passes} of {names}"
+
+
+class Escalation:
+    """Ways to fit one sample: none at first, and one more on each rung below.
+
+    Args:
+        wanted: False for nothing, True for modules that a trial finds, or the modules to checkpoint.
+        offload: whether activations are kept in host memory in any case.
+        ranks: the processes that train together.
+        remembers: whether the same modules run in each batch.
+    """
+
+    def __init__(
+        self, wanted: bool | Iterable[nn.Module], offload: bool, ranks: TrainingRanks, *, remembers: bool
+    ) -> None:
+        self._wanted = wanted if isinstance(wanted, bool) else list(wanted)
+        self._always_offloads = self._offloads = offload
+        self._ranks = ranks
+        self._remembers = remembers
+        self._modules: Sequence[nn.Module] = ()
+        self._told: set[str] = set()
+
+    def rungs(self, device: torch.device) -> tuple[str, ...]:
+        """Return what can be done for passes on a device, in order."""
+        if self._wanted is False:
+            return ()
+        offloads = device.type != "cpu" and not self._always_offloads and not self._ranks.in_step
+        first = (OFFLOADED,) if offloads else ()
+        if self._wanted is not True:
+            return (*first, CHECKPOINTED)
+        # A trial is a forward pass more, which other ranks might have to join.
+        return (*first, CHECKPOINTED, TWICE) if self._ranks.may_differ else first
+
+    def begin(
+        self,
+        rungs: Sequence[str],
+        plans: dict[str, Plan],
+        calls: Iterable[tuple[Callable[..., Any], Packing]],
+        changes: Changes,
+    ) -> None:
+        """Prepare an attempt.
+
+        Args:
+            rungs: all that it takes.
+            plans: what is known of the situation, by rung; the last one's is added.
+            calls: the functions that run forward, and their batches; of each, a trial takes the costliest sample.
+            changes: restored after a trial.
+        """
+        self._offloads = self._always_offloads or OFFLOADED in rungs
+        self._modules = ()
+        if not rungs:
+            return
+        rung = rungs[-1]
+        plan = plans.get(rung) or self._plan(rung, calls, changes)
+        if self._remembers:
+            plans[rung] = plan
+        self._modules = plan.modules
+        if rung not in self._told and (rung == OFFLOADED or plan.modules):
+            self._told.add(rung)
+            _log.warning("one sample does not fit: %s", plan)
+
+    def _plan(self, rung: str, calls: Iterable[tuple[Callable[..., Any], Packing]], changes: Changes) -> Plan:
+        named = [] if isinstance(self._wanted, bool) else self._wanted
+        if not self._ranks.may_differ:
+            return Plan(rung, named)
+        trial = Trial(changes.storages())
+        for function, packing in calls:
+            args, kwargs = packing.batch.take(packing.parts(packing.batch.size)[0].samples)
+            with torch.enable_grad(), changes.watched(), trial.recording():
+                function(*args, **kwargs)
+        changes.restore()
+        if named or rung == OFFLOADED:
+            return Plan(rung, [] if rung == OFFLOADED else named, trial.nbytes)
+        held, modules = trial.cheapest(1 if rung == CHECKPOINTED else 2)
+        return Plan(rung, modules, trial.nbytes, held)
+
+    def forward_pass(self, changes: Changes) -> AbstractContextManager[None]:
+        """Surround a forward pass whose backward pass follows."""
+        if not self._offloads and not self._modules:
+            return nullcontext()
+        return self._saving(changes)
+
+    @contextmanager
+    def _saving(self, changes: Changes) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._offloads:
+                stack.enter_context(activations_on_host(changes.storages()))
+            stack.enter_context(checkpointed(self._modules))
+            yield
