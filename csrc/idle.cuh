@@ -46,16 +46,18 @@ SPEEDSWAP_FUNCTION int terms_of(const double* curve, int item_bytes) {
 
 // Takes a row's steps: before[c] → after[c] for each column c. A Value is one item, or some side by side. Factors gives
 // the row's numbers as items: factor(from, to), terms, term(k) and base().
-template <typename Value, typename Factors>
-SPEEDSWAP_FUNCTION void take_steps(const Factors& factors, int columns, const Value* before, Value* after) {
+template <int kColumns, typename Value, typename Factors>
+SPEEDSWAP_FUNCTION void take_steps(const Factors& factors, const Value* before, Value* after) {
     using Item = typename Factors::Item;
-    for (int to = 0; to < columns; ++to) {
+    SPEEDSWAP_UNROLL
+    for (int to = 0; to < kColumns; ++to) {
         after[to] = Value();
-        for (int from = 0; from < columns; ++from)
+        SPEEDSWAP_UNROLL
+        for (int from = 0; from < kColumns; ++from)
             if (factors.factor(from, to) != 0) after[to] = after[to] + before[from] * factors.factor(from, to);
     }
-    if (factors.terms == 0) return;
-    const Value x = root(before[columns - 1]), spread = x + factors.base();
+    if (kColumns < 2 || factors.terms == 0) return;
+    const Value x = root(before[kColumns - 1]), spread = x + factors.base();
     const Value twice = x / spread * Item(4) - Item(2);
     Value sum = Value(), last = Value();
     for (int k = factors.terms - 1; k >= 1; --k) {  // Clenshaw's recurrence
@@ -65,7 +67,8 @@ SPEEDSWAP_FUNCTION void take_steps(const Factors& factors, int columns, const Va
     }
     const Value at = twice * Item(0.5) * sum - last + factors.term(0);
     // Without momentum nothing moves; there x and the base may both be 0.
-    after[0] = after[0] - unless_zero(before[1], before[1] * at / spread);
+    constexpr int kMomentum = kColumns < 2 ? 0 : 1;
+    after[0] = after[0] - unless_zero(before[kMomentum], before[kMomentum] * at / spread);
 }
 
 }  // namespace speedswap

@@ -119,20 +119,28 @@ struct Factors {
     Item base() const { return curve[kMostCurveTerms]; }
 };
 
-template <typename Item>
-void take_row(const IdleRows& idle, int64_t row, int32_t step) {
+template <typename Item, int kColumns>
+void take_columns(const IdleRows& idle, int64_t row, int32_t step) {
     const Factors<Item> factors(idle, step);
     for (int64_t column = 0; column < idle.width; column += Items<Item>::kCount) {
         const int64_t rest = idle.width - column;
         const int64_t count = rest < Items<Item>::kCount ? rest : Items<Item>::kCount;
         const int64_t first = row * idle.width + column;
-        Items<Item> before[kMostIdleColumns], after[kMostIdleColumns];
-        for (int c = 0; c < idle.num_columns; ++c)
+        Items<Item> before[kColumns], after[kColumns];
+        for (int c = 0; c < kColumns; ++c)
             load(before[c], idle.columns[c], first, count);
-        take_steps(factors, idle.num_columns, before, after);
-        for (int c = 0; c < idle.num_columns; ++c)
+        take_steps<kColumns>(factors, before, after);
+        for (int c = 0; c < kColumns; ++c)
             store(after[c], idle.columns[c], first, count);
     }
+}
+
+template <typename Item>
+void take_row(const IdleRows& idle, int64_t row, int32_t step) {
+    if (idle.num_columns == 1) take_columns<Item, 1>(idle, row, step);
+    if (idle.num_columns == 2) take_columns<Item, 2>(idle, row, step);
+    if (idle.num_columns == 3) take_columns<Item, 3>(idle, row, step);
+    if (idle.num_columns == 4) take_columns<Item, 4>(idle, row, step);
 }
 
 void take_all(const IdleRows& idle, int64_t begin, int64_t end) {

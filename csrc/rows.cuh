@@ -346,23 +346,33 @@ struct StepNumbers {
 };
 
 // Grid: one thread per item, walked with a grid stride; any thread block. Neighbouring threads take neighbouring items.
-template <typename Item>
-SPEEDSWAP_FUNCTION void take_block_steps(const IdleBlock& block) {
-    const int columns = (int)block.num_columns;
-    const Count numbers = columns * columns + (block.bends ? kMostCurveTerms + 1 : 0);
+template <typename Item, int kColumns>
+SPEEDSWAP_FUNCTION void take_steps_of(const IdleBlock& block) {
+    constexpr int kFactors = kColumns * kColumns;
+    const Count numbers = kFactors + (block.bends ? kMostCurveTerms + 1 : 0);
     const Count threads = (Count)gridDim.x * blockDim.x, items = block.num_rows * block.width;
     for (Count i = (Count)blockIdx.x * blockDim.x + threadIdx.x; i < items; i += threads) {
         const Count number = block.last[i / block.width] - block.before, step = number < 0 ? 0 : number;
         if (step >= block.now) continue;
-        StepNumbers<Item> factors = {block.steps + step * numbers, columns, 0};
-        if (block.bends) factors.terms = terms_of(factors.numbers + columns * columns, sizeof(Item));
-        Item before[kMostIdleColumns], after[kMostIdleColumns];
-        for (int c = 0; c < columns; ++c)
+        StepNumbers<Item> factors = {block.steps + step * numbers, kColumns, 0};
+        if (block.bends) factors.terms = terms_of(factors.numbers + kFactors, sizeof(Item));
+        Item before[kColumns], after[kColumns];
+        SPEEDSWAP_UNROLL
+        for (int c = 0; c < kColumns; ++c)
             before[c] = ((const Item*)block.columns[c])[i];
-        take_steps(factors, columns, before, after);
-        for (int c = 0; c < columns; ++c)
+        take_steps<kColumns>(factors, before, after);
+        SPEEDSWAP_UNROLL
+        for (int c = 0; c < kColumns; ++c)
             ((Item*)block.columns[c])[i] = after[c];
     }
+}
+
+template <typename Item>
+SPEEDSWAP_FUNCTION void take_block_steps(const IdleBlock& block) {
+    if (block.num_columns == 1) take_steps_of<Item, 1>(block);
+    if (block.num_columns == 2) take_steps_of<Item, 2>(block);
+    if (block.num_columns == 3) take_steps_of<Item, 3>(block);
+    if (block.num_columns == 4) take_steps_of<Item, 4>(block);
 }
 
 }  // namespace speedswap
