@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -26,6 +28,7 @@ CudaDriver load() {
     find(library, "cuEventCreate", driver.create_event);
     find(library, "cuEventRecord", driver.record);
     find(library, "cuEventSynchronize", driver.synchronize);
+    find(library, "cuStreamSynchronize", driver.synchronize_stream);
     find(library, "cuStreamWaitEvent", driver.wait);
     find(library, "cuMemcpyHtoDAsync_v2", driver.copy_in);
     find(library, "cuMemcpyDtoHAsync_v2", driver.copy_out);
@@ -45,6 +48,58 @@ void CudaDriver::check(int error, const char* call) const {
     const char* name = nullptr;
     error_name(error, &name);
     throw std::runtime_error(std::string("CUDA error: ") + call + ": " + (name ? name : std::to_string(error)));
+}
+
+void* CudaDriver::context_of(int device) const {
+    static std::mutex mutex;
+    static std::map<int, void*> contexts;
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto found = contexts.find(device);
+    if (found == contexts.end()) {
+        void* context;
+        check(retain_context(&context, device), "cuDevicePrimaryCtxRetain");
+        found = contexts.emplace(device, context).first;
+    }
+    return found->second;
+}
+
+CurrentContext::CurrentContext(const CudaDriver& driver, void* context) : driver_(driver) {
+    driver.check(driver.push_context(context), "cuCtxPushCurrent");
+}
+
+CurrentContext::~CurrentContext() {
+    void* ended;
+    driver_.pop_context(&ended);
+}
+
+void KernelArguments::add(uint64_t number) {
+    arguments_.push_back({number, nullptr});
+}
+
+void KernelArguments::add(const void* structure) {
+    arguments_.push_back({0, structure});
+}
+
+std::vector<void*> KernelArguments::addresses() {
+    std::vector<void*> found;
+    found.reserve(arguments_.size() + 1);
+    for (Argument& each : arguments_)
+        found.push_back(each.structure ? const_cast<void*>(each.structure) : &each.number);
+    found.push_back(nullptr);
+    return found;
+}
+
+void launch(int device, void* kernel, unsigned grid, unsigned threads, void* stream, KernelArguments& arguments) {
+    const CudaDriver& driver = CudaDriver::get();
+    const CurrentContext current(driver, driver.context_of(device));
+    driver.check(driver.launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments.addresses().data(), nullptr),
+                 "cuLaunchKernel");
+}
+
+void wait_for_stream(int device, void* stream) {
+    const CudaDriver& driver = CudaDriver::get();
+    const CurrentContext current(driver, driver.context_of(device));
+    driver.check(driver.synchronize_stream(stream), "cuStreamSynchronize");
 }
 
 }  // namespace speedswap

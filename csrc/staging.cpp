@@ -10,22 +10,6 @@ namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
-// Makes a context current to this thread, which may never have used the GPU.
-class Current {
-  public:
-    Current(const CudaDriver& driver, void* context) : driver_(driver) {
-        driver.check(driver.push_context(context), "cuCtxPushCurrent");
-    }
-    ~Current() {
-        void* ended;
-        driver_.pop_context(&ended);
-    }
-    Current(const Current&) = delete;
-
-  private:
-    const CudaDriver& driver_;
-};
-
 std::vector<Part> in_buffer(const std::vector<Part>& runs, char* buffer) {
     std::vector<Part> parts = runs;
     for (Part& part : parts)
@@ -41,13 +25,11 @@ T* shifted(T* pointer, int64_t count) {
 }  // namespace
 
 StagingRing::StagingRing(int device, void* copies, void* kernels)
-    : driver_(CudaDriver::get()), copies_(copies), kernels_(kernels) {
-    driver_.check(driver_.retain_context(&context_, device), "cuDevicePrimaryCtxRetain");
-}
+    : driver_(CudaDriver::get()), context_(driver_.context_of(device)), copies_(copies), kernels_(kernels) {}
 
 void StagingRing::use(const std::vector<std::pair<char*, char*>>& memory) {
     if (memory.empty()) throw std::invalid_argument("a ring needs at least one buffer");
-    const Current current(driver_, context_);
+    const CurrentContext current(driver_, context_);
     const auto new_event = [&] {
         void* event;
         driver_.check(driver_.create_event(&event, kNoTiming), "cuEventCreate");
@@ -61,7 +43,7 @@ void StagingRing::use(const std::vector<std::pair<char*, char*>>& memory) {
 }
 
 void StagingRing::gather(const StagedMove& move, int threads) {
-    const Current current(driver_, context_);
+    const CurrentContext current(driver_, context_);
     size_t turn = 0;
     for (int64_t first = 0; first < move.ids.count; first += move.rows_at_once) {
         const Buffer& buffer = buffers_[turn++ % buffers_.size()];
@@ -79,7 +61,7 @@ void StagingRing::gather(const StagedMove& move, int threads) {
 }
 
 void StagingRing::scatter(const StagedMove& move, int threads) {
-    const Current current(driver_, context_);
+    const CurrentContext current(driver_, context_);
     const int64_t size = int64_t(buffers_.size());
     const int64_t turns = (move.ids.count + move.rows_at_once - 1) / move.rows_at_once;
     for (int64_t turn = 0; turn < turns + size; ++turn) {
@@ -121,7 +103,7 @@ void StagingRing::launch(const StagedMove& move, const Buffer& buffer, int64_t f
         int64_t stride = launch.stride, rows = count;
         const int64_t *ids = shifted(move.ids_near, first), *places = shifted(move.places, first);
         int lanes = launch.lanes, packed = 1;
-        void* parameters[] = {&records, &stride, &ids, &rows, columns.data(), &lanes, &packed, &places};
+        void* parameters[] = {&records, &stride, &ids, &rows, columns.data(), &lanes, &packed, &places, nullptr};
         driver_.check(
             driver_.launch(launch.kernel, launch.grid, 1, 1, launch.threads, 1, 1, 0, kernels_, parameters, nullptr),
             "cuLaunchKernel");

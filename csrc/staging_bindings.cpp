@@ -1,10 +1,12 @@
-// Staged moves for Python. Pointers and handles are integers, as in bindings.cpp.
+// Launches and staged moves for Python. Pointers and handles are integers, as in bindings.cpp.
 #include "staging_bindings.h"
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 
+#include "cuda_driver.h"
 #include "pointer.h"
 #include "staging.h"
 #include "without_gil.h"
@@ -53,10 +55,34 @@ StagedMove move_of(const SourceTuple& source, const PackedTuple& packed, uintptr
     return move;
 }
 
+// Keeps the interpreter lock: a launch takes microseconds, and a thread that computes in Python would keep the lock
+// from it for milliseconds. `waits` is for the stream to have done it, without the lock.
+void launch_kernel(int device, uintptr_t kernel, unsigned grid, unsigned threads, uintptr_t stream,
+                   const py::tuple& given, bool waits) {
+    KernelArguments arguments;
+    for (const py::handle each : given)
+        if (PyBytes_Check(each.ptr())) {
+            arguments.add(static_cast<const void*>(PyBytes_AS_STRING(each.ptr())));
+        } else if (PyFloat_Check(each.ptr())) {
+            const double value = PyFloat_AS_DOUBLE(each.ptr());
+            uint64_t bits;
+            std::memcpy(&bits, &value, sizeof bits);
+            arguments.add(bits);
+        } else {
+            const uint64_t number = PyLong_AsUnsignedLongLongMask(each.ptr());  // negative ones too
+            if (PyErr_Occurred()) throw py::error_already_set();
+            arguments.add(number);
+        }
+    launch(device, at<void>(kernel), grid, threads, at<void>(stream), arguments);
+    if (waits) without_gil([&] { wait_for_stream(device, at<void>(stream)); });
+}
+
 }  // namespace
 
 void bind_staging(py::module_& module) {
     using py::arg;
+    module.def("launch", &launch_kernel, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),
+               arg("arguments"), arg("waits") = false);
     py::class_<StagingRing>(module, "StagingRing")
         .def(py::init([](int device, uintptr_t copies, uintptr_t kernels) {
                  return StagingRing(device, at<void>(copies), at<void>(kernels));

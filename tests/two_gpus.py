@@ -43,7 +43,8 @@ class TwoGpus:
         cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=self._of_cupy), RawModule=self._module)
         for cache in (modules._process, modules._load):
             cache.cache_clear()
-        monkeypatch.setattr(launch, "_kernel", launch._kernel.__wrapped__)
+        monkeypatch.setattr(launch, "kernel_handle", launch.kernel_handle.__wrapped__)
+        monkeypatch.setattr(launch, "_C", SimpleNamespace(launch=lambda device, *_: self.in_use.add(device)))
         monkeypatch.setattr(modules, "cupy", lambda: cupy)
         monkeypatch.setattr(modules, "_used_devices", set())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -90,8 +91,5 @@ class TwoGpus:
             def kernel(self) -> object:
                 gpus.use()
                 return SimpleNamespace(ptr=7)
-
-            def __call__(self, *_: object, **__: object) -> None:
-                gpus.use()
 
         return SimpleNamespace(get_function=lambda name: Function())

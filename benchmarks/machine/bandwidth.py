@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ def copy(to: int, from_: int, nbytes: int, device: torch.device, multiprocessors
         device: the GPU.
         multiprocessors: the number that takes part.
     """
-    arguments = (np.uint64(from_), np.uint64(to), np.int64(nbytes // _WORD_BYTES))
+    arguments = (from_, to, nbytes // _WORD_BYTES)
     stream = torch.cuda.current_stream(device)
     launch_kernel(device, stream, "bandwidth_copy", multiprocessors, _THREADS_PER_BLOCK, *arguments)
 
@@ -55,9 +54,9 @@ def _rows(name: str, table: int, rows: Tensor, block: Tensor, multiprocessors: i
         name,
         multiprocessors,
         _THREADS_PER_BLOCK,
-        np.uint64(table),
-        np.uint64(rows.data_ptr()),
-        np.int64(len(rows)),
-        np.uint64(block.data_ptr()),
-        np.int32(words.bit_length() - 1),
+        table,
+        rows.data_ptr(),
+        len(rows),
+        block.data_ptr(),
+        words.bit_length() - 1,
     )

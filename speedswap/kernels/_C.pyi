@@ -273,6 +273,17 @@ Packed = tuple[int, Sequence[tuple[int, int, int]], int]  # bytes per record, it
 # kernel, grid, threads per block, stride, columns, (place of a block's address, bytes per row) for each, lanes
 Launch = tuple[int, int, int, int, bytes, Sequence[tuple[int, int]], int]
 
+# On a stream of a GPU. Arguments: numbers, of 8 bytes, and structures; `waits` until the stream has done it.
+def launch(
+    device: int,
+    kernel: int,
+    grid: int,
+    threads: int,
+    stream: int,
+    arguments: tuple[int | float | bytes, ...],
+    waits: bool = False,
+) -> None: ...
+
 class StagingRing:
     def __init__(self, device: int, copies: int, kernels: int) -> None: ...
     def use(self, buffers: Sequence[tuple[int, int]]) -> None: ...

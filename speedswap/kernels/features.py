@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
@@ -63,10 +64,11 @@ class FeatureIds:
     @functools.cached_property
     def near(self) -> FeatureTable:
         """The features on the ids' GPU."""
-        starts = [0] * (len(self.bases) + 1) if self.counts is None else [0, *self.counts.cumsum(0).tolist()]
+        counts = [0] * self.bases.shape[0] if self.counts is None else self.counts.tolist()
         ids = [self.ids] if isinstance(self.ids, Tensor) else self.ids
-        begins = self.begins if self.begins is not None and self.begins.is_cpu else None
-        return FeatureTable(ids, (self.bases, self.limits), -1, starts, begins, self.offsets)
+        begins = self.begins.tolist() if self.begins is not None and self.begins.is_cpu else None
+        ranges, starts = (self.bases.tolist(), self.limits.tolist()), [*accumulate(counts, initial=0)]
+        return FeatureTable(ids, ranges, repeat(-1, len(counts)), starts, begins, self.offsets)
 
     def on_host(self) -> FeatureIds:
         """Return the ids in host memory, after waiting for them."""
@@ -167,5 +169,5 @@ def _merged_on_gpu(asked: FeatureIds, indices: Tensor | None) -> Tensor:
         begins = 0, 0
     elif asked.begins is not None:
         begins = near.begins if asked.begins.is_cpu else asked.begins.data_ptr(), 1
-    dtype = torch.int32 if int((asked.bases + asked.limits).max()) < 2**31 else torch.int64
-    return merge(near, asked.total, dtype, starts, begins, wrong, indices)
+    total = asked.total if asked.counts is None else near.num_ids
+    return merge(near, total, torch.int32 if near.end < 2**31 else torch.int64, starts, begins, wrong, indices)

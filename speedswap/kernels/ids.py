@@ -179,11 +179,11 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
         For each lookup as :func:`unique` does, with :func:`order_of`; None if an id is out of range.
     """
     flat = [ids.detach().reshape(-1) for ids in lookups]
-    starts = list(accumulate(map(len, flat), initial=0))
+    starts = list(accumulate((ids.shape[0] for ids in flat), initial=0))
     device = flat[0].device
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     results = [
-        None if len(ids) else (nothing, nothing.view(given.shape)) for ids, given in zip(flat, lookups, strict=True)
+        None if ids.shape[0] else (nothing, nothing.view(given.shape)) for ids, given in zip(flat, lookups, strict=True)
     ]
     if not starts[-1]:
         return results
@@ -197,7 +197,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     del keys  # its memory is needed for the rows
     found, local, answers = number(ordered, order, table, len(flat))
     for i, (first, last, low, high) in enumerate(answers):
-        if not len(flat[i]) or (num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]):
+        if results[i] is not None or (num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]):
             continue
         # A view would keep far more memory alive than the rows need.
         rows = empty((last + 1 - first,), torch.int64, device).copy_(found[first : last + 1])

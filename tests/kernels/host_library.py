@@ -10,8 +10,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 
 
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def pointer(memory: np.ndarray | bytes) -> ctypes.c_void_p:
+    """Return the address of an array, or of a kernel's structure."""
+    return ctypes.cast(memory, ctypes.c_void_p) if isinstance(memory, bytes) else ctypes.c_void_p(memory.ctypes.data)
 
 
 class HostKernels:
@@ -57,7 +58,7 @@ class HostKernels:
 
     def move(
         self, name: str, grid: int, block: int, records: int, words_per_record: int, ids: np.ndarray,
-        columns: np.ndarray, lanes: int, packed: bool = False, places: np.ndarray | None = None,
+        columns: bytes, lanes: int, packed: bool = False, places: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         unknown = self._library.run_move(
             name.encode(),
@@ -75,7 +76,7 @@ class HostKernels:
         assert not unknown, name
 
     def convert(
-        self, name: str, grid: int, block: int, records: int, stride: int, ids: np.ndarray, columns: np.ndarray,
+        self, name: str, grid: int, block: int, records: int, stride: int, ids: np.ndarray, columns: bytes,
         lanes: int, packed: bool = False, places: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         unknown = self._library.run_convert(
@@ -110,10 +111,10 @@ class HostKernels:
         )
         assert not unknown, name
 
-    def bags(self, name: str, grid: int, block: int, bags: np.ndarray, thread: int = -1) -> None:
+    def bags(self, name: str, grid: int, block: int, bags: bytes, thread: int = -1) -> None:
         assert not self._library.run_bags(name.encode(), grid, block, pointer(bags), thread), name
 
-    def idle(self, bits: int, grid: int, block: int, idle: np.ndarray) -> None:
+    def idle(self, bits: int, grid: int, block: int, idle: bytes) -> None:
         self._library.run_idle(bits, grid, block, pointer(idle))
 
     @property

@@ -7,6 +7,10 @@ from types import ModuleType
 import numpy as np
 from host_library import HostKernels
 
+# As in csrc/lookups.cuh.
+_FEATURE = "ids narrow per_bag stride inner_stride base limit outside offsets narrow_offsets closed"
+FEATURE = np.dtype([(name, "i8") for name in _FEATURE.split()])
+
 RNG = np.random.default_rng(7)
 LAUNCHES = [(1, 1), (1, 32), (3, 64), (9, 256)]
 NARROW, WIDE = np.int32, np.int64
@@ -29,7 +33,7 @@ def check_lookups(kernels: HostKernels, shapes: ModuleType) -> None:
 
 def features_of(shapes: ModuleType, sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return features of these numbers of ids, without ids, and the position of each one's first id."""
-    features = np.zeros(len(sizes), shapes.FEATURE)
+    features = np.zeros(len(sizes), FEATURE)
     features["per_bag"] = features["stride"] = 1
     return features, np.cumsum([0, *sizes])
 
@@ -125,10 +129,9 @@ def check_places(kernels: HostKernels, shapes: ModuleType, case: int, grid: int,
     rows = np.unique(RNG.integers(0, 60, 1 + case))
     others = [np.unique(RNG.integers(0, 60, int(size))) for size in RNG.integers(0, 30, 1 + case % 8)]
     places = [np.full(len(rows), -9) for _ in others]
-    batches = np.zeros(1, shapes.BATCHES)
-    batches["count"] = len(others)
-    for k, (other, into) in enumerate(zip(others, places, strict=True)):
-        batches["batch"][0, k] = other.ctypes.data, len(other), into.ctypes.data
+    batches = shapes.batches_argument(
+        [(other.ctypes.data, len(other), into.ctypes.data) for other, into in zip(others, places, strict=True)]
+    )
     before, rest = rows + 7, np.full(len(rows), -9)
     kernels.lookup("find_places", grid, block, rows, len(rows), batches, before, rest if case % 3 else None)
     for other, into in zip(others, places, strict=True):

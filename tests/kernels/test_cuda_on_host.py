@@ -357,7 +357,7 @@ def test_convert_shape_keeps_its_promises(records, stride, num_rows, columns, mu
     aligned = all(number % 16 == 0 for part in parts for number in (records, stride, part.offset, part.block))
     assert shape.word_bytes == (16 if whole and aligned else 2)
     argument = compact_columns_argument(parts)
-    pieces = int(argument["pieces"][0])
+    pieces = int.from_bytes(argument[8:16], "little")
     assert pieces == sum(-(-part.width // 8) for part in parts)
     assert min(pieces, 32) <= shape.lanes < 2 * pieces + 1
     assert shape.threads_per_block % shape.lanes == 0

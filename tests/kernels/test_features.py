@@ -157,9 +157,9 @@ def test_a_thousand_features_are_one_launch(gpu: str, monkeypatch: pytest.Monkey
     launched: list[str] = []
     launch_kernel = launch.launch_kernel
 
-    def watched(device: object, stream: object, name: str, *rest: object) -> None:
+    def watched(device: object, stream: object, name: str, *rest: object, **how: object) -> None:
         launched.append(name)
-        launch_kernel(device, stream, name, *rest)
+        launch_kernel(device, stream, name, *rest, **how)
 
     monkeypatch.setattr("speedswap.kernels.cuda.lookups.launch_kernel", watched)
     parts = [torch.tensor([f % 50, 49], device=gpu) for f in range(1000)]

@@ -52,6 +52,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "set_capacity": (None, [_u64]),
     "set_allowed": (None, [_u64]),
     "kernel": (None, [_pointer, ctypes.POINTER(_size), _int]),
+    "idle": (None, [_pointer]),
     "hold": (None, []),
     "held": (_int, []),
     "release": (None, []),
@@ -60,13 +61,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Memory:
-    """Bytes of device memory."""
+    """Bytes of device memory, and how many kernels were launched."""
 
     def __init__(self) -> None:
-        numbers = (_u64 * 6)()
+        numbers = (_u64 * 7)()
         call("memory", numbers)
         self.allocated, self.peak, self.allocations, self.bytes_allocated, *ends = (int(n) for n in numbers)
-        self.capacity, self.free = ends
+        self.capacity, self.free, self.launches = ends
 
 
 @functools.cache
@@ -190,11 +191,12 @@ class RoundTrip:
 
 @dataclass
 class Counts:
-    """Events within :func:`counted`; the allocations are known at its end."""
+    """Events within :func:`counted`; the numbers are known at its end. ``launches`` are those of the package."""
 
     round_trips: list[RoundTrip] = field(default_factory=list)
     allocations: int = 0
     bytes_allocated: int = 0
+    launches: int = 0
 
 
 _counting: list[Counts] = []
@@ -215,6 +217,7 @@ def counted() -> Iterator[Counts]:
         after = Memory()
         counts.allocations = after.allocations - before.allocations
         counts.bytes_allocated = after.bytes_allocated - before.bytes_allocated
+        counts.launches = after.launches - before.launches
 
 
 def set_sync_debug_mode(mode: int | str) -> None:

@@ -66,6 +66,14 @@ int cuEventSynchronize(void* event) {
     return state().faulty ? kIllegalAddress : kSuccess;
 }
 
+int cuStreamSynchronize(int64_t stream) {
+    if (const int error = not_ready()) return error;
+    if (!simulated_is_stream(stream)) return kInvalidHandle;
+    note_round_trip("synchronize a stream");
+    synchronize(stream, simulated_record(stream));
+    return state().faulty ? kIllegalAddress : kSuccess;
+}
+
 int cuStreamWaitEvent(int64_t stream, void* event, unsigned) {
     if (const int error = not_ready()) return error;
     if (!simulated_is_stream(stream)) return kInvalidHandle;
@@ -101,6 +109,9 @@ int cuLaunchKernel(void* kernel, unsigned grid, unsigned grid_y, unsigned grid_z
         if (found == state().parameters.end()) return kInvalidHandle;
         sizes = found->second;
     }
+    // The driver would read as many as the kernel has; the package puts a null pointer behind its own.
+    for (size_t i = 0; i <= sizes.size(); ++i)
+        if ((parameters[i] == nullptr) != (i == sizes.size())) return kInvalidValue;
     simulated_launch(stream, (Kernel)kernel, grid, block, parameters, sizes.data(), int(sizes.size()));
     return kSuccess;
 }

@@ -1,7 +1,6 @@
-"""The part of CuPy that launches kernels and asks the runtime, with CuPy's own rules for arguments.
+"""The part of CuPy that loads kernels and asks the runtime, with CuPy's own rules for arguments.
 
-What CuPy refuses is refused here. What it would pass on to CUDA unseen is an error too: parameters of the wrong size,
-addresses that the GPU does not reach.
+What CuPy refuses is refused here.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import operator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-
-import numpy as np
 
 from simulated_gpu import building
 from simulated_gpu import device as simulated
@@ -99,25 +96,6 @@ class Stream:
 _current: list[int] = [0]
 
 
-def _argument(value: Any) -> bytes:
-    """Return a kernel's argument, by value, as CuPy passes it."""
-    if value is None:
-        return bytes(8)
-    if isinstance(value, np.ndarray):
-        if value.size != 1:
-            raise TypeError(
-                f"You are trying to pass a numpy.ndarray of shape {value.shape} as a kernel parameter. Only "
-                "numpy.ndarrays of size one can be passed by value."
-            )
-        return ctypes.string_at(value.ctypes.data, value.nbytes)
-    if isinstance(value, (bool, int, float, complex)):
-        kind = next(kind for kind in (bool, int, float, complex) if isinstance(value, kind))
-        return np.array(value, {bool: "?", int: "i8", float: "f8", complex: "c16"}[kind]).tobytes()
-    if isinstance(value, np.generic):
-        return value.tobytes()
-    raise TypeError(f"Unsupported type {type(value)}")
-
-
 class Function:
     """A loaded kernel."""
 
@@ -128,39 +106,8 @@ class Function:
         if not self.ptr:
             raise RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol not found")
         self.name = name
-        self._sizes = list(room[: count.value])
+        self.sizes = list(room[: count.value])  # of the parameters, in bytes
         simulated.call("kernel", self.ptr, room, count.value)
-
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Any,
-        shared_mem: int = 0,
-        stream: Any = None,
-        enable_cooperative_groups: bool = False,
-    ) -> None:
-        for name, value in (("grid", grid), ("block", block)):
-            if type(value) is not tuple:
-                raise TypeError(f"Argument '{name}' has incorrect type (expected tuple, got {type(value).__name__})")
-        blocks, threads = ([max(1, operator.index(n)) for n in (*shape, 1, 1)[:3]] for shape in (grid, block))
-        if operator.index(shared_mem) < 0:
-            raise OverflowError("can't convert negative value to size_t")
-        values = [_argument(args[position]) for position in range(len(args))]
-        if [len(value) for value in values] != self._sizes:
-            raise AssertionError(
-                f"{self.name} has parameters of {self._sizes} bytes, but was given {[len(value) for value in values]}"
-            )
-        if threads[0] * threads[1] * threads[2] > 1024 or blocks[0] > 2**31 - 1 or max(blocks[1:]) > 65535:
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
-        assert blocks[1:] == threads[1:] == [1, 1], "the kernels run here in one dimension"
-        pointer = _current[-1] if stream is None else stream.ptr
-        assert simulated.call("is_stream", pointer), f"{pointer:#x} is not a stream"
-        buffers = [ctypes.create_string_buffer(value, max(1, len(value))) for value in values]
-        count = len(values)
-        addresses = (ctypes.c_void_p * count)(*[ctypes.addressof(buffer) for buffer in buffers])
-        sizes = (ctypes.c_size_t * count)(*self._sizes)
-        simulated.call("launch", pointer, self.ptr, blocks[0], threads[0], addresses, sizes, count)
 
 
 class RawKernel:
@@ -173,9 +120,6 @@ class RawKernel:
     @functools.cached_property
     def kernel(self) -> Function:
         return Function(self._module._library, self.name)
-
-    def __call__(self, grid: Any, block: Any, args: Any, **kwargs: Any) -> None:
-        self.kernel(grid, block, args, **kwargs)
 
 
 class RawModule:

@@ -76,10 +76,11 @@ struct State {
     StreamId next_stream = 0x51000;
     size_t capacity = size_t(4) << 30, allocated = 0, peak = 0, total = 0;
     size_t allowed = SIZE_MAX;  // to this process
-    int64_t allocations = 0;
+    int64_t allocations = 0, launches = 0;
     std::string fault;
     std::atomic<bool> faulty{false};
     std::map<void*, std::vector<size_t>> parameters;  // of kernels, in bytes
+    std::set<void*> idle;                             // kernels that do nothing
 };
 
 State& state() {

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from children import exit_status
@@ -237,19 +237,15 @@ def test_new_memory_holds_nothing_of_use() -> None:
 
 
 def gather(records: int, ids: Tensor, block: Tensor, **kwargs: object) -> None:
-    from speedswap.kernels.cuda import modules, shapes
+    from speedswap.kernels.cuda import shapes
+    from speedswap.kernels.cuda.launch import launch_kernel
 
     width = block.shape[1] * 4
     columns = shapes.columns_argument([shapes.BlockPart(0, width, block.data_ptr(), width)], 4)
-    arguments = [
-        *(np.uint64(records), np.int64(block.shape[1]), np.uint64(ids.data_ptr()), np.int64(len(ids))),
-        *(columns, np.int32(4), np.int32(0), np.uint64(0)),
-    ]
+    arguments: list[Any] = [records, block.shape[1], ids.data_ptr(), len(ids), columns, 4, 0, 0]
     for position, value in kwargs.items():
         arguments[int(position.removeprefix("argument"))] = value
-    stream = torch.cuda.current_stream()
-    kernel = modules.load().module.get_function("gather_w4")
-    kernel((1,), (32,), tuple(arguments), stream=modules.cupy().cuda.ExternalStream(stream.cuda_stream))
+    launch_kernel(torch.device("cuda", 0), torch.cuda.current_stream(), "gather_w4", 1, 32, *arguments)
 
 
 def test_a_kernel_runs_when_its_stream_comes_to_it() -> None:
@@ -292,9 +288,8 @@ def test_a_kernel_is_told_words_at_places_of_their_size() -> None:
         ("bfloat16_w2", 0, False),
     ):
         launch_kernel(
-            block.device, torch.cuda.current_stream(), f"gather_{name}", 1, 32, np.uint64(memory.data_ptr()),
-            np.int64(8), np.uint64(ids.data_ptr()), np.int64(1), compact_columns_argument([compact[part]]), np.int32(1),
-            np.int32(0), np.uint64(0),
+            block.device, torch.cuda.current_stream(), f"gather_{name}", 1, 32, memory.data_ptr(), 8,
+            ids.data_ptr(), 1, compact_columns_argument([compact[part]]), 1, 0, 0,
         )  # fmt: skip
         with pytest.raises(RuntimeError, match="misaligned columns") if wrong else contextlib.nullcontext():
             torch.cuda.synchronize()
@@ -330,15 +325,31 @@ def test_a_forked_child_has_no_gpu() -> None:
     assert block.tolist() == [0, 0]
 
 
-def test_a_kernel_takes_what_cupy_would_take() -> None:
-    far = torch.zeros(5, 4, device="cuda")
-    block, ids = torch.zeros(1, 4, device="cuda"), torch.tensor([1], device="cuda")
-    with pytest.raises(AssertionError, match="parameters of"):
-        gather(far.data_ptr(), ids, block, argument5=np.int64(4))
-    with pytest.raises(TypeError, match="Unsupported type"):
-        gather(far.data_ptr(), ids, block, argument2=ids)
-    with pytest.raises(TypeError, match="shape"):
-        gather(far.data_ptr(), ids, block, argument4=np.zeros(2))
+def test_a_kernel_is_given_its_own_number_of_arguments() -> None:
+    """The driver would read addresses from whatever lies behind them."""
+    from speedswap.kernels.cuda.launch import launch_kernel
+
+    far = torch.zeros(5, device="cuda")
+    given = torch.device("cuda", 0), torch.cuda.current_stream(), "count_keys_i64", 1, 32
+    arguments = far.data_ptr(), 0, far.data_ptr()
+    launch_kernel(*given, *arguments)
+    for wrong in (arguments[:2], (*arguments, 0)):
+        with pytest.raises(RuntimeError, match="cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"):
+            launch_kernel(*given, *wrong)
+    with pytest.raises(TypeError):
+        launch_kernel(*given, *arguments[:2], far)  # type: ignore[arg-type]
+
+
+def test_structures_are_as_long_as_those_of_the_kernels() -> None:
+    from speedswap.kernels.cuda import modules, shapes
+
+    for name, position, structure in (
+        ("gather_w4", 4, shapes.columns_argument([], 4)),
+        ("gather_int8", 4, shapes.compact_columns_argument([])),
+        ("find_places", 2, shapes.batches_argument([])),
+        ("pool_float32", 0, shapes.bags_argument(features=1)),
+    ):
+        assert modules.load().module.get_function(name).kernel.sizes[position] == len(structure), name
 
 
 # ---- what the host waits for

@@ -239,10 +239,10 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
     launched: list[str] = []
     launch_kernel = launch.launch_kernel
 
-    def watched(device: object, stream: object, name: str, *rest: object) -> None:
+    def watched(device: object, stream: object, name: str, *rest: object, **how: object) -> None:
         if name == "find_places":
             sought.append(threading.current_thread().name)
-        launch_kernel(device, stream, name, *rest)
+        launch_kernel(device, stream, name, *rest, **how)
 
     def watched_launch(device: object, stream: object, name: str, *rest: object) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -53,19 +53,19 @@ def pool_bags(
     """
     if factors is not None and factors.dtype != rows.dtype:
         raise TypeError(f"factors are {factors.dtype}, but the rows {rows.dtype}; convert them with .to({rows.dtype})")
-    rows, offsets, num_bags, width = as_read(rows.detach()), as_read(offsets), len(offsets) - 1, rows.shape[1]
+    rows, offsets, num_bags, width = as_read(rows.detach()), as_read(offsets), offsets.shape[0] - 1, rows.shape[1]
     out = empty((num_bags // features, features * width), rows.dtype, rows.device)
     places = torch.empty_like(local) if trains else None
     scales = taken = None
     if trains and (factors is not None or mode == "mean"):
-        scales = local.new_empty(len(local), dtype=_as_added(rows.dtype))
+        scales = local.new_empty(local.shape, dtype=_as_added(rows.dtype))
     if trains and mode == "max":
         taken = local.new_empty(out.shape)
     factors, counts, is_mean = (None if each is None else as_read(each.detach()) for each in (factors, counts, is_mean))
     _launch(
         "pool_max" if mode == "max" else "pool", rows, local, (num_bags, width), width, features, rows=rows,
         offsets=offsets, factors=factors, counts=counts, is_mean=is_mean, out=out, places=places, scales=scales,
-        taken=taken, num_bags=num_bags, samples=len(out), means=mode == "mean",
+        taken=taken, num_bags=num_bags, samples=out.shape[0], means=mode == "mean",
     )  # fmt: skip
     return out, (places, scales, taken)
 
@@ -90,11 +90,11 @@ def sum_entries(
     """
     grad, width = _readable(grad), grad.shape[1] // features
     out = empty((num_rows, width), grad.dtype, grad.device)
-    if not len(local):
+    if not local.shape[0]:
         return out.zero_()
     if order is None:
         order = torch.sort(local.int() if num_rows < 2**31 else local, stable=True)[1]
-    windows = -(-len(local) // CHUNK)
+    windows = -(-local.shape[0] // CHUNK)
     given = {
         "out": out, "grad": grad, "order": order, "starts": local.new_empty(num_rows + 1),
         "partial": grad.new_empty(2 * windows, width, dtype=_as_added(grad.dtype)), "num_rows": num_rows,
@@ -144,12 +144,15 @@ def _launch(
         width, features: of the bags.
         given: what else the kernel's ``Bags`` holds: tensors and numbers.
     """
-    numbers = {"width": width, "features": features, "entries": len(local), "row_bytes": width * values.itemsize}
+    numbers = {"width": width, "features": features, "entries": local.shape[0], "row_bytes": width * values.itemsize}
     multiples = 0
     for name, each in given.items():
-        numbers[name] = each.data_ptr() if isinstance(each, Tensor) else each or 0
-        if isinstance(each, Tensor) and each.ndim == 2 and each.dtype == values.dtype:
-            multiples |= each.data_ptr() | values.itemsize * (width | each.stride(0))
+        if not isinstance(each, Tensor):
+            numbers[name] = each or 0
+            continue
+        numbers[name] = address = each.data_ptr()
+        if each.ndim == 2 and each.dtype == values.dtype:
+            multiples |= address | values.itemsize * (width | each.stride(0))
     numbers |= {"local": local.data_ptr(), "grad_stride": values.stride(0), "whole": multiples % 16 == 0}
     grid = group_grid(*shape, 16 // values.itemsize, multiprocessors=multiprocessors(index_of(values.device)))
     name = kernel if kernel == "find_starts" else f"{kernel}_{dtype_name(values.dtype)}"

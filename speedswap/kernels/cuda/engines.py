@@ -25,7 +25,6 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda import launch, modules
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
-from speedswap.kernels.cuda.shapes import block_addresses
 from speedswap.kernels.host import get_num_threads
 from speedswap.kernels.records import Part, Records
 
@@ -154,11 +153,10 @@ class Ring:
         some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
         launches: list[_C.Launch] = []
         for each in launch.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
-            row_bytes = each.row_bytes if in_order else [0] * len(each.row_bytes)
-            blocks = list(zip(block_addresses(each.columns), row_bytes, strict=True))
+            blocks = each.blocks if in_order else [(place, 0) for place, _ in each.blocks]
             launches.append(
-                (launch.kernel_handle(self._device, each.kernel), each.grid, each.threads_per_block, each.stride,
-                 each.columns.tobytes(), blocks, each.lanes)
+                (launch.kernel_handle(self._device.index, each.kernel), each.grid, each.threads_per_block, each.stride,
+                 each.columns, blocks, each.lanes)
             )  # fmt: skip
         return (packing.stride, packing.runs, at_once), launches
 
@@ -239,16 +237,15 @@ SHARES = {"auto": 1.0, "zero_copy": 1.0, "staged": 0.0, "split": 0.5}
 
 def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
     """Copy columns between records and blocks if either is on a GPU; see :mod:`speedswap.kernels.records`."""
-    parts = [part._replace(block=part.block.detach()) for part in parts if part.block.nbytes]
+    parts = [part for part in parts if part.block.nbytes]
     if not parts:
         return
     blocks_on = parts[0].block.device
     if records.device.type == "cpu":
         share = SHARES[records.engine if records.pinned else "staged"]
-        with torch.cuda.device(blocks_on):  # otherwise what a ring allocates takes the current GPU into use
-            move_between(what, share, records, ids, parts, blocks_on)
+        move_between(what, share, records, ids, parts, blocks_on)
         return
-    near = parts  # with blocks next to the records
+    near = parts = _detached(parts)  # with blocks next to the records
     if blocks_on != torch.device("cuda", index_of(records.device)):
         copied = torch.empty_like if what == "gather" else Tensor.to
         near = [part._replace(block=copied(part.block, device=records.device)) for part in parts]
@@ -275,20 +272,26 @@ def move_between(
         parts: columns that are at least a byte wide, with blocks on the GPU.
         device: the GPU.
     """
-    ids = ids.to(torch.int64).contiguous()
-    direct = round(share * len(ids))
-    if direct < len(ids) and records.fence is not None:
+    stream, count = torch.cuda.current_stream(device), ids.shape[0]
+    direct = round(share * count)
+    if direct == count:
+        _launch(what, records, ids.to(device, torch.int64).contiguous(), parts, device, stream)
+        return
+    ids, parts = ids.to(torch.int64).contiguous(), _detached(parts)
+    if records.fence is not None:
         records.fence.wait(reads=what == "scatter", forwarded=_forwarded(records, device))
-    stream = torch.cuda.current_stream(device)
     # Staged rows wait for the work queued so far, not for the rows that go directly.
-    ready = stream.record_event() if direct < len(ids) else None
+    ready = stream.record_event()
     if direct:
-        near, some = ids[:direct].to(device), rows_of(parts, slice(0, direct))
-        _launch(what, records, near, some, device, stream)
-    if ready is not None:
+        _launch(what, records, ids[:direct].to(device), rows_of(parts, slice(0, direct)), device, stream)
+    with torch.cuda.device(device):  # otherwise what a ring allocates takes the current GPU into use
         staged = ring(index_of(device), "in" if what == "gather" else "out")
         turn = staged.gather if what == "gather" else staged.scatter
-        turn(records, ids[direct:], rows_of(parts, slice(direct, len(ids))), ready)
+        turn(records, ids[direct:], rows_of(parts, slice(direct, count)), ready)
+
+
+def _detached(parts: Sequence[Part]) -> list[Part]:
+    return [part._replace(block=part.block.detach()) for part in parts]
 
 
 def _launch(

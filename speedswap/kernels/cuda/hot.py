@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -210,15 +209,15 @@ class HotRows:
             expected: the rows of batches to come, which count as scattered: int64, unique, each shape (n,), on the GPU;
                 the current stream waits for them.
         """
-        num_rows, limit = len(self._words), np.int64(self._limit)
-        (words, state), plan = map(np.uint64, self.pointers), np.uint64(self._plan.data_ptr())
+        num_rows, limit = len(self._words), self._limit
+        (words, state), plan = self.pointers, self._plan.data_ptr()
         with self._changing_places() as stream:
             for rows in expected:
                 rows.record_stream(stream)
-                self._launch(stream, "hot_expect", len(rows), words, np.uint64(rows.data_ptr()), np.int64(len(rows)))
-            self._launch(stream, "hot_count", num_rows, words, np.int64(num_rows), state)
-            launch_kernel(self._device, stream, "hot_choose", 1, _BINS, state, np.int64(self.slots), limit)
-            self._launch(stream, "hot_pick", num_rows, words, np.int64(num_rows), state, plan, limit)
+                self._launch(stream, "hot_expect", len(rows), words, rows.data_ptr(), len(rows))
+            self._launch(stream, "hot_count", num_rows, words, num_rows, state)
+            launch_kernel(self._device, stream, "hot_choose", 1, _BINS, state, self.slots, limit)
+            self._launch(stream, "hot_pick", num_rows, words, num_rows, state, plan, limit)
             self._swap(stream, [each.data_ptr() for each in self._plan], self._limit)
             self._holds_rows = True
             with modules.on_device(index_of(self._device)):
@@ -227,7 +226,7 @@ class HotRows:
                 )
             self._seen_at.record(stream)
 
-    def _launch(self, stream: torch.cuda.Stream, name: str, threads: int, *arguments: np.generic) -> None:
+    def _launch(self, stream: torch.cuda.Stream, name: str, threads: int, *arguments: int) -> None:
         if threads:
             grid = group_grid(threads, 1, 1, multiprocessors=multiprocessors(index_of(self._device)))
             launch_kernel(self._device, stream, name, grid, THREADS_PER_BLOCK, *arguments)
@@ -247,9 +246,8 @@ class HotRows:
             changes = plan[0] and number == len(self._arenas) - 1  # once the rows of all groups have moved
             launch_kernel(
                 self._device, stream, f"hot_swap_w{shape.word_bytes}", shape.grid, shape.threads_per_block,
-                np.uint64(records.pointer), np.int64(records.stride // shape.word_bytes), np.uint64(arena.data_ptr()),
-                np.uint64(self._state.data_ptr()), *map(np.uint64, plan), np.int32(shape.lanes),
-                np.uint64(self._words.data_ptr() if changes else 0), np.uint64(self._row_of.data_ptr()),
+                records.pointer, records.stride // shape.word_bytes, arena.data_ptr(), self._state.data_ptr(), *plan,
+                shape.lanes, self._words.data_ptr() if changes else 0, self._row_of.data_ptr(),
             )  # fmt: skip
 
     # ------------------------------------------------------------------ the host

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speedswap.kernels import _C
 from speedswap.kernels.cuda import modules
 from speedswap.kernels.cuda.modules import index_of
 from speedswap.kernels.cuda.shapes import (
     COLUMNS_PER_LAUNCH,
+    NOT_HOT,
     PIECE,
     THREADS_PER_BLOCK,
     BlockPart,
     CompactPart,
+    block_addresses,
     columns_argument,
     compact_columns_argument,
     convert_shape,
@@ -37,12 +38,6 @@ _T = TypeVar("_T")
 HOST_MULTIPROCESSORS = 32
 
 
-class _Stream(NamedTuple):
-    """One of torch's streams as an argument of CuPy's launch, which reads ``ptr``."""
-
-    ptr: int
-
-
 @functools.cache
 def multiprocessors(device: int) -> int:
     """Return the number of multiprocessors of a GPU."""
@@ -52,17 +47,17 @@ def multiprocessors(device: int) -> int:
 class Planned(NamedTuple):
     """One launch of a move: the kernel's name, grid and thread blocks, and the arguments that describe the columns.
 
-    ``stride`` is that of the records in the kernel's words, ``columns`` its structure, ``row_bytes`` of each column's
-    block.
+    ``stride`` is that of the records in the kernel's words, ``columns`` its structure. ``blocks`` has, of each column's
+    block, the place of its address in that structure, and its bytes per row.
     """
 
     kernel: str
     grid: int
     threads_per_block: int
     stride: int
-    columns: npt.NDArray[np.void]
+    columns: bytes
     lanes: int
-    row_bytes: list[int]
+    blocks: list[tuple[int, int]]
 
 
 def plan(what: What, records: Records, count: int, parts: Sequence[Part], multiprocessors: int) -> Iterator[Planned]:
@@ -79,10 +74,15 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
         ValueError: a converted column is not aligned to its values, or an int8 one to its scale: no GPU can read it.
     """
     host = records.device.type == "cpu"
-    copied = [BlockPart(p.offset, p.width, p.block.data_ptr(), p.width) for p in parts if p.stored is None]
+    copied: list[BlockPart] = []
     converted: dict[torch.dtype, list[CompactPart]] = {}
+    moved = 0
     for part in parts:
-        if part.stored is not None:
+        width = part.width
+        moved += width
+        if part.stored is None:
+            copied.append(BlockPart(part.offset, width, part.block.data_ptr(), width))
+        else:
             _require_aligned(records, part.offset, part.stored.dtype)
             compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
             converted.setdefault(part.stored.dtype, []).append(compact)
@@ -95,15 +95,20 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
                 address, stride = records.pointer, records.stride
                 shape = convert_shape(address, stride, count, some, multiprocessors=multiprocessors, host=host)
                 name = f"{name}_w{shape.word_bytes}"
+            hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
+            places = block_addresses(len(some), compact=True)
             yield Planned(
-                name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some), shape.lanes,
-                [4 * part.width for part in some],
+                name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some, hot),
+                shape.lanes, [(place, 4 * part.width) for place, part in zip(places, some, strict=True)],
             )  # fmt: skip
     for group in _by_launch(copied):
         shape = launch_shape(records.pointer, records.stride, count, group, multiprocessors=multiprocessors, host=host)
+        hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
+        places = block_addresses(len(group), compact=False)
         yield Planned(
             f"{what}_w{shape.word_bytes}", shape.grid, shape.threads_per_block, records.stride // shape.word_bytes,
-            columns_argument(group, shape.word_bytes), shape.lanes, [part.width for part in group],
+            columns_argument(group, shape.word_bytes, hot), shape.lanes,
+            [(place, part.width) for place, part in zip(places, group, strict=True)],
         )  # fmt: skip
 
 
@@ -139,16 +144,13 @@ def move(
         device: the GPU.
         stream: a stream of that GPU.
     """
-    limit = multiprocessors(index_of(device))
+    limit, count = multiprocessors(index_of(device)), ids.shape[0]
     if records.device.type == "cpu":
         limit = host_limit(limit)
-    for number, each in enumerate(plan(what, records, len(ids), parts, limit)):
-        if records.hot is not None:
-            each.columns["hot"] = records.hot.argument(0 if number else sum(part.width for part in parts))
+    for kernel, grid, threads_per_block, stride, columns, lanes, _ in plan(what, records, count, parts, limit):
         launch_kernel(
-            device, stream, each.kernel, each.grid, each.threads_per_block, np.uint64(records.pointer),
-            np.int64(each.stride), np.uint64(ids.data_ptr()), np.int64(len(ids)), each.columns, np.int32(each.lanes),
-            np.int32(0), np.uint64(0),
+            device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
+            lanes, 0, 0,
         )  # fmt: skip
 
 
@@ -176,12 +178,12 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
         f"round_{dtype_name(stored.dtype)}",
         group_grid(len(ids), width, PIECE, multiprocessors=multiprocessors(index_of(block.device))),
         THREADS_PER_BLOCK,
-        np.uint64(block.data_ptr()),
-        np.int64(width),
-        np.uint64(ids.data_ptr()),
-        np.int64(len(ids)),
-        np.int64(stored.key is not None),
-        np.uint64(stored.key or 0),
+        block.data_ptr(),
+        width,
+        ids.data_ptr(),
+        len(ids),
+        stored.key is not None,
+        stored.key or 0,
     )
 
 
@@ -196,29 +198,43 @@ def fill(kind: str, into: Tensor, first_row: int, a: float, b: float, seed: int,
         f"fill_{kind}_f{8 * size}",
         group_grid(len(into), width, 16 // size, multiprocessors=multiprocessors(index_of(into.device))),
         THREADS_PER_BLOCK,
-        np.uint64(into.data_ptr()),
-        *(np.int64(number) for number in (into.stride(0) * size, first_row, len(into), width)),
-        *(np.float64(parameter) for parameter in (a, b)),
-        *(np.uint64(key) for key in (seed, column_key)),
+        into.data_ptr(),
+        into.stride(0) * size,
+        first_row,
+        len(into),
+        width,
+        float(a),
+        float(b),
+        seed,
+        column_key,
     )
 
 
 def launch_kernel(
-    device: torch.device, stream: torch.cuda.Stream, name: str, grid: int, threads_per_block: int, *arguments: Any
+    device: torch.device,
+    stream: torch.cuda.Stream,
+    name: str,
+    grid: int,
+    threads_per_block: int,
+    *arguments: int | float | bytes,
+    waits: bool = False,
 ) -> None:
-    """Queue a kernel of ``csrc/rows.cuh``; the arguments are NumPy scalars of exactly its parameters' types."""
-    with modules.on_device(index_of(device)):
-        kernel = _kernel(name)
-        kernel((grid,), (threads_per_block,), arguments, stream=_Stream(stream.cuda_stream))
+    """Queue a kernel of ``csrc/rows.cuh``.
+
+    Args:
+        device: the GPU.
+        stream: a stream of that GPU.
+        name: the kernel's.
+        grid, threads_per_block: the number of thread blocks, and of threads in each.
+        arguments: the kernel's, in order: integers, floats for parameters of float64, and structures.
+        waits: True to wait until the stream has done it, without the interpreter lock.
+    """
+    index, on = index_of(device), stream.cuda_stream
+    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, on, arguments, waits)
 
 
 @functools.cache
-def kernel_handle(device: torch.device, name: str) -> int:
+def kernel_handle(device: int, name: str) -> int:
     """Return the driver's handle of a kernel of ``csrc/rows.cuh`` on a GPU."""
-    with modules.on_device(index_of(device)):
-        return int(_kernel(name).kernel.ptr)
-
-
-@functools.cache
-def _kernel(name: str) -> Any:
-    return modules.load().module.get_function(name)
+    with modules.on_device(device):
+        return int(modules.load().module.get_function(name).kernel.ptr)

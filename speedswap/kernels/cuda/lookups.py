@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from operator import add
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from speedswap.kernels.cuda.launch import launch_kernel, multiprocessors
 from speedswap.kernels.cuda.modules import index_of
 from speedswap.kernels.cuda.shapes import (
-    BATCHES,
     BATCHES_PER_LAUNCH,
-    FEATURE,
     KEYS_PER_THREAD,
     THREADS_PER_BLOCK,
+    batches_argument,
     group_grid,
 )
+
+
+def _ids_of(ids: Tensor) -> tuple[int, bool, int, int, int]:
+    """Return a feature's ids in the kernels' form: address, dtype, ids per bag, and strides."""
+    address, is_narrow, stride = ids.data_ptr(), ids.dtype is torch.int32, ids.stride()
+    if len(stride) == 1:
+        return address, is_narrow, 1, stride[0], 0
+    return address, is_narrow, max(1, ids.shape[1]), *stride
+
+
+def _bags_of(bags: tuple[Tensor | None, bool]) -> tuple[int, bool, bool]:
+    """Return a feature's offsets in the kernels' form: address, dtype, and if the last is the number of ids."""
+    offsets, closed = bags
+    return (0, False, closed) if offsets is None else (offsets.data_ptr(), offsets.dtype is torch.int32, closed)
 
 
 class FeatureTable:
@@ -35,38 +47,32 @@ class FeatureTable:
 
     Attributes:
         wrong: int64, shape (1,), on the GPU: not 0 if :func:`join` has found offsets that do not ascend.
+        num_ids: the number of ids, as ``starts`` tell it.
+        end: the greatest end of a feature's rows.
         features, starts, begins: addresses on the GPU; ``begins`` is 0 if there are none.
     """
 
     def __init__(
         self,
         ids: Sequence[Tensor],
-        ranges: tuple[Any, Any],
-        outside: Any,
+        ranges: tuple[Sequence[int], Sequence[int]],
+        outside: Iterable[int],
         starts: Sequence[int],
-        begins: Any = None,
+        begins: Sequence[int] | None = None,
         bags: Sequence[tuple[Tensor | None, bool]] = (),
     ) -> None:
         self.count = len(starts) - 1
+        self.num_ids, self.end = starts[-1], max(map(add, *ranges), default=0)
         self.device = ids[0].device
-        # The flag, count + 1 starts, count begins, and the features.
+        # The flag, count + 1 starts, count begins, and the features as in csrc/lookups.cuh.
         first = 2 + 2 * self.count
-        held = torch.empty(first + self.count * FEATURE.itemsize // 8, dtype=torch.int64, pin_memory=True)
-        items = held.numpy()
-        items[:first] = 0
-        items[1 : 2 + self.count] = starts
-        if begins is not None:
-            items[2 + self.count : first] = begins
-        features = items[first:].view(FEATURE)
-        features["ids"] = [each.data_ptr() for each in ids]
-        features["narrow"] = [each.dtype is torch.int32 for each in ids]
-        features["per_bag"] = [max(1, each.shape[1]) if each.ndim == 2 else 1 for each in ids]
-        features["stride"], features["inner_stride"] = zip(*((*each.stride(), 0)[:2] for each in ids), strict=True)
-        features["base"], features["limit"] = ranges
-        features["outside"] = outside
-        features["offsets"] = [0 if each is None else each.data_ptr() for each, _ in bags] or 0
-        features["narrow_offsets"] = [each is not None and each.dtype is torch.int32 for each, _ in bags] or 0
-        features["closed"] = [closed for _, closed in bags] or 0
+        numbers = [0, *starts, *(begins or [0] * self.count)]
+        own_ids = [_ids_of(ids[0])] * self.count if len(ids) == 1 else map(_ids_of, ids)
+        own_bags = map(_bags_of, bags) if bags else [(0, 0, 0)] * self.count
+        for of_ids, base, limit, out, of_bags in zip(own_ids, *ranges, outside, own_bags, strict=True):
+            numbers += *of_ids, base, limit, out, *of_bags
+        held = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+        held.numpy()[:] = numbers
         self._read = ids, bags  # alive while the kernels read them
         near = held.to(self.device, non_blocking=True)
         self.wrong = near[:1]
@@ -144,7 +150,7 @@ def number(
             "rows are looked up inside torch.cuda.graph, but the number of a batch's rows is not known before the ids "
             "are; look them up before the graph, and capture what is computed with them"
         )
-    device, count, kind = keys.device, len(keys), f"keys_i{8 * keys.itemsize}"
+    device, count, kind = keys.device, keys.shape[0], f"keys_i{8 * keys.itemsize}"
     pieces = -(-count // KEYS_PER_THREAD)
     ends = torch.empty(pieces, dtype=torch.int64, device=device)
     found, local = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
@@ -157,15 +163,10 @@ def number(
         with torch.inference_mode(False):  # it is read later in other modes
             mailbox = torch.empty(max(256, 8 * num_lookups), dtype=torch.int64, pin_memory=True)
     try:
-        try:
-            _launch(
-                f"number_{kind}", device, pieces, keys.data_ptr(), order.data_ptr(), count, ends.data_ptr(), features,
-                starts, num_lookups, found.data_ptr(), local.data_ptr(), mailbox.data_ptr(),
-            )  # fmt: skip
-        finally:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(device))
-            done.synchronize()
+        _launch(
+            f"number_{kind}", device, pieces, keys.data_ptr(), order.data_ptr(), count, ends.data_ptr(), features,
+            starts, num_lookups, found.data_ptr(), local.data_ptr(), mailbox.data_ptr(), waits=True,
+        )  # fmt: skip
         return found, local, mailbox[: 4 * num_lookups].view(num_lookups, 4).tolist()
     finally:
         waiting.append(mailbox)
@@ -187,11 +188,9 @@ def find_places(rows: Tensor, batches: Sequence[Tensor], rest: Tensor | None = N
     before, into = rows, 0 if rest is None else rest.data_ptr()
     for start in range(0, len(batches) if len(rows) else 0, BATCHES_PER_LAUNCH):
         stop = min(start + BATCHES_PER_LAUNCH, len(batches))
-        argument = np.zeros(1, BATCHES)
-        argument["count"] = stop - start
-        argument["batch"][0, : stop - start] = [
-            (batches[k].data_ptr(), len(batches[k]), places[k].data_ptr()) for k in range(start, stop)
-        ]
+        argument = batches_argument(
+            [(batches[k].data_ptr(), len(batches[k]), places[k].data_ptr()) for k in range(start, stop)]
+        )
         _launch(
             "find_places", rows.device, len(rows), rows.data_ptr(), len(rows), argument, before.data_ptr(), into
         )  # fmt: skip
@@ -199,10 +198,9 @@ def find_places(rows: Tensor, batches: Sequence[Tensor], rest: Tensor | None = N
     return places
 
 
-def _launch(name: str, device: torch.device, threads: int, *arguments: Any) -> None:
-    """Queue a kernel of parameters of 8 bytes, and of structures."""
+def _launch(name: str, device: torch.device, threads: int, *arguments: int | bytes, waits: bool = False) -> None:
+    """Queue a kernel on torch's current stream, unless no threads are needed."""
     if threads:
         grid = group_grid(threads, 1, 1, multiprocessors=multiprocessors(index_of(device)))
         stream = torch.cuda.current_stream(device)
-        values = [each if isinstance(each, np.ndarray) else np.int64(each) for each in arguments]
-        launch_kernel(device, stream, name, grid, THREADS_PER_BLOCK, *values)
+        launch_kernel(device, stream, name, grid, THREADS_PER_BLOCK, *arguments, waits=waits)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 # As in csrc/rows.cuh and csrc/bags.cuh.
 COLUMNS_PER_LAUNCH = 8
@@ -21,34 +20,24 @@ THREADS_PER_MULTIPROCESSOR = 2048
 # size fit on a multiprocessor, and a grid takes no more multiprocessors than it has thread blocks.
 HOST_THREADS_PER_BLOCK = 1024
 
-_HOT = np.dtype([("words", "u8"), ("arena", "u8"), ("state", "u8"), ("row_bytes", "i8"), ("counts", "i8")])
-_COLUMN = np.dtype([("first", "i8"), ("offset", "i8"), ("block", "i8"), ("block_stride", "i8")])
-_COLUMNS = np.dtype([("count", "i8"), ("words", "i8"), ("hot", _HOT), ("column", _COLUMN, (COLUMNS_PER_LAUNCH,))])
-_COMPACT_COLUMN = np.dtype(
-    [("first", "i8"), ("offset", "i8"), ("block", "i8"), ("width", "i8"), ("stochastic", "i8"), ("key", "u8")]
-)
-_COMPACT_COLUMNS = np.dtype(
-    [("count", "i8"), ("pieces", "i8"), ("hot", _HOT), ("column", _COMPACT_COLUMN, (COLUMNS_PER_LAUNCH,))]
-)
-_BAGS = (
+# Numbers of 8 bytes in front of the columns of a move: their number, their words or pieces, and the cache of hot rows.
+_BEFORE_COLUMNS = 7
+NOT_HOT = (0, 0, 0, 0, 0)
+_COLUMN_NUMBERS, _COMPACT_NUMBERS = 4, 6  # per column, and the third of them is the block's address
+_NO_BAGS = dict.fromkeys(
     "rows local offsets factors counts is_mean out grad places scales taken order starts partial "
-    "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole"
-).split()
+    "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split(),
+    0,
+)
 
 # As in csrc/rows.cuh.
 MOST_IDLE_COLUMNS = 4
-_IDLE = np.dtype(
-    [("columns", "u8", (MOST_IDLE_COLUMNS,))]
-    + [(name, "i8") for name in "last steps num_columns num_rows width now before bends".split()]
-)
+_NO_IDLE = dict.fromkeys("last steps num_columns num_rows width now before bends".split(), 0)
 
 # As in csrc/lookups.cuh.
 KEYS_PER_THREAD = 16
 BATCHES_PER_LAUNCH = 8
-_FEATURE = "ids narrow per_bag stride inner_stride base limit outside offsets narrow_offsets closed"
-FEATURE = np.dtype([(name, "i8") for name in _FEATURE.split()])
-_BATCH = np.dtype([(name, "i8") for name in ("rows", "num_rows", "places")])
-BATCHES = np.dtype([("count", "i8"), ("batch", _BATCH, (BATCHES_PER_LAUNCH,))])
+_BATCH_NUMBERS = 3
 
 
 class BlockPart(NamedTuple):
@@ -95,11 +84,12 @@ def launch_shape(
         The largest word that divides every address, stride, offset and width; a power of two of lanes, up to a warp,
         that covers a row's words; and a grid that covers the rows, as far as the limits above allow.
     """
-    everything = records | stride
+    everything, width = records | stride, 0
     for part in parts:
         everything |= part.offset | part.width | part.block | part.block_stride
+        width += part.width
     word_bytes = next(word for word in WORDS if everything % word == 0)
-    words = sum(part.width for part in parts) // word_bytes
+    words = width // word_bytes
     lanes = min(32, 1 << (words - 1).bit_length())
     return Shape(word_bytes, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
 
@@ -143,53 +133,55 @@ def _grid(threads: int, limit: int) -> int:
     return -(-min(threads, limit) // THREADS_PER_BLOCK)
 
 
-def columns_argument(parts: Sequence[BlockPart], word_bytes: int) -> npt.NDArray[np.void]:
-    """Return the kernels' ``Columns``, in words, as an array of one structure, which CuPy passes by value."""
-    argument = np.zeros(1, _COLUMNS)
+def columns_argument(parts: Sequence[BlockPart], word_bytes: int, hot: Sequence[int] = NOT_HOT) -> bytes:
+    """Return the kernels' ``Columns``, in words; ``hot`` is their ``Hot``."""
+    numbers: list[int] = []
     first = 0
-    for column, part in enumerate(parts):
-        width = part.width // word_bytes
-        argument["column"][0, column] = (first, part.offset // word_bytes, part.block, part.block_stride // word_bytes)
-        first += width
-    argument["count"] = len(parts)
-    argument["words"] = first
-    return argument
+    for offset, width, block, block_stride in parts:
+        numbers += first, offset // word_bytes, block, block_stride // word_bytes
+        first += width // word_bytes
+    return _structure("q", [len(parts), first, *hot], numbers, _COLUMN_NUMBERS, COLUMNS_PER_LAUNCH)
 
 
-def compact_columns_argument(parts: Sequence[CompactPart]) -> npt.NDArray[np.void]:
-    """Return the kernels' ``CompactColumns``, as an array of one structure."""
-    argument = np.zeros(1, _COMPACT_COLUMNS)
+def compact_columns_argument(parts: Sequence[CompactPart], hot: Sequence[int] = NOT_HOT) -> bytes:
+    """Return the kernels' ``CompactColumns``; ``hot`` is their ``Hot``."""
+    numbers: list[int] = []
     first = 0
-    for column, part in enumerate(parts):
-        stochastic = part.key is not None
-        argument["column"][0, column] = (first, part.offset, part.block, part.width, stochastic, part.key or 0)
+    for part in parts:
+        numbers += first, part.offset, part.block, part.width, part.key is not None, part.key or 0
         first += _pieces(part)
-    argument["count"] = len(parts)
-    argument["pieces"] = first
-    return argument
+    return _structure("Q", [len(parts), first, *hot], numbers, _COMPACT_NUMBERS, COLUMNS_PER_LAUNCH)
 
 
-def bags_argument(**values: int) -> npt.NDArray[np.void]:
-    """Return the kernels' ``Bags``, as an array of one structure; what is not given is 0."""
+def batches_argument(batches: Sequence[tuple[int, int, int]]) -> bytes:
+    """Return the kernels' ``Batches``: of each the address of its rows, their number, and where their places go."""
+    return _structure("q", [len(batches)], [*chain(*batches)], _BATCH_NUMBERS, BATCHES_PER_LAUNCH)
+
+
+def bags_argument(**values: int) -> bytes:
+    """Return the kernels' ``Bags``; what is not given is 0."""
     values["shift"] = (values["features"] - 1).bit_length()
-    return np.array([values.get(name, 0) for name in _BAGS], np.int64).view(f"V{8 * len(_BAGS)}")
+    return struct.pack(f"{len(_NO_BAGS)}q", *{**_NO_BAGS, **values}.values())
 
 
-def idle_argument(columns: Sequence[int], **values: int) -> npt.NDArray[np.void]:
-    """Return the kernels' ``IdleBlock``, as an array of one structure; ``columns`` are addresses."""
-    argument = np.zeros(1, _IDLE)
-    argument["columns"][0, : len(columns)] = columns
-    argument["num_columns"] = len(columns)
-    for name, value in values.items():
-        argument[name] = value
-    return argument
+def idle_argument(columns: Sequence[int], **values: int) -> bytes:
+    """Return the kernels' ``IdleBlock``; ``columns`` are addresses."""
+    numbers = {**_NO_IDLE, "num_columns": len(columns), **values}
+    addresses = [*columns, *[0] * (MOST_IDLE_COLUMNS - len(columns))]
+    return struct.pack(f"{MOST_IDLE_COLUMNS + len(_NO_IDLE)}q", *addresses, *numbers.values())
 
 
-def block_addresses(argument: npt.NDArray[np.void]) -> list[int]:
-    """Return the places of the blocks' addresses, in bytes, within an argument of either kind."""
-    blocks = argument["column"]["block"][0]
-    first = blocks.ctypes.data - argument.ctypes.data
-    return [first + number * blocks.strides[0] for number in range(int(argument["count"][0]))]
+def _structure(kind: str, before: Sequence[int], numbers: Sequence[int], per_item: int, most: int) -> bytes:
+    """Return numbers of 8 bytes, and zeros for as many more items as there may be."""
+    given = struct.pack(f"{len(before) + len(numbers)}{kind}", *before, *numbers)
+    return given.ljust(8 * (len(before) + per_item * most), b"\0")
+
+
+def block_addresses(count: int, *, compact: bool) -> range:
+    """Return the places of the addresses of ``count`` blocks, in bytes, within an argument of either kind."""
+    per_column = _COMPACT_NUMBERS if compact else _COLUMN_NUMBERS
+    first = _BEFORE_COLUMNS + 2
+    return range(8 * first, 8 * (first + count * per_column), 8 * per_column)
 
 
 def _pieces(part: CompactPart) -> int:
