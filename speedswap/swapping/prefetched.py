@@ -22,11 +22,14 @@ class Request:
         given: the tensors that a lookahead may have announced for it; empty if there are no ids.
         device: where the rows are needed.
         ids_of: returns the ids, int32 or int64, any shape, on that device; called if none were announced.
+        found_of: returns their rows and each id's index among them, where those of several lookups are found together;
+            or None.
     """
 
     given: tuple[Tensor, ...]
     device: torch.device
     ids_of: Callable[[], Tensor]
+    found_of: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def of(cls, request: Request | Tensor) -> Request:

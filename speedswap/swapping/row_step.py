@@ -141,7 +141,7 @@ class RowStep(Locked):
             self.before_forward()
         columns = None if trains else _WEIGHT
         leased = None if self.announced is None else self._announced_lease(Request.of(request), columns)
-        block, local = leased or self.lease(request.ids_of() if type(request) is Request else request, columns)
+        block, local = leased or self.lease(request, columns)
         weight = block.columns["weight"]
         if not trains:
             return weight, local
@@ -152,11 +152,15 @@ class RowStep(Locked):
         leaf.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return leaf, local
 
-    def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
-        """Lease the distinct rows of ids from the table; return them and each id's index among them."""
+    def lease(self, request: Request | Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
+        """Lease the distinct rows of a lookup from the table; return them and each id's index among them."""
         table = self.state.whole
-        rows, local = kernels.find_rows(ids, table.num_embeddings, f"table {table.name!r}")
-        return table.lease(rows, columns=columns, device=ids.device), local
+        if type(request) is Request and request.found_of is not None:
+            rows, local = request.found_of()
+        else:
+            ids = request.ids_of() if type(request) is Request else request
+            rows, local = kernels.find_rows(ids, table.num_embeddings, f"table {table.name!r}")
+        return table.lease(rows, columns=columns, device=rows.device), local
 
     def _announced_lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor] | None:
         """Return a lookup's rows as gathered by a lookahead, if they are current, or as its ids, not computed again.

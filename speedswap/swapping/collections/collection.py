@@ -92,7 +92,7 @@ class TableCollection(nn.Module, Generic[Config]):
         }
         self.register_module(self.tables_name, TablesByName(homes[config.name] for config in self.configs))
         with torch.device("cpu"):
-            self._slots = Slots(groups, last=lambda config: getattr(config, "pooling", None) == "max")
+            self._slots = Slots(groups, pooling=lambda config: getattr(config, "pooling", None))
         surround_forward(self, ranks or next((group.ranks for group in groups), None))
 
     # ------------------------------------------------------------------ other ways to make one
@@ -335,7 +335,9 @@ class TableCollection(nn.Module, Generic[Config]):
         is_ahead = group._step.announced is not None or group._step.is_sharded
         given = found.tensors(index, device) if is_ahead else ()
         try:
-            return group._look_up(Request(given, device, functools.partial(found.rows, index, checked=True)))
+            ids_of = functools.partial(found.rows, index, checked=True)
+            found_of = functools.partial(found.found, index) if found.slots.has_several_groups else None
+            return group._look_up(Request(given, device, ids_of, found_of))
         except IdError as error:
             wrong = found.outside(error.with_traceback(None))
         raise wrong

@@ -36,7 +36,7 @@ class Slots:
 
     Args:
         groups: the groups of tables.
-        last: returns True for tables whose lookups go after the others of their group.
+        pooling: returns the pooling of a table; None to return its rows one by one. Maxima go last in their group.
 
     Attributes:
         groups: the groups.
@@ -49,9 +49,11 @@ class Slots:
         of_table: the slots of each table, by name.
         names: all features.
         keys: each slot's name in the output: its feature, with its table if several tables have the feature.
+        has_several_groups: True if a batch's lookups are in more than one group.
+        splits_ids: True if a batch's ids are split by slot, so that the host needs the number of each slot's ids.
     """
 
-    def __init__(self, groups: Sequence[TableGroup], last: Callable[[EmbeddingConfig], bool]) -> None:
+    def __init__(self, groups: Sequence[TableGroup], pooling: Callable[[EmbeddingConfig], str | None]) -> None:
         self.groups = tuple(groups)
         slots: list[tuple[str, EmbeddingConfig, int]] = []
         self.of_group: list[range] = []
@@ -59,7 +61,7 @@ class Slots:
         for group in groups:
             begin = len(slots)
             for config, base in sorted(
-                zip(group.configs, group.first_rows, strict=True), key=lambda each: last(each[0])
+                zip(group.configs, group.first_rows, strict=True), key=lambda each: pooling(each[0]) == "max"
             ):
                 self.of_table[config.name] = range(len(slots), len(slots) + len(config.feature_names))
                 slots += [(feature, config, base) for feature in config.feature_names]
@@ -71,6 +73,9 @@ class Slots:
         self.paddings = torch.tensor([-1 if row is None else base + row for base, row in padded])
         self.names = frozenset(self.features)
         self.keys = output_names([(feature, config.name) for feature, config, _ in slots])
+        poolings = [pooling(config) for config in self.configs]
+        self.has_several_groups = len(groups) > 1
+        self.splits_ids = self.has_several_groups or None in poolings or 0 < poolings.count("max") < len(slots)
         self._orders: dict[tuple[str, ...], Tensor | None] = {}
         self._alike: dict[tuple[int, ...], tuple[Tensor, list[int], int]] = {}
 
@@ -161,7 +166,9 @@ class FeatureBatch:
     by_name: Sequence[Tensor] = ()
     announced: tuple[Tensor, ...] = ()
     wrong_offsets: Callable[[], ValueError | None] | None = None
+    _arriving: _Arriving | None = None
     _merged: Tensor | None = None
+    _found: list[tuple[Tensor, Tensor] | None] | None = None
     _is_inside: bool = False
     _source: tuple[object, list[GivenTensor | None]] | None = None
 
@@ -169,8 +176,12 @@ class FeatureBatch:
     def starts(self) -> list[int]:
         """The position of each slot's first id, and the number of ids; on a GPU the host may wait for them."""
         if self.known_starts is None:
-            self.known_starts = self.offsets[:: self.stride].tolist()
+            self.known_starts = (self._arriving or _Arriving(self.offsets[:: self.stride])).numbers()
         return self.known_starts
+
+    def expect_starts(self) -> None:
+        """Begin to copy ``starts`` from a GPU, so that they are there once the host has waited for the rows."""
+        self._arriving = _Arriving(self.offsets[:: self.stride])
 
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, on a GPU also int32, shape (ids,); -1 for an id outside its table.
@@ -181,12 +192,26 @@ class FeatureBatch:
         """
         if self._merged is None:
             self._merged = kernels.merge_ids(self.asked)
-        if len(self.slots.groups) == 1:
+        if not self.slots.has_several_groups:
             return self._merged
         if checked:
             self.require_inside()
         begin, end = self.bounds(group)
         return self._merged[begin:end]
+
+    def found(self, group: int) -> tuple[Tensor, Tensor]:
+        """Return a group's rows and each id's index among them. Those of all groups are found at once: one wait.
+
+        Raises:
+            IdError: an id of any group is outside its table.
+        """
+        if self._found is None:
+            groups = self.slots.groups
+            self._found = kernels.find_all([(self.rows(i), each.num_embeddings) for i, each in enumerate(groups)])
+        found = self._found[group]
+        if found is None or None in self._found:
+            raise self.outside(IdError("an id is outside of its table"))
+        return found
 
     def require_inside(self) -> None:
         """Raise IdError if an id is outside its table. On a GPU this waits for the ids."""
@@ -458,6 +483,8 @@ def _keyed_on_gpu(
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, None, begins, bags=bags)
     wrong_offsets = functools.partial(_wrong_offsets_of_keyed, keyed, known, stride)
     found = FeatureBatch(slots, asked, stride, bags.offsets, None, weights=weights, wrong_offsets=wrong_offsets)
+    if slots.splits_ids:
+        found.expect_starts()
     if order is not None and weights is not None:
         indices = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
         found._merged = kernels.merge_ids(asked, indices)
@@ -506,6 +533,25 @@ def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
 
 
 # ---------------------------------------------------------------------- small tensors, on the ids' device
+
+
+class _Arriving:
+    """Numbers on their way from a GPU to the host, behind what torch's current stream has queued.
+
+    Args:
+        numbers: shape (n,).
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._held.copy_(numbers.contiguous(), non_blocking=True)
+        self._arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def numbers(self) -> list[int]:
+        """Return the numbers, waiting for them unless they have arrived."""
+        if not self._arrived.query():  # type: ignore[no-untyped-call]
+            self._arrived.synchronize()  # type: ignore[no-untyped-call]
+        return self._held.tolist()  # type: ignore[no-any-return]
 
 
 def near(tensor: Tensor, device: torch.device) -> Tensor:
