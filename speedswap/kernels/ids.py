@@ -190,7 +190,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     bases = [0] if num_rows is None else list(accumulate((count + 1 for count in num_rows), initial=0))
     dtype = flat[0].dtype if num_rows is None else torch.int32 if bases[-1] < 2**31 else torch.int64
     keys, table = flat[0], None
-    if len(flat) > 1 or keys.dtype != dtype:  # narrow keys are sorted in half the time
+    if num_rows is not None and (len(flat) > 1 or keys.dtype != dtype):  # narrow keys are sorted in half the time
         table = FeatureTable(flat, (bases[:-1], num_rows), [base - 1 for base in bases[1:]], starts)
         keys = merge(table, starts[-1], dtype, (table.starts, 1))
     ordered, order = torch.sort(keys, stable=True)

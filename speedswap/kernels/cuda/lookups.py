@@ -25,7 +25,7 @@ def _ids_of(ids: Tensor) -> tuple[int, bool, int, int, int]:
     address, is_narrow, stride = ids.data_ptr(), ids.dtype is torch.int32, ids.stride()
     if len(stride) == 1:
         return address, is_narrow, 1, stride[0], 0
-    return address, is_narrow, max(1, ids.shape[1]), *stride
+    return address, is_narrow, max(1, ids.shape[1]), stride[0], stride[1]
 
 
 def _bags_of(bags: tuple[Tensor | None, bool]) -> tuple[int, bool, bool]:

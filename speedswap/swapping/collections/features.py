@@ -549,9 +549,9 @@ class _Arriving:
 
     def numbers(self) -> list[int]:
         """Return the numbers, waiting for them unless they have arrived."""
-        if not self._arrived.query():  # type: ignore[no-untyped-call]
-            self._arrived.synchronize()  # type: ignore[no-untyped-call]
-        return self._held.tolist()  # type: ignore[no-any-return]
+        if not self._arrived.query():
+            self._arrived.synchronize()
+        return self._held.tolist()
 
 
 def near(tensor: Tensor, device: torch.device) -> Tensor:
