@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speedswap.batching.escalation import Escalation, Plan
 from speedswap.batching.memory import (
+    LimitedMemory,
     chain,
     forget,
     free_bytes,
@@ -26,7 +27,7 @@ from speedswap.batching.memory import (
     release_cached_memory,
 )
 from speedswap.batching.packing import Packing, Parts
-from speedswap.batching.prediction import AllocatorGauge, Gauge, MemoryModel
+from speedswap.batching.prediction import AllocatorGauge, MemoryModel
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
@@ -369,7 +370,7 @@ class BatchAttempts(Attempts):
         self._whole = max(packing.whole for packing in self.packings)
         self.rungs = self.rungs if self._whole else ()
         self.parts: list[Parts] = []
-        self._gauge: Gauge | None = None
+        self._gauge: LimitedMemory | AllocatorGauge | None = None
 
     def predict(self, device: torch.device) -> None:
         """Let micro-batches of samples of different cost be no larger than their memory allows, as far as known."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from speedswap.batching.elastic import even_sizes
+from speedswap.batching.memory import LimitedMemory
 from speedswap.batching.nested import Arguments, Batch, joined
-from speedswap.batching.prediction import Gauge, MemoryModel
+from speedswap.batching.prediction import AllocatorGauge, MemoryModel
 from speedswap.errors import BatchError
 
 
@@ -160,7 +161,7 @@ class Parts:
 
     packing: Packing
     each: list[Part]
-    gauge: Gauge | None = None
+    gauge: LimitedMemory | AllocatorGauge | None = None
     present: Part | None = field(default=None, init=False)
 
     @property

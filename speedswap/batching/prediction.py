@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-
-
-class Gauge(Protocol):
-    """A measure of the most memory taken at once."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes since the last reset."""
-
-    def reset_peak(self) -> None:
-        """Begin again."""
 
 
 class AllocatorGauge:
