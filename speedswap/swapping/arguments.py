@@ -49,12 +49,9 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
             raise ValueError(f"{name} is {value!r}{remedy}")
 
 
-_OF_A_COPY = {"storage", "path", "dtype", "init", "seed", "stored_dtype", "table"}
-
-
 def refuse_copied(file: object, settings: dict[str, Any]) -> None:
     """Raise TypeError if settings ask for other rows than those of a file as they are in it."""
-    for name in sorted(settings.keys() & _OF_A_COPY):
+    for name in sorted(settings.keys() & {"storage", "path", "dtype", "init", "seed", "stored_dtype", "table"}):
         raise TypeError(
             f"{name} is {settings[name]!r}, but the rows are read where and as they are in {file!r}; leave it out, or "
             f"copy them with Table.from_file(file, columns=[name], {name}=…)"

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 from urllib.parse import quote
 
 import torch
@@ -21,14 +21,13 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.table_module import TableModule
-from speedswap.swapping.to_plain import own_parts, put_in_place, refuse, to_plain, wrapped
+from speedswap.swapping.to_plain import Model, own_parts, put_in_place, refuse, to_plain, wrapped
 from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.former import takes_former
 
 _log = logging.getLogger("speedswap")
 
-Model = TypeVar("Model", bound=nn.Module)
 _Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 _Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module, str]]]
 
@@ -267,7 +266,7 @@ def _refuse(
 ) -> None:
     """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced, or any value loaded."""
     holders = _holders(model)
-    reasons = wrapped(model) if found else []
+    reasons = [*wrapped(model)] if found else []
     for module, names in found:
         name = names[0] or "the model"
         reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]

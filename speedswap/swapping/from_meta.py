@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._warnings import users_level
-from speedswap.errors import SpeedswapWarning, TableFormatError
+from speedswap.errors import SpeedswapWarning
 from speedswap.swapping.weight import MetaWeight, TableWeight
 from speedswap.tables import TensorFiles
 
@@ -58,13 +58,10 @@ def planned(model: nn.Module, files: TensorFiles) -> Loads:
     for tensor, names in found.values():
         source = next((name for name in names if name in files), names[0])
         loads.names.append((names, source))
-        try:
-            place = files.place(source)
-        except TableFormatError:
-            raise
-        except ValueError as error:
-            loads.problems.append(str(error))
+        if source not in files:
+            loads.problems.append(files.missing(source))
             continue
+        place = files.place(source)
         fits = place.dtype == tensor.dtype or (_is_float(place.dtype) and _is_float(tensor.dtype))
         if place.shape != tuple(tensor.shape) or not fits:
             loads.problems.append(

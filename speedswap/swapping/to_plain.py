@@ -17,7 +17,6 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.row_step import ReplacedByPlain
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Table
 from speedswap.tables.init import chunks_of
 
 _log = logging.getLogger("speedswap")
@@ -67,11 +66,10 @@ def refuse(reasons: Sequence[str]) -> None:
         )
 
 
-def wrapped(model: nn.Module) -> list[str]:
-    """Return the reason against a conversion, if the model is wrapped in DistributedDataParallel."""
+def wrapped(model: nn.Module) -> Iterator[str]:
+    """Yield the reason against a conversion, if the model is wrapped in DistributedDataParallel."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        return ["the model is wrapped in DistributedDataParallel, which holds the old weights; wrap it afterwards"]
-    return []
+        yield "the model is wrapped in DistributedDataParallel, which holds the old weights; wrap it afterwards"
 
 
 def own_parts(module: nn.Module) -> Iterator[str]:
@@ -125,16 +123,12 @@ def _reasons_against(module: TableModule, others: Sequence[TableModule], ignored
     yield from own_parts(module)
 
 
-def _nbytes(table: Table) -> int:
-    return table.num_embeddings * table.embedding_dim * table.dtype.itemsize
-
-
 def _require_room(found: Found) -> None:
     """Raise TableTooLargeError unless the weights fit in memory; a table there is released when its rows are copied."""
     taken = most = 0
     for module, _ in found:
         if module.weight.device.type == "cpu":
-            taken += _nbytes(module.table)
+            taken += module.weight.nbytes
             most = max(most, taken)
         if module.table.storage in ("pinned", "pageable"):
             taken -= module.table.nbytes
@@ -153,20 +147,15 @@ def _plain(old: TableModule) -> nn.Embedding | nn.EmbeddingBag:
         rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
     except RuntimeError as error:  # torch's for memory of any device
         raise TableTooLargeError(
-            f"the rows of table {table.name!r} take {_nbytes(table):,} bytes on {device}, which could not be allocated "
-            f"({error}); the table and the following ones are unchanged"
+            f"the rows of table {table.name!r} take {old.weight.nbytes:,} bytes on {device}, which could not be "
+            f"allocated ({error}); the table and the following ones are unchanged"
         ) from error
     with table.lock:
         for some in chunks_of(len(rows)):
             with table.rows_between(some.start, some.stop, device) as piece:
                 rows[some.start : some.stop] = piece
-    sizes = old.num_embeddings, old.embedding_dim
-    new: nn.Embedding | nn.EmbeddingBag
-    if isinstance(old, EmbeddingBag):
-        settings: dict[str, Any] = {"mode": old.mode, "include_last_offset": old.include_last_offset}
-        new = nn.EmbeddingBag(*sizes, _weight=rows, padding_idx=old.padding_idx, **settings)
-    else:
-        new = nn.Embedding(*sizes, _weight=rows, padding_idx=old.padding_idx)
+    kind: Any = nn.EmbeddingBag if isinstance(old, EmbeddingBag) else nn.Embedding
+    new: nn.Embedding | nn.EmbeddingBag = kind(len(rows), rows.shape[1], _weight=rows, **old._settings())
     new.weight.requires_grad_(old.weight.requires_grad)
     usual = type(old)(1, 1, storage="pageable", seed=0)
     for name in vars(old).keys() - vars(usual).keys():

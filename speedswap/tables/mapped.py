@@ -44,16 +44,14 @@ class TensorFiles:
     """
 
     def __init__(self, source: TensorSource) -> None:
-        if isinstance(source, str | os.PathLike):
-            files, self.what = [Path(source)], os.fspath(source)
-        elif isinstance(source, Sequence) and source and all(isinstance(each, str | os.PathLike) for each in source):
-            files, self.what = [Path(each) for each in source], f"{os.fspath(source[0])} and {len(source) - 1} more"
-        else:
+        files = [source] if isinstance(source, str | os.PathLike) else source
+        if not isinstance(files, Sequence) or not files:
             raise TypeError(f"file is {a_kind(source)}; give a safetensors file, a folder of them, or a list of files")
+        self.what = os.fspath(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
         self._opened: dict[Path, tuple[OpenFile, TensorReader]] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
-            for path, names in _described(file):
+            for path, names in _described(Path(file)):
                 for name in self._open(path)[1].places if names is None else names:
                     if self._file_of.setdefault(name, path) != path:
                         raise TableFormatError(
@@ -63,6 +61,12 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def missing(self, name: str) -> str:
+        """Return a message that no tensor has a name, with names like it."""
+        near = difflib.get_close_matches(name, self._file_of, _SHOWN, 0.4) or [*self._file_of]
+        more = f" and {len(near) - _SHOWN} more" if len(near) > _SHOWN else ""
+        return f"{self.what} has no tensor {name!r}, but {', '.join(near[:_SHOWN])}{more}"
+
     def place(self, name: str) -> TensorPlace:
         """Return a tensor's dtype, shape and place in its file.
 
@@ -70,10 +74,8 @@ class TensorFiles:
             ValueError: no tensor has that name.
             TableFormatError: it is not in the file that the index says.
         """
-        if name not in self._file_of:
-            near = difflib.get_close_matches(name, self._file_of, _SHOWN, 0.4) or [*self._file_of]
-            more = f" and {len(near) - _SHOWN} more" if len(near) > _SHOWN else ""
-            raise ValueError(f"{self.what} has no tensor {name!r}, but {', '.join(near[:_SHOWN])}{more}")
+        if name not in self:
+            raise ValueError(self.missing(name))
         path = self._file_of[name]
         places = self._open(path)[1].places
         if name not in places:
