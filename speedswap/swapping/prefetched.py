@@ -161,7 +161,8 @@ class GivenTensor:
             return True
         if not self._is_copied and self._version != _version(self._tensor):
             return False
-        return torch.equal(now.detach().reshape(-1).to(self.ids.dtype), self.ids.to(now.device).reshape(-1))
+        ids = self.ids.to(now.device, non_blocking=now.is_cuda).reshape(-1)
+        return torch.equal(now.detach().reshape(-1).to(ids.dtype), ids)
 
     def is_unchanged(self, now: Tensor) -> bool:
         """Return whether a tensor is the same, unchanged GPU memory; comparing values would wait for the GPU.
