@@ -125,9 +125,9 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack[-1].calls.append(call)
         self._stack.append(call)
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *others: Any) -> None:
         call = self._stack.pop()
-        values = tree_leaves((args, kwargs))
+        values = tree_leaves((args, others[:-1]))  # keyword arguments, unless the module has raised; and the output
         call.inputs, call.may_repeat = self._noted(values), all(isinstance(value, _PLAIN) for value in values)
 
     def _bytes_of(self, keys: set[int]) -> int:

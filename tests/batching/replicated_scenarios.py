@@ -561,3 +561,31 @@ def check_the_groups_all_reduces_are_left_alone(rank, world_size):
         total = torch.tensor(float(rank))
         dist.all_reduce(total)
         assert total == sum(range(world_size))
+
+
+def check_ranks_agree_on_the_rung(rank, world_size):
+    """Check that one rank whose sample does not fit escalates alone, and that all begin the next batch on its rung."""
+    inputs, targets = data([3] * world_size)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6)) for _ in range(4)]).double()
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    expected, wanted = whole_gradients(model, ce, torch.cat(inputs), torch.cat(targets) % 4)
+    ddp, splitter = split(model, check=False)
+    checkpointed = []
+
+    def loss_fn(x, y):
+        loss = ce(ddp, x, y)
+        checkpointed.append("forward" in vars(model[0]))
+        if rank == world_size - 1 and not checkpointed[-1] and len(checkpointed) <= 2:
+            raise torch.OutOfMemoryError(CUDA_TEXT)
+        return loss
+
+    for _ in range(2):
+        first = len(checkpointed)
+        loss = splitter.backward(loss_fn, inputs[rank], targets[rank] % 4)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        assert_same(gradients(model), wanted)
+        model.zero_grad()
+    assert splitter.rung == 1
+    assert checkpointed[first:][-3:] == [True] * 3

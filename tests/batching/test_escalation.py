@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import logging
+import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -477,3 +478,87 @@ def test_snippets_of_the_page_run() -> None:
     code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(code) >= 3
     exec(compile("import torch, speedswap\n" + "\n".join(code), "does-not-fit.md", "exec"), {})
+
+
+# ---------------------------------------------------------------------- failures anywhere
+
+
+class Failing(nn.Module):
+    """A layer that runs out of memory with several samples, and at random with one, in either pass."""
+
+    def __init__(self, generator: random.Random) -> None:
+        super().__init__()
+        self.generator, self.failures = generator, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.generator.random() if self.generator is not None else 1.0
+        if self.generator is not None and (len(x) > 1 or chosen < 0.15):
+            self._fail(x)
+        if chosen < 0.3 and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, _: Tensor) -> None:
+        self.failures += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def run(seed: int) -> tuple[int, int]:
+    """Train on one batch twice against single samples, and all at once; return the last rung and the failures."""
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    dropout, norm = generator.choice([0.0, 0.5]), generator.choice([nn.LayerNorm, Averaged])
+    stages = [blocks(generator.randint(2, 4), dropout=dropout, norm=norm)[:-1] for _ in range(generator.randint(1, 3))]
+    failing = Failing(generator)
+    stages.insert(generator.randint(0, len(stages)), failing)
+    model = nn.Sequential(*stages, nn.Linear(4, 3)).double()
+    (x, y), reduction = batch(generator.randint(1, 4)), generator.choice(["mean", "sum"])
+    failing.generator = None
+    twin = copy.deepcopy(model)
+    failing.generator = generator
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net(x), y, reduction=reduction)
+
+    known = model if generator.random() < 0.5 else None
+    splitter = speedswap.BatchSplitter(known, reduction=reduction, grow_after=1, check=False)
+    for _ in range(2):
+        before, numbers = state(model), torch.get_rng_state()
+        try:
+            splitter.backward(partial(loss, model), x, y)
+        except torch.OutOfMemoryError:
+            assert same_bits(state(model), before), seed
+            assert torch.equal(torch.get_rng_state(), numbers), seed
+            break
+        after = torch.get_rng_state()
+        torch.set_rng_state(numbers)
+        size = splitter.micro_batch_size
+        assert size is not None
+        plain = speedswap.BatchSplitter(twin, micro_batch_size=size, reduction=reduction, check=False)
+        plain.backward(partial(loss, twin), x, y)
+        assert same_bits(state(model), state(twin)), seed
+        assert torch.equal(torch.get_rng_state(), after), seed
+        if not dropout and norm is nn.LayerNorm:
+            found = gradients(model)
+            twin.zero_grad()
+            loss(twin, x, y).backward()
+            assert relative_error(found, gradients(twin)) < 1e-12, seed
+        model.zero_grad()
+        twin.zero_grad()
+    assert all("forward" not in vars(one) for one in model.modules()), seed
+    return splitter.rung, failing.failures
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("host_apart")
+def test_whatever_fails_gradients_are_those_of_the_whole_batch() -> None:
+    rungs, failures = zip(*(run(seed) for seed in range(200)), strict=True)
+    assert {*rungs} == {0, 1, 2, 3}
+    assert sum(failures) > 400
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("host_apart")
+def test_whatever_fails_gradients_are_those_of_the_whole_batch_in_ten_thousand_runs() -> None:
+    assert sum(run(seed)[1] for seed in range(200, 10_200)) > 20_000
