@@ -61,7 +61,7 @@ int cuEventRecord(void* event, int64_t stream) {
 
 int cuEventSynchronize(void* event) {
     if (const int error = not_ready()) return error;
-    note_round_trip("synchronize an event");
+    note_driver_wait("synchronize an event");
     synchronize(((Event*)event)->stream, ((Event*)event)->ticket);
     return state().faulty ? kIllegalAddress : kSuccess;
 }
@@ -69,7 +69,7 @@ int cuEventSynchronize(void* event) {
 int cuStreamSynchronize(int64_t stream) {
     if (const int error = not_ready()) return error;
     if (!simulated_is_stream(stream)) return kInvalidHandle;
-    note_round_trip("synchronize a stream");
+    note_driver_wait("synchronize a stream");
     synchronize(stream, simulated_record(stream));
     return state().faulty ? kIllegalAddress : kSuccess;
 }

@@ -131,6 +131,11 @@ void note_round_trip(const std::string& what) {
         TORCH_CHECK(round_trip_callback(what.c_str()), "called a synchronizing CUDA operation (", what, ")");
 }
 
+// The host waits through the driver, which torch's debug mode does not see.
+void note_driver_wait(const char* what) {
+    if (round_trip_callback) round_trip_callback(what);
+}
+
 void fail(const std::string& what) {
     if (state().fault.empty()) state().fault = what;
     state().faulty = true;
