@@ -47,13 +47,17 @@ if wanted:
         raise pytest.UsageError(f"SPEEDSWAP_TEST_DEVICE is {wanted!r}, which this machine does not have")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imported_modules_are_not_scanned() -> Iterator[None]:
+_num_frozen_modules = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_modules_are_not_scanned() -> None:
     """Exempt the objects of imported modules from garbage collections, one of which follows each out-of-memory."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    global _num_frozen_modules
+    if len(sys.modules) > _num_frozen_modules + 50:
+        _num_frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)

@@ -25,6 +25,9 @@ from speedswap.batching.saving import activations_on_host, checkpointed
 
 _log = logging.getLogger("speedswap")
 
+# torch leaves an entry of a removed hook here, and torch.compile would go on warning of it.
+_HOOKS_WITH_KWARGS: dict[int, bool] = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
+
 OFFLOADED, CHECKPOINTED, TWICE = "offloaded", "checkpointed", "checkpointed twice"
 
 _PLAIN = (Tensor, str, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
@@ -90,7 +93,9 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Surround the forward pass."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            stack.callback(register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+            leave = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            stack.callback(leave.remove)
+            stack.callback(_HOOKS_WITH_KWARGS.pop, leave.id, None)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _never))
             stack.enter_context(self)
             yield

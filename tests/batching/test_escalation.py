@@ -336,6 +336,7 @@ def test_modules_are_left_as_they_were_whatever_happens() -> None:
     assert ([*model.state_dict()], [id(one) for one in model.parameters()]) == names
     assert [dict(vars(block)) for block in model] == before
     assert calls.count(True) == len(x)
+    assert not torch.nn.modules.module._has_any_global_hook()
     hook.remove()
     loss = Crowded(model, 0)
     loss.failures = 10**9
@@ -553,12 +554,12 @@ def run(seed: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("host_apart")
 def test_whatever_fails_gradients_are_those_of_the_whole_batch() -> None:
-    rungs, failures = zip(*(run(seed) for seed in range(200)), strict=True)
+    rungs, failures = zip(*(run(seed) for seed in range(60)), strict=True)
     assert {*rungs} == {0, 1, 2, 3}
-    assert sum(failures) > 400
+    assert sum(failures) > 120
 
 
 @pytest.mark.release
 @pytest.mark.usefixtures("host_apart")
 def test_whatever_fails_gradients_are_those_of_the_whole_batch_in_ten_thousand_runs() -> None:
-    assert sum(run(seed)[1] for seed in range(200, 10_200)) > 20_000
+    assert sum(run(seed)[1] for seed in range(60, 10_060)) > 20_000

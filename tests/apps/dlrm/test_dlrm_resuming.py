@@ -131,7 +131,7 @@ def test_a_finished_run_resumed_does_nothing(tmp_path):
     "change, message",
     [
         ({"seed": 1}, "seed is 1, but the checkpoint .* is of a run with 0"),
-        ({"top": (16, 4)}, r"top is \(16, 4\), but"),
+        ({"top": (16, 4)}, r"top is \[16, 4\], but"),
         ({"capacity": 100}, "capacity is 100"),
         ({"evict": "lfu"}, "evict is lfu"),
         ({"optimizer": "adam"}, "optimizer is adam"),

@@ -253,7 +253,7 @@ def test_a_run_with_other_settings_starts_over(tmp_path, cut_short):
     "change, message",
     [
         ({"seed": 1}, "seed is 1, but the checkpoint .* is of a run with 0"),
-        ({"layers": (16, 4)}, r"layers is \(16, 4\), but"),
+        ({"layers": (16, 4)}, r"layers is \[16, 4\], but"),
         ({"optimizer": "adagrad"}, "optimizer is adagrad"),
         ({"lr": 0.02}, "lr is 0.02"),
         ({"epochs": 1}, "epochs is 1, but the checkpoint .* is in epoch 2: give 2 or more"),
