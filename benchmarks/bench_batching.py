@@ -2,7 +2,8 @@
 
 Overhead per micro-batch over a loop by hand; one recovery from running out of memory; peak memory of activations by
 the size of the batch; the gradient of a contrastive loss, and the time of its second pass; a batch 16 times beyond what
-fits, and recoveries in a row. On a GPU the last part runs into CUDA's own limit, on the CPU into a counted one.
+fits, and recoveries in a row (on a GPU into CUDA's own limit, on the CPU into a counted one); memory and time of one
+sample on each rung of escalation.
 
     python benchmarks/bench_batching.py [--device cpu|cuda] [--quick] [--json FILE]
 """
@@ -19,6 +20,7 @@ from batching.activations import measure_activations
 from batching.contrastive import measure_contrastive
 from batching.limits import measure_limits
 from batching.overhead import measure_overhead, measure_recovery
+from batching.rungs import measure_rungs
 
 from speedswap._install import pip_install
 from speedswap.apps.bench.measure import find_peer, show_peers
@@ -42,6 +44,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
         "activations": measure_activations(device, batches=[*BATCHES[:4]] if quick else [*BATCHES]),
         "contrastive": measure_contrastive(device, quick=quick, repeats=max(5, repeats // 5)),
         "limits": measure_limits(device, quick=quick),
+        "rungs": measure_rungs(device, quick=quick, repeats=max(5, repeats // 10)),
     }
 
 
