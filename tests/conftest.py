@@ -50,7 +50,7 @@ if wanted:
 _num_frozen_modules = 0
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _imported_modules_are_not_scanned() -> None:
     """Exempt the objects of imported modules from garbage collections, one of which follows each out-of-memory."""
     global _num_frozen_modules

@@ -55,7 +55,7 @@ def test_rows_on_disk_are_those_of_dense_training(tmp_path, monkeypatch, name):
         assert IDLE_STEPS not in table.attributes
 
 
-def test_a_killed_process_leaves_the_rows_of_a_dense_step(tmp_path):
+def test_a_killed_process_leaves_the_rows_of_a_dense_step(tmp_path, one_thread):
     """The last commit, with the steps that rows lacked then; the next process goes on from it with the same bits."""
     path = tmp_path / "items"
 
