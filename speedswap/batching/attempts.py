@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from speedswap.batching.escalation import Escalation, Plan
+from speedswap.batching.escalation import Escalation, RungPlan
 from speedswap.batching.memory import (
     LimitedMemory,
     chain,
@@ -26,7 +26,7 @@ from speedswap.batching.memory import (
     memory_class,
     release_cached_memory,
 )
-from speedswap.batching.packing import Packing, Parts
+from speedswap.batching.packing import Parts, SamplePacking
 from speedswap.batching.prediction import AllocatorGauge, MemoryModel
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.reserve import Reserve
@@ -62,7 +62,7 @@ class Limit:
         self.size = size
         self.largest: dict[str, int] = {}
         self.model = MemoryModel()
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, RungPlan] = {}
         self._grow_after = grow_after
         self._patience = grow_after or 0
         self._clean = 0  # successes since the last change
@@ -353,7 +353,7 @@ class BatchAttempts(Attempts):
     work: str
     sizes: MicroBatchSize
     size: int
-    packings: Sequence[Packing]
+    packings: Sequence[SamplePacking]
     changes: Changes
     ranks: TrainingRanks
     memory: int | None

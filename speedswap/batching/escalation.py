@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from speedswap._words import size_in_words
 from speedswap.batching.memory import storages
-from speedswap.batching.packing import Packing
+from speedswap.batching.packing import SamplePacking
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import Changes, keeper_of
 from speedswap.batching.saving import activations_on_host, checkpointed
@@ -71,7 +71,7 @@ def _may_repeat(module: nn.Module) -> bool:
     return not fixed and all(keeper_of(parameter) is None for parameter in module.parameters())
 
 
-class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A forward pass that keeps no activation, and records what each module's would take.
 
     Args:
@@ -186,7 +186,7 @@ def _never(packed: Any) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RungPlan:
     """The effect of one rung.
 
     Attributes:
@@ -246,8 +246,8 @@ class Escalation:
     def begin(
         self,
         rungs: Sequence[str],
-        plans: dict[str, Plan],
-        calls: Iterable[tuple[Callable[..., Any], Packing]],
+        plans: dict[str, RungPlan],
+        calls: Iterable[tuple[Callable[..., Any], SamplePacking]],
         changes: Changes,
     ) -> None:
         """Prepare an attempt.
@@ -271,20 +271,20 @@ class Escalation:
             self._told.add(rung)
             _log.warning("one sample does not fit: %s", plan)
 
-    def _plan(self, rung: str, calls: Iterable[tuple[Callable[..., Any], Packing]], changes: Changes) -> Plan:
+    def _plan(self, rung: str, calls: Iterable[tuple[Callable[..., Any], SamplePacking]], changes: Changes) -> RungPlan:
         named = [] if isinstance(self._wanted, bool) else self._wanted
         if not self._ranks.may_differ:
-            return Plan(rung, named)
-        trial = Trial(changes.storages())
+            return RungPlan(rung, named)
+        trial = ForwardTrial(changes.storages())
         for function, packing in calls:
             args, kwargs = packing.batch.take(packing.parts(packing.batch.size)[0].samples)
             with torch.enable_grad(), changes.watched(), trial.recording():
                 function(*args, **kwargs)
         changes.restore()
         if named or rung == OFFLOADED:
-            return Plan(rung, [] if rung == OFFLOADED else named, trial.nbytes)
+            return RungPlan(rung, [] if rung == OFFLOADED else named, trial.nbytes)
         held, modules = trial.cheapest(1 if rung == CHECKPOINTED else 2)
-        return Plan(rung, modules, trial.nbytes, held)
+        return RungPlan(rung, modules, trial.nbytes, held)
 
     def forward_pass(self, changes: Changes) -> AbstractContextManager[None]:
         """Surround a forward pass whose backward pass follows."""

@@ -18,7 +18,7 @@ from speedswap.errors import BatchError
 
 
 @dataclass(eq=False)
-class Part:
+class MicroBatch:
     """One micro-batch.
 
     Attributes:
@@ -34,7 +34,7 @@ class Part:
     cost: int
 
 
-class Packing:
+class SamplePacking:
     """The ways to divide one batch.
 
     A micro-batch costs as many times its costliest sample as it has samples, as if the others were padded to that one.
@@ -72,7 +72,7 @@ class Packing:
         """Return the least number of micro-batches of which none costs more than ``limit``, but for single samples."""
         return -(-self.batch.size // max(1, limit)) if self._costs is None else len(self._packed(self._costs, limit))
 
-    def parts(self, count: int) -> list[Part]:
+    def parts(self, count: int) -> list[MicroBatch]:
         """Return the micro-batches, ``count`` of nearly equal cost; passes without samples where there are too few."""
         size = self.batch.size
         full = min(count, size)
@@ -83,10 +83,10 @@ class Packing:
             sizes, costs, order = self._balanced(self._costs, full), self._costs, self._order
         begins = itertools.accumulate(sizes, initial=0)
         parts = [
-            Part(index, _chosen(order, begin, begin + length), length, length * costs[begin])
+            MicroBatch(index, _chosen(order, begin, begin + length), length, length * costs[begin])
             for index, (length, begin) in enumerate(zip(sizes, begins, strict=False))
         ]
-        return [*parts, *(Part(index, slice(size - 1, size), 0, 0) for index in range(full, count))]
+        return [*parts, *(MicroBatch(index, slice(size - 1, size), 0, 0) for index in range(full, count))]
 
     def _packed(self, costs: list[int], limit: int, most: float = math.inf) -> list[int]:
         """Return the sizes of micro-batches as full as the limit allows, costliest samples first; of ``most`` + 1."""
@@ -159,10 +159,10 @@ class Parts:
         present: the one worked on; None before the first and after the last.
     """
 
-    packing: Packing
-    each: list[Part]
+    packing: SamplePacking
+    each: list[MicroBatch]
     gauge: LimitedMemory | AllocatorGauge | None = None
-    present: Part | None = field(default=None, init=False)
+    present: MicroBatch | None = field(default=None, init=False)
 
     @property
     def sizes(self) -> list[int]:
@@ -183,7 +183,7 @@ class Parts:
         ]
         return sorted(everything, key=samples.__getitem__)
 
-    def arguments(self, part: Part) -> Arguments:
+    def arguments(self, part: MicroBatch) -> Arguments:
         """Return the arguments of a function for one micro-batch."""
         return self.packing.batch.take(part.samples)
 
@@ -191,7 +191,7 @@ class Parts:
         """Join the results of all micro-batches that have samples, see :func:`~speedswap.batching.nested.joined`."""
         return joined(results, [size for size in self.sizes if size], self.order)
 
-    def in_turn(self, parts: Iterable[Part] | None = None) -> Iterator[Part]:
+    def in_turn(self, parts: Iterable[MicroBatch] | None = None) -> Iterator[MicroBatch]:
         """Yield each micro-batch, by default of all, and note it as :attr:`present` meanwhile."""
         model, gauge = self.packing.model, self.gauge
         before: int | None = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedswap.batching.packing import Packing, Part
+from speedswap.batching.packing import MicroBatch, SamplePacking
 from speedswap.batching.rollback import keeper_of, put_aside
 from speedswap.collectives import Buckets, Kind, OwnPace, RankGroup, is_distributed
 from speedswap.errors import BatchError, PeerError
@@ -43,7 +43,7 @@ class TrainingRanks:
         """Surround one batch; a failure inside is reported to the ranks that wait for this one."""
         return nullcontext()
 
-    def begin(self, size: int, packing: Packing) -> int:
+    def begin(self, size: int, packing: SamplePacking) -> int:
         """Agree on the micro-batch size that a batch begins with, before the first pass."""
         return size
 
@@ -55,7 +55,7 @@ class TrainingRanks:
         """Surround one attempt at a batch; returns the size, or a rung below it that another rank needs."""
         return nullcontext(size)
 
-    def parts(self, packing: Packing, size: int) -> list[Part]:
+    def parts(self, packing: SamplePacking, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches, of which none costs more than ``size`` but for single samples."""
         return packing.parts(packing.count(size))
 
@@ -105,7 +105,7 @@ class Peers(TrainingRanks):
         self._exchange = OwnPace.of(ranks) if owners is None else owners.own_pace
         self._samples = 0.0
 
-    def _agree(self, stage: int, size: int, packing: Packing) -> tuple[int, float, list[float]]:
+    def _agree(self, stage: int, size: int, packing: SamplePacking) -> tuple[int, float, list[float]]:
         """Exchange sizes; return the size to use, the smallest limit of any rank, and each rank's batch size."""
         limit = _limit(size, packing.whole)
         lines = self._exchange.round(stage, limit, packing.batch.size, len(self.parameters))
@@ -256,7 +256,7 @@ class Replicated(Peers):
             self._buckets = Buckets(list(found), self._group)
         self.parameters = list(found)
 
-    def begin(self, size: int, packing: Packing) -> int:
+    def begin(self, size: int, packing: SamplePacking) -> int:
         agreed, _, _ = self._agree(BEGIN, size, packing)
         self._total = None
         source = self._exchange.ranks[0]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.nested import tensors_of
-from speedswap.batching.packing import Packing, Part
+from speedswap.batching.packing import MicroBatch, SamplePacking
 from speedswap.batching.ranks import AGAIN, BEGIN, COUNT, LOSS, TOTAL, VOTE, Peers
 from speedswap.batching.rollback import Buffers, RandomState, put_aside
 from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
@@ -57,7 +57,7 @@ class Sharded(Peers):
                 f"{owners.ranks}; give both the same"
             )
         super().__init__(ranks, owners)
-        self._packing: Packing | None = None
+        self._packing: SamplePacking | None = None
         self._count = 1
         self._tries_again = False
 
@@ -139,11 +139,11 @@ class Sharded(Peers):
             if tensor.requires_grad:
                 tensor.register_hook(vote)  # type: ignore[no-untyped-call]
 
-    def begin(self, size: int, packing: Packing) -> int:
+    def begin(self, size: int, packing: SamplePacking) -> int:
         self._packing = packing
         return self._agree_on_count(BEGIN, size, packing)
 
-    def _agree_on_count(self, stage: int, size: int, packing: Packing) -> int:
+    def _agree_on_count(self, stage: int, size: int, packing: SamplePacking) -> int:
         """Find the number of micro-batches that all ranks run; return this rank's size."""
         agreed, limit, batch_sizes = self._agree(stage, size, packing)
         if packing.is_even:
@@ -177,7 +177,7 @@ class Sharded(Peers):
                     root.reset_iter_state()
             self._drop_gradients()
 
-    def parts(self, packing: Packing, size: int) -> list[Part]:
+    def parts(self, packing: SamplePacking, size: int) -> list[MicroBatch]:
         return packing.parts(self._count)
 
     def total(self, count: float) -> float:

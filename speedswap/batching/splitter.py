@@ -17,7 +17,7 @@ from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
-from speedswap.batching.packing import Packing, costs_of
+from speedswap.batching.packing import SamplePacking, costs_of
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
@@ -489,7 +489,7 @@ class BatchSplitter:
         key = (*map(key_of, functions), *(batch.signature() for batch in batches))
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
         self._device = next((parameter.device for parameter in parameters), batches[0].device)
-        packings = [Packing(batch, costs_of(batch, self._cost) if self._is_packed else None) for batch in batches]
+        packings = [SamplePacking(batch, costs_of(batch, self._cost) if self._is_packed else None) for batch in batches]
         largest = max(packings, key=lambda packing: packing.whole)
         sizes = self._sizes_of(work)
         size = sizes.choose(key, largest.whole, self._device)
@@ -505,7 +505,7 @@ class BatchSplitter:
         work: str,
         size: int,
         functions: Sequence[Callable[..., Any]],
-        packings: Sequence[Packing],
+        packings: Sequence[SamplePacking],
         *,
         may_shrink: bool = True,
     ) -> BatchAttempts:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import speedswap
 from speedswap.apps.digits.task import read_split
 from speedswap.batching import LimitedMemory, escalation, saving
-from speedswap.batching.escalation import Escalation, Trial
+from speedswap.batching.escalation import Escalation, ForwardTrial
 from speedswap.batching.rollback import has_memory
 from speedswap.batching.saving import activations_on_host, checkpointed
 from speedswap.errors import BatchError
@@ -115,7 +115,7 @@ class Crowded:
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.model(x), y)
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        if any(isinstance(mode, Trial) for mode in modes):
+        if any(isinstance(mode, ForwardTrial) for mode in modes):
             return loss
         if len(x) > 1 or self.failures:
             self.failures -= len(x) == 1
@@ -237,8 +237,8 @@ def test_coupled_losses_and_differentiable_calls_escalate_too(rung: int) -> None
 # ---------------------------------------------------------------------- what is checkpointed
 
 
-def trial_of(model: nn.Module, *args: Any, call: Callable[..., Any] | None = None) -> Trial:
-    trial = Trial({one.untyped_storage().data_ptr() for one in model.parameters() if has_memory(one)})
+def trial_of(model: nn.Module, *args: Any, call: Callable[..., Any] | None = None) -> ForwardTrial:
+    trial = ForwardTrial({one.untyped_storage().data_ptr() for one in model.parameters() if has_memory(one)})
     with trial.recording():
         (call or model)(*args)
     return trial

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.batching import Batch, Padded, PerSample
-from speedswap.batching.packing import Packing
+from speedswap.batching.packing import SamplePacking
 from speedswap.errors import BatchError
 
 
 def packed(costs: list[int], limit: int) -> list[tuple[list[int], int]]:
     """Return the samples and the cost of each micro-batch."""
-    packing = Packing(Batch((torch.arange(len(costs)),)), costs)
+    packing = SamplePacking(Batch((torch.arange(len(costs)),)), costs)
     parts = packing.parts(packing.count(limit))
     everything = list(range(len(costs)))
     return [
@@ -63,7 +63,7 @@ def test_parts_hold_each_sample_once_within_the_limit_and_are_as_few_as_can_be()
 
 
 def test_any_number_of_parts_can_be_asked_for():
-    packing = Packing(Batch((torch.arange(5),)), [4, 4, 1, 1, 1])
+    packing = SamplePacking(Batch((torch.arange(5),)), [4, 4, 1, 1, 1])
     for count in range(2, 8):
         parts = packing.parts(count)
         assert [part.size for part in parts[5:]] == [0] * max(0, count - 5)
