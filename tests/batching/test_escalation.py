@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,14 +81,6 @@ def blocks(depth: int = 6, width: int = 4, **options: Any) -> nn.Sequential:
 
 def batch(samples: int = 3, width: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, width, dtype=torch.float64), torch.randint(3, (samples,))
-
-
-@pytest.fixture(autouse=True)
-def collections_are_quick() -> Iterator[None]:
-    """Leave objects of other tests out of the garbage collection after each failure."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

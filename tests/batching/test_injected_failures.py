@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +11,6 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.batching import Padded, PerSample
-
-
-@pytest.fixture(autouse=True)
-def collections_are_quick() -> Iterator[None]:
-    """Leave objects of other tests out of the garbage collection after each failure."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class FlakyDevice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -210,7 +209,6 @@ def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tries: i
     others = [threading.Thread(target=come_and_go, args=(some,)) for some in directories]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    gc.freeze()  # each try collects garbage
     try:
         for other in others:
             other.start()
@@ -218,7 +216,6 @@ def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tries: i
             with pytest.raises(TableBusyError, match="is open for writing in process"):
                 WriterLock(OpenDirectory(tmp_path / "held 0"), say=False)
     finally:
-        gc.unfreeze()
         sys.setswitchinterval(interval)
         stop.set()
         for other in others:
