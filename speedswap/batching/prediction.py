@@ -10,7 +10,7 @@ import torch
 
 
 class AllocatorGauge:
-    """A GPU's, by the statistics of torch's allocator, which are reset."""
+    """Measures a GPU's memory by the statistics of torch's allocator, which it resets."""
 
     def __init__(self, gpu: torch.device) -> None:
         self._gpu = gpu

@@ -21,7 +21,7 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.table_module import TableModule
-from speedswap.swapping.to_plain import Model, own_parts, put_in_place, refuse, to_plain, wrapped
+from speedswap.swapping.to_plain import Model, own_parts, refuse, replaced, to_plain, wrapped
 from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.former import takes_former
@@ -148,16 +148,14 @@ def convert(
             SpeedswapWarning,
             stacklevel=users_level(),
         )
-    while found:
-        old, names = found.pop(0)
+
+    def over_table(old: _Plain, names: Sequence[str]) -> nn.Module:
         new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
         over = "without rows, on the meta device" if new._is_on_meta else f"over {new.table!r}"
         _log.info("%s: speedswap.%s %s", names[0] or "the model", type(new).__name__, over)
-        if old is model:
-            model = cast(Model, new)
-            break
-        put_in_place(model, names, new)
-        del old  # and with it the weight, unless another object holds it
+        return new
+
+    model = replaced(model, found, over_table)
     if loads is not None:
         load(model, loads)
     return model

@@ -545,11 +545,16 @@ class RowStep(Locked):
         table, device = self.table, self.weight.device
         chunk = min(each.chunk for each in self._rows.of_all)
         table.reserve_rows(table.num_embeddings)
-        for start in range(0, table.num_embeddings, chunk):
-            ids = torch.arange(start, min(start + chunk, table.num_embeddings), device=stepped.device)
-            block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
-            self.state.step_others(block, self._gradient_of_all(block))
-            table.give_back(block, block.columns)
+        try:
+            for start in range(0, table.num_embeddings, chunk):
+                ids = torch.arange(start, min(start + chunk, table.num_embeddings), device=stepped.device)
+                block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
+                self.state.step_others(block, self._gradient_of_all(block))
+                table.give_back(block, block.columns)
+        except BaseException:
+            if table.store.files is not None:
+                table.store.files.abandon()  # rather than commit half a step
+            raise
 
     # ------------------------------------------------------------------ a step that fails
 

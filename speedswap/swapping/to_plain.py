@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ _log = logging.getLogger("speedswap")
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel's
 
 Model = TypeVar("Model", bound=nn.Module)
+Old = TypeVar("Old", bound=nn.Module)
 Found = list[tuple[TableModule, list[str]]]
 """Modules, each with all of its dotted names."""
 
@@ -39,22 +40,35 @@ def to_plain(model: Model, found: Found) -> Model:
             SpeedswapWarning,
             stacklevel=users_level(),
         )
-    while found:
-        old, names = found.pop(0)
+
+    def plain(old: TableModule, names: Sequence[str]) -> nn.Module:
         new = _plain(old)
         _log.info("%s: torch.nn.%s in place of %r", names[0] or "the model", type(new).__name__, old.table)
+        return new
+
+    return replaced(model, found, plain)
+
+
+def replaced(
+    model: Model, found: list[tuple[Old, list[str]]], make: Callable[[Old, Sequence[str]], nn.Module]
+) -> Model:
+    """Replace each module that was found by a new one, under all of its dotted names, and let go of the old one.
+
+    Args:
+        model: the one that they are in, or the only one.
+        found: is emptied, so that the memory of one is free before the next is made, unless another object holds it.
+        make: returns the new module, given the old one and its names.
+    """
+    while found:
+        old, names = found.pop(0)
+        new = make(old, names)
         if old is model:
             return cast(Model, new)
-        put_in_place(model, names, new)
-        del old  # and with it the table, unless another object holds it
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            model.get_submodule(parent)._modules[attribute] = new
+        del old
     return model
-
-
-def put_in_place(model: nn.Module, names: Sequence[str], new: nn.Module) -> None:
-    """Set a module under dotted names."""
-    for name in names:
-        parent, _, attribute = name.rpartition(".")
-        model.get_submodule(parent)._modules[attribute] = new
 
 
 def refuse(reasons: Sequence[str]) -> None:

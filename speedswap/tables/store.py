@@ -367,6 +367,10 @@ class Files(ABC):
         """
         flush()
 
+    def abandon(self) -> None:
+        """Close the store without what was written since the last commit; one without commits stays open."""
+        return None
+
     def remove(self) -> None:
         """Remove the files of a closed store."""
         return None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.errors import LostUpdateError, OptimizerError, WeightError
+from speedswap.errors import LostUpdateError, OptimizerError, TableClosedError, WeightError
 from speedswap.losses import UniformSampler, full_softmax, sampled_softmax
 
 ROWS, DIM, SAMPLES, CHUNK = 60, 4, 9, 7
@@ -297,3 +297,29 @@ def test_a_weight_that_was_replaced_is_refused() -> None:
     given = torch.randn(SAMPLES, DIM), torch.randint(ROWS, (SAMPLES,))
     with pytest.raises(WeightError, match=r"was replaced, as functional_call does"):
         torch.func.functional_call(items, {"weight": values}, given)
+
+
+def test_a_step_that_fails_among_its_chunks_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(OPTIMIZERS["Adam"], path=tmp_path / "items")
+    pair.step()
+    table = pair.items.table
+    table.flush()
+    before = table.read()
+    pair.loss(*pair.batch()).backward()
+    left, give_back = [3], speedswap.Table.give_back
+
+    def fails_late(*arguments: Any, **settings: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise InterruptedError
+        give_back(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speedswap.Table, "give_back", fails_late)
+        with pytest.raises(InterruptedError):
+            pair.optimizer.step()
+    with pytest.raises(TableClosedError):
+        pair.items(torch.tensor([0]))
+    table.close()
+    with speedswap.Table.open(tmp_path / "items", "r") as again:
+        assert torch.equal(again.read(), before)

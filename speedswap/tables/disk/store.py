@@ -280,6 +280,10 @@ class LogStore(LogColumns, Commits):
             else:
                 flush()
 
+    def abandon(self) -> None:
+        if not self._options.scratch:  # its rows would be lost
+            self._shut()
+
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
             self.notes.closed = True
