@@ -285,6 +285,29 @@ def test_modules_whose_arguments_are_overwritten_are_left_alone(inside: bool) ->
     assert same_bits(gradients(model), gradients(twin))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("how", ["compile()", "torch.compile", "torch.jit.script"])
+def test_compiled_modules_are_whole_or_left_alone(how: str) -> None:
+    """Leave out the modules inside of a compiled one, which does not call them."""
+    model = blocks(depth=4)
+    twin, (x, y) = copy.deepcopy(model), batch()
+    if how == "compile()":
+        model[1].compile(backend="eager")
+    elif how == "torch.compile":
+        model[1] = torch.compile(model[1], backend="eager")
+    else:
+        model[1] = torch.jit.script(model[1])
+    _, modules = trial_of(model, x).cheapest(1)
+    inside = {*model[1].modules()} - ({model[1]} if how == "torch.compile" else set())
+    assert modules
+    assert not inside & {*modules}
+    splitter = speedswap.BatchSplitter(model, check=False)
+    splitter.backward(Crowded(model, 1), x, y)
+    assert splitter.rung == 1
+    one_by_one(twin, x, y)
+    assert relative_error(gradients(model), gradients(twin)) < 1e-12  # compiled code may round otherwise
+
+
 def test_rows_that_are_looked_up_elsewhere_are_not_looked_up_again() -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:
