@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from speedswap.kernels import deferred_interrupts
 if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane
 
+R = TypeVar("R")
 _WORD_BYTES = 8
 _DROPS, _MEMORY = 1, 2  # a failed rank's note: it lost its part of the step; out of memory
 
@@ -131,11 +132,14 @@ class Task:
         Returns:
             Rows of the same row shape and dtype, on the same device, in the order of the source ranks.
         """
-        post = self.prepared(rows, sent, received)
+        return self._posted(self.prepared(rows, sent, received))
+
+    def _posted(self, post: Callable[[], R]) -> R:
+        """Send what was prepared, once every rank has told that it has the memory for it."""
         if len(self.lane.ranks) == 1:
             return post()
         with self.promised():
-            self._meet(None, 0)  # every rank has the memory for it
+            self._meet(None, 0)
             return post()
 
     def send_parcels(self, parcels: Sequence[Parcel]) -> list[Tensor]:
@@ -143,8 +147,8 @@ class Task:
         came: dict[int, Tensor] = {}
         for kind in sorted({parcel.rows.device.type for parcel in parcels}):
             places = [place for place, parcel in enumerate(parcels) if parcel.rows.device.type == kind]
-            some = [parcels[place] for place in places]
-            came |= zip(places, unpacked(self.send(*packed(some)), some), strict=True)
+            post = self.prepared_parcels([parcels[place] for place in places])
+            came |= zip(places, self._posted(post), strict=True)
         return [came[place] for place in range(len(parcels))]
 
     def share_numbers(self, numbers: Tensor) -> list[Tensor]:
@@ -242,6 +246,11 @@ class Task:
             return found
 
         return post
+
+    def prepared_parcels(self, parcels: Sequence[Parcel]) -> Callable[[], list[Tensor]]:
+        """Return a function that sends parcels of one kind of device in one message, as :meth:`prepared` does rows."""
+        post = self.prepared(*packed(parcels))
+        return lambda: unpacked(post(), parcels)
 
     @contextmanager
     def inner(self, kind: Kind, about: int) -> Iterator[None]:

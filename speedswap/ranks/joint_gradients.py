@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from speedswap._warnings import warn_once
-from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, unpacked
+from speedswap.collectives import Kind, Parcel, RankGroup, Task
 from speedswap.errors import RanksError
 from speedswap.ranks.route import LentRows, ask
 from speedswap.swapping.optimizers import settings_of
@@ -163,7 +163,7 @@ class JointGradients:
                 outgoing = [step.outgoing([dataclasses.replace(own, has_rows=True)]) for step, own in waiting.items()]
                 parcels = [each.parcel() for each in outgoing]
             if len({parcel.rows.device for parcel in parcels}) == 1:
-                post = task.prepared(*packed(parcels))
+                post = task.prepared_parcels(parcels)
                 tables = tuple((step.number, own.only, own.keeps) for step, own in waiting.items())
                 note = (hash(tables) & _DIGEST | 1) << 1  # the same in every process
                 note |= all(own.has_rows for own in waiting.values())
@@ -177,7 +177,7 @@ class JointGradients:
             if post is None or len({note >> 1 for note in notes}) > 1 or not any(note & 1 for note in notes):
                 return False
             came = post()
-        for each, grads in zip(outgoing, unpacked(came, parcels), strict=True):
+        for each, grads in zip(outgoing, came, strict=True):
             each.step.take(each, grads, average=True)
         return True
 
