@@ -44,7 +44,7 @@ def trained(kind: type[Run[Any, Any]], settings: Any, idle_rows: str) -> Any:
 
 def vectors(corpus: Path | None, pairs: Path | None, seed: int, idle_rows: str) -> Figures:
     settings = word2vec.Settings(
-        corpus=corpus, optimizer="adam", epochs=3, dim=50, plain_words=True, seed=seed, device="cpu"
+        corpus=corpus, optimizer="adam", epochs=10, dim=50, plain_words=True, seed=seed, device="cpu"
     )
     run = trained(word2vec.Run, settings, idle_rows)
     found = {"training_loss": run.loss[-1][1]}
@@ -55,7 +55,7 @@ def vectors(corpus: Path | None, pairs: Path | None, seed: int, idle_rows: str) 
 
 
 def preferences(ratings: Path | None, seed: int, idle_rows: str) -> Figures:
-    settings = ncf.Settings(ratings=ratings, optimizer="adam", epochs=4, seed=seed, device="cpu")
+    settings = ncf.Settings(ratings=ratings, optimizer="adam", epochs=10, seed=seed, device="cpu")
     run = trained(ncf.Run, settings, idle_rows)
     best = run.best
     found = {"hr@10": best.hr, "ndcg@10": best.ndcg}
@@ -65,7 +65,7 @@ def preferences(ratings: Path | None, seed: int, idle_rows: str) -> Figures:
 
 def clicks(seed: int, idle_rows: str) -> Figures:
     settings = dlrm.Settings(
-        optimizer="adam", generate=120_000, capacity=20_000, batch=1024, dim=16, seed=seed, device="cpu"
+        optimizer="adam", generate=400_000, capacity=20_000, batch=1024, dim=16, seed=seed, device="cpu"
     )
     run = trained(dlrm.Run, settings, idle_rows)
     last = run.evaluations[-1]
@@ -89,7 +89,7 @@ def shortened(corpus: Path, words: int, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, help="text, of which the first words are used (default: gensim's)")
-    parser.add_argument("--words", type=int, default=400_000, help="of the corpus")
+    parser.add_argument("--words", type=int, default=2_000_000, help="of the corpus")
     parser.add_argument("--pairs", type=Path, help="pairs of words and people's judgement, as WordSim's")
     parser.add_argument("--ratings", type=Path, help="as for speedswap ncf (default: made up)")
     parser.add_argument("--only", choices=("word2vec", "ncf", "dlrm"), help="one of the three")
