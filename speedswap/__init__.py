@@ -1,9 +1,8 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
 import importlib
-import warnings
 
-from speedswap import errors, losses, monitor, optim
+from speedswap import _warnings, errors, losses, monitor, optim
 from speedswap.batching import BatchSplitter
 from speedswap.ranks import Ranks
 from speedswap.swapping import (
@@ -103,5 +102,5 @@ def __getattr__(name: str) -> object:
     """Return a name that was here in version 0.1, with a warning that says where it is now."""
     if name not in _MOVED:
         raise AttributeError(f"module 'speedswap' has no attribute {name!r}")
-    warnings.warn(f"speedswap.{name} is {_MOVED[name]}.{name} now", DeprecationWarning, stacklevel=2)
+    _warnings.warn("SW001", f"speedswap.{name} is {_MOVED[name]}.{name} now; import it from there", DeprecationWarning)
     return getattr(importlib.import_module(_MOVED[name]), name)

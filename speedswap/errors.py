@@ -120,7 +120,16 @@ class TableClosedError(TableError, ValueError):
 
 
 class SpeedswapWarning(UserWarning):
-    """Base of speedswap's warnings: something works, but not in the way that was asked for."""
+    """Base of speedswap's warnings: something works, but not in the way that was asked for.
+
+    A message begins with its code, such as ``SW401``, by which Python's filters can name it too:
+    ``warnings.filterwarnings("ignore", "SW401")``. docs/warnings.md explains each.
+    """
+
+    @property
+    def code(self) -> str:
+        """The warning's code, such as ``"SW401"``."""
+        return str(self).partition(":")[0]
 
 
 class DuplicateRowsWarning(SpeedswapWarning):

@@ -15,7 +15,7 @@ def test_the_package_has_few_names() -> None:
 
 @pytest.mark.parametrize("name", speedswap._MOVED)
 def test_a_name_that_has_moved_says_where(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"^speedswap\.{name} is (\S+)\.{name} now$"):
+    with pytest.warns(DeprecationWarning, match=rf"^SW001: speedswap\.{name} is (\S+)\.{name} now"):
         found = getattr(speedswap, name)
     assert found is not None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap.compat.views import CupyMethods, NpyStore
 from speedswap.errors import DuplicateRowsWarning, IdError
 from speedswap.swapping.switchers import arrays
@@ -115,11 +115,11 @@ class DataGadget(CupyMethods):
         matrix[rows[last], columns[last]] = values.reshape(-1)[last]
         if (lost := len(rows) - len(last)) and not self.said_duplicates:
             self.said_duplicates = True
-            warnings.warn(
+            warn(
+                "SW507",
                 f"the indexes name items of {self._what} more than once: the last value for each is kept, and the "
                 f"other {lost} are lost. (Said once.)",
                 DuplicateRowsWarning,
-                stacklevel=users_level(),
             )
 
     @property

@@ -103,7 +103,7 @@ class _InTorchMemory(TorchMethods):
                 "pinType is True, but deviceType is 'cuda' and only host memory is pinned; give deviceType='cpu'"
             )
         if not torch.cuda.is_available():
-            warn_once("deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device")
+            warn_once("SW508", "deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device")
             return Pageable()
         return Device()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap.errors import SpeedswapWarning
 
 Level = Literal["off", "user", "expert"]
@@ -17,16 +16,7 @@ _RANK: dict[str, int] = {"off": 0, "user": 1, "expert": 2}
 
 
 class MonitorWarning(SpeedswapWarning):
-    """Base of the monitors' warnings.
-
-    Attributes:
-        code: its code, such as ``"SW101"``. The message begins with it, so that Python's own filters can
-            name it too: ``warnings.filterwarnings("ignore", "SW101")``.
-    """
-
-    def __init__(self, message: str, code: str = "") -> None:
-        super().__init__(message)
-        self.code = code
+    """Base of the monitors' warnings."""
 
 
 class LoopWarning(MonitorWarning):
@@ -137,7 +127,7 @@ class WarningPolicy:
             return
         self.counts[code] += 1
         if self.counts[code] == 1 or code in self.always:
-            warnings.warn(self.codes[code].category(f"{code}: {detail}", code), stacklevel=users_level())
+            warn(code, detail, self.codes[code].category)
 
 
 def as_policy(warn: Level | WarningPolicy) -> WarningPolicy:

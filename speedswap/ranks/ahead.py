@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task
-from speedswap.errors import PeerError, SpeedswapWarning
+from speedswap.errors import PeerError
 from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables import Block, Prefetched
 
@@ -142,11 +141,10 @@ class RowsAhead(Prefetched):
         rank, failed = ended
         if failed:
             raise PeerError(f"rank {rank} failed when it took a batch ahead of its turn; its own error says why")
-        warnings.warn(
+        warn(
+            "SW408",
             f"the batches of rank {rank} have come to their end before those of this rank, whose others are left "
             "out; give all ranks equally many, of which some may be empty",
-            SpeedswapWarning,
-            stacklevel=users_level(),
         )
         return False
 

@@ -125,9 +125,10 @@ class JointGradients:
         count, self.looked_up_alone = len(self.looked_up_alone), set()
         if count >= _MANY_TABLES and len(self._group) > 1:
             warn_once(
-                f"SW403: {count} tables of ranks were looked up one after the other in a step, with two rounds of all "
+                "SW403",
+                f"{count} tables of ranks were looked up one after the other in a step, with two rounds of all "
                 "ranks for each; put them into an EmbeddingCollection or EmbeddingBagCollection, which looks up tables "
-                "of one width together, or take the batches from speedswap.lookahead"
+                "of one width together, or take the batches from speedswap.lookahead",
             )
 
     def is_zeroed(self, number: int) -> bool:

@@ -136,10 +136,11 @@ def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
         decay = group.get("weight_decay", 0)
         if decay and any(id(parameter) in weights for parameter in group["params"]):
             warn_once(
-                f"SW401: {type(optimizer).__name__} has a weight_decay of {float(decay):g} for rows of a table, and "
+                "SW401",
+                f"{type(optimizer).__name__} has a weight_decay of {float(decay):g} for rows of a table, and "
                 "decays the rows of each batch alone: the others keep their values, where it would decay all rows of a "
                 "tensor at every step; give embeddings a parameter group with weight_decay=0, or ignore SW401 if that "
-                "is what you want"
+                "is what you want",
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -14,9 +13,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor, nn
 
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.from_meta import Loads, load, planned
@@ -142,11 +140,10 @@ def convert(
         each.require_free()
     _refuse(model, found, settings, places, loads)
     if sparse := [names[0] or "the model" for module, names in found if module.sparse]:
-        warnings.warn(
+        warn(
+            "SW502",
             f"{', '.join(sparse)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
             "torch.optim.Adam in place of SparseAdam: it too moves the batch's rows alone",
-            SpeedswapWarning,
-            stacklevel=users_level(),
         )
 
     def over_table(old: _Plain, names: Sequence[str]) -> nn.Module:
@@ -350,8 +347,7 @@ def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:
         return
     largest = max(rows, key=lambda name: rows[name], default=None)
     has = "it has none" if largest is None else f"{largest or 'the model'}, the largest, has {rows[largest]:,}"
-    warnings.warn(
+    warn(
+        "SW501",
         f"no embedding of the model has {min_rows:,} rows ({has}), so nothing was converted; give min_rows=",
-        SpeedswapWarning,
-        stacklevel=users_level(),
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from speedswap._warnings import users_level
-from speedswap.errors import SpeedswapWarning
+from speedswap._warnings import warn
 from speedswap.swapping.weight import MetaWeight, TableWeight
 from speedswap.tables import TensorFiles
 
@@ -93,9 +91,8 @@ def load(model: nn.Module, loads: Loads) -> None:
         for module, attribute in holders:
             (module._parameters if attribute in module._parameters else module._buffers)[attribute] = new
     if loads.left:
-        warnings.warn(
+        warn(
+            "SW503",
             f"{', '.join(loads.left)}: not part of a checkpoint, and left on meta; set them, or build the model with "
             "its buffers on a device, as accelerate's init_empty_weights does",
-            SpeedswapWarning,
-            stacklevel=users_level(),
         )

@@ -175,8 +175,9 @@ class RowStep(Locked):
                 return lookup.take() or self.lease(lookup.ids.to(request.device), columns)
         if columns is None:
             warn_once(
+                "SW407",
                 f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
-                "which is slower; let its function return the ids of every lookup, on the lookup's device"
+                "which is slower; let its function return the ids of every lookup, on the lookup's device",
             )
         return None
 

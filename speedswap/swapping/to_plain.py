@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from speedswap._machine import available_bytes
-from speedswap._warnings import users_level
-from speedswap.errors import ConversionError, SpeedswapWarning, TableError, TableTooLargeError
+from speedswap._warnings import warn
+from speedswap.errors import ConversionError, TableError, TableTooLargeError
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.row_step import ReplacedByPlain
@@ -34,11 +33,10 @@ def to_plain(model: Model, found: Found) -> Model:
     _require_room(found)
     optimizers = {names[0] or "the model": old._step.state.optimizer for old, names in found}
     if trained := [f"{name} ({type(each).__name__})" for name, each in optimizers.items() if each is not None]:
-        warnings.warn(
+        warn(
+            "SW504",
             f"{', '.join(trained)}: an optimizer trains the table; its state of the rows is not part of torch's "
             "embedding, and its next step raises LostUpdateError: make the optimizer again",
-            SpeedswapWarning,
-            stacklevel=users_level(),
         )
 
     def plain(old: TableModule, names: Sequence[str]) -> nn.Module:

@@ -67,9 +67,10 @@ class HandedOut:
         """Warn once if the copy was changed."""
         if self._counter._version != self._seen:
             warn_once(
-                f"SW402: rows of table {table.name!r} in a state_dict were changed in place. They are a copy, and the "
+                "SW402",
+                f"rows of table {table.name!r} in a state_dict were changed in place. They are a copy, and the "
                 "table is as before: load the state_dict, or write rows with embedding.table.write; if that was an "
-                f"EMA, {AVERAGE_OTHERS}"
+                f"EMA, {AVERAGE_OTHERS}",
             )
 
 

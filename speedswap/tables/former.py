@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage
 
@@ -73,7 +72,7 @@ def takes_former(
             if remedy:
                 names = ", ".join(f"{name}=" for name in former)
                 message = f"{names} of {callee} will be removed; give {remedy}"
-                warnings.warn(message, DeprecationWarning, stacklevel=users_level())
+                warn("SW002", message, DeprecationWarning)
             return function(*bound.args, **bound.kwargs)
 
         return call  # type: ignore[return-value]

@@ -66,5 +66,5 @@ def make_cache(
             return HotRows(groups, slots, device)
         except torch.OutOfMemoryError as error:
             why = f"is more than the GPU has left ({error}); give less"
-    warn_once(f"SW404: hot_bytes={hot_bytes!r} of table {table!r} {why}: it trains without a cache of hot rows")
+    warn_once("SW404", f"hot_bytes={hot_bytes!r} of table {table!r} {why}: it trains without a cache of hot rows")
     return None

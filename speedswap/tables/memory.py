@@ -82,7 +82,7 @@ class HostMemory(Memory):
             self.is_taken, self.pinned, self.fence = False, True, kernels.Fence()
             return
         if pin:
-            warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
+            warn_once("SW405", f"storage 'pinned' works as 'pageable' here: {reason}")
         self.bytes = torch.frombuffer(pinning.anonymous(nbytes), dtype=torch.uint8)
 
     def take(self) -> None:
@@ -93,8 +93,9 @@ class HostMemory(Memory):
         if self._pinned.failure is not None:
             self.pinned, self.fence = False, None
             warn_once(
+                "SW406",
                 f"storage 'pinned' works as 'pageable' here: {self._nbytes / 2**30:.2f} GiB could not be registered "
-                f"with CUDA ({self._pinned.failure}); `speedswap info` shows the limits"
+                f"with CUDA ({self._pinned.failure}); `speedswap info` shows the limits",
             )
 
     def settle(self) -> None:

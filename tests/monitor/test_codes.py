@@ -1,9 +1,11 @@
-"""Warnings have codes that stay, levels and filters, and one table that documents them."""
+"""Warnings have codes that stay, levels and filters, and one page that documents them; there is one logger."""
 
 from __future__ import annotations
 
+import ast
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,34 +14,66 @@ from speedswap.compat import infinitybatch
 from speedswap.errors import SpeedswapWarning
 from speedswap.monitor import CODES, LoopWarning, MonitorWarning, WarningPolicy
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "warnings.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, PACKAGE = ROOT / "docs" / "warnings.md", ROOT / "speedswap"
 
 
-def test_table_documents_every_code_as_it_is():
-    rows = re.findall(r"^\| (SW\d{3}) \| (\w+) \| (\w+) \| (.+) \|$", TABLE.read_text(), flags=re.MULTILINE)
-    every = infinitybatch.CODES
-    assert [row[0] for row in rows] == sorted(every)
-    assert rows == [(code, every[code].level, every[code].category.__name__, every[code].meaning) for code in every]
+def entries() -> dict[str, str]:
+    """Return the entries of the page, by code."""
+    _, *parts = re.split(r"^###? (.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    return {title: text for title, text in zip(parts[::2], parts[1::2], strict=True) if title.startswith("SW")}
 
 
-def test_every_code_is_said_somewhere():
-    """An unused code would be a broken promise."""
-    source = "".join(
-        path.read_text()
-        for folder in ("monitor", "compat/infinitybatch")
-        for path in (TABLE.parents[1] / "speedswap" / folder).glob("*.py")
-        if path.name != "codes.py"
-    )
-    assert not [code for code in infinitybatch.CODES if f'"{code}"' not in source]
+def calls(*names: str) -> Iterator[tuple[Path, ast.Call]]:
+    """Yield the package's calls of functions and methods with one of the names."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in names:
+                yield path.relative_to(PACKAGE), node
 
 
-def test_codes_of_tables_are_documented_and_said():
-    package = TABLE.parents[1] / "speedswap"
-    said = "".join(
-        path.read_text() for folder in ("swapping", "ranks", "tables") for path in (package / folder).rglob("*.py")
-    )
-    documented = re.findall(r"^\| (SW4\d{2}) \|", TABLE.read_text(), flags=re.MULTILINE)
-    assert documented == sorted(set(re.findall(r'"(SW4\d{2}): ', said)))
+def test_every_entry_has_a_cause_and_a_remedy():
+    titles = re.findall(r"^### (.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    assert titles == list(entries())
+    for code, text in entries().items():
+        assert re.fullmatch(r"\s*\S.+\n\n\*\*Remedy:\*\* \S.+", text.strip(), flags=re.DOTALL), code
+
+
+def test_monitors_codes_are_documented_as_they_are():
+    for code, one in infinitybatch.CODES.items():
+        meaning = one.meaning[0].upper() + one.meaning[1:]
+        assert " ".join(entries()[code].split()).startswith(
+            f"{meaning}. Level `{one.level}`, `{one.category.__name__}`. **Remedy:** "
+        )
+
+
+def test_every_warning_of_the_package_has_a_code_and_an_entry():
+    """And every entry a warning: an unused code would be a broken promise."""
+    source = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    where = {path.as_posix() for path, text in source.items() if re.search(r"\bwarnings\.warn", text)}
+    assert where == {"_warnings.py"}
+    said = set()
+    for path, call in calls("warn", "warn_once"):
+        if path.as_posix() not in ("_warnings.py", "monitor/codes.py") and not is_of_policy(call):
+            assert isinstance(call.args[0], ast.Constant), (path, call.lineno)
+            said.add(call.args[0].value)
+    for code in infinitybatch.CODES:
+        if any(f'"{code}"' in text for path, text in source.items() if path.name != "codes.py"):
+            said.add(code)
+    assert said == set(entries())
+
+
+def is_of_policy(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) != "_warnings"
+
+
+def test_there_is_one_logger_and_the_library_prints_nothing():
+    loggers = [(path, ast.unparse(call)) for path, call in calls("getLogger")]
+    assert len(loggers) > 10
+    assert {text for _, text in loggers} == {"logging.getLogger('speedswap')"}
+    printing = {path.as_posix() for path, call in calls("print") if ast.unparse(call.func) == "print"}
+    # toma's function prints; that is what it is for
+    assert {path for path in printing if not path.startswith("apps/")} == {"cli.py", "compat/toma.py"}
 
 
 @pytest.mark.parametrize("code", CODES)

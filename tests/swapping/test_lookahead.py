@@ -162,7 +162,7 @@ def test_any_batches(batches: list[list[int]], depth: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("storage", ["pageable", "pinned", "device", "disk", "small cache"])
-@pytest.mark.filterwarnings("ignore:storage 'pinned' works as 'pageable':speedswap.errors.SpeedswapWarning")
+@pytest.mark.filterwarnings("ignore:SW405:speedswap.errors.SpeedswapWarning")
 def test_every_storage(storage: str, device: str, way: str, tmp_path: Path) -> None:
     plain = embedding(device)
     on_disk = {"disk": None, "small cache": 1}

@@ -27,7 +27,7 @@ from speedswap.errors import (
 )
 
 ROWS, DIM = 40, 6
-NO_GPU = "ignore:storage 'pinned' works as 'pageable' here:speedswap.errors.SpeedswapWarning"
+NO_GPU = "ignore:SW405:speedswap.errors.SpeedswapWarning"
 
 
 class SkipGram(nn.Module):

@@ -113,7 +113,7 @@ def test_prefetched_rows_of_a_closed_table_are_not_given(way: str, device: str) 
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.filterwarnings("ignore:storage 'pinned' works as 'pageable'")
+@pytest.mark.filterwarnings("ignore:SW405")
 @pytest.mark.parametrize("storage", ["pageable", "pinned", "device"])
 def test_a_table_may_be_freed_before_its_rows_are_written(storage: str, way: str, device: str) -> None:
     """Later contents of its memory are not overwritten."""

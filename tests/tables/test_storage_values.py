@@ -194,7 +194,7 @@ def test_former_arguments_stand_for_places(given: dict[str, Any], place: speedsw
     former = {name: value for name, value in given.items() if name not in ("path", "storage")}
     names = ", ".join(f"{name}=" for name in former)
     message = re.escape(f"{names} of seen will be removed; give storage=speedswap.{place!r}")
-    with pytest.warns(DeprecationWarning, match=f"^{message}$"):
+    with pytest.warns(DeprecationWarning, match=f"^SW002: {message}$"):
         assert seen(storage=storage, path=path, **former) == (place, None)
 
 

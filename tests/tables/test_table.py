@@ -38,7 +38,7 @@ def _pinned_works_as_pageable_without_a_gpu(recwarn: pytest.WarningsRecorder) ->
     if not torch.cuda.is_available():
         import warnings
 
-        warnings.filterwarnings("ignore", message="storage 'pinned' works as 'pageable'", category=SpeedswapWarning)
+        warnings.filterwarnings("ignore", message="SW405", category=SpeedswapWarning)
 
 
 def make(storage: str, tmp_path: Path, rows: int = 50, dim: int = 6, **kwargs: object) -> Table:
@@ -487,7 +487,7 @@ def test_pinned_without_a_gpu_works_as_pageable_and_says_so_once() -> None:
         tables[0].scatter(torch.tensor([1]), torch.ones(1, 4))
         print(len(caught), tables[0].pinned, caught[0].message)
     """)
-    assert printed.startswith("1 False storage 'pinned' works as 'pageable' here")
+    assert printed.startswith("1 False SW405: storage 'pinned' works as 'pageable' here")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

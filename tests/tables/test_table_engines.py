@@ -18,7 +18,7 @@ from speedswap.tables import Commit, prefetch
 ENGINES = ["auto", "zero_copy", "staged", "split"]
 
 
-@pytest.mark.filterwarnings("ignore:storage 'pinned' works as 'pageable'")
+@pytest.mark.filterwarnings("ignore:SW405")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_trains_as_torch_does(engine: str, device: str):
     """Adagrad over rows that come and go each step; where there is no GPU, the engine does not matter."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
 from speedswap.swapping.switchers import arrays
@@ -195,12 +194,12 @@ class Collection:
         if not self.said_duplicates:
             self.said_duplicates = True
             num_rows = len(kernels.last_occurrences(ids))
-            warnings.warn(
+            warn(
+                "SW506",
                 f"{len(ids)} indexes of the collection of {self.name!r} name only {num_rows} rows: of the rows with "
                 f"one index the last is kept, and the other {len(ids) - num_rows} updates are lost. "
                 "speedswap.Embedding sums the gradients of equal ids instead. (Said once.)",
                 DuplicateRowsWarning,
-                stacklevel=users_level(),
             )
 
     # ------------------------------------------------------------------ whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap._warnings import users_level
+from speedswap._warnings import warn
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import LostUpdateError, SpeedswapWarning
+from speedswap.errors import LostUpdateError
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.switchers.arrays import trainable_dtype
 from speedswap.swapping.switchers.collection import Collection, RowField, memory_of, place_of
@@ -232,11 +231,10 @@ def _check_variable(model_variable: nn.Module, embed_dimension: int) -> None:
             "give the same for both"
         )
     if getattr(model_variable, "padding_idx", None) is not None:
-        warnings.warn(
+        warn(
+            "SW505",
             f"model_variable has padding_idx {model_variable.padding_idx}, which is a position in the batch here: the "
             "row at that position will not be trained. Make the embedding without padding_idx",
-            SpeedswapWarning,
-            stacklevel=users_level(),
         )
 
 
