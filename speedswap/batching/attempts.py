@@ -26,7 +26,7 @@ from speedswap.batching.memory import (
     memory_class,
     release_cached_memory,
 )
-from speedswap.batching.packing import Parts, SamplePacking
+from speedswap.batching.packing import Alone, Parts, SamplePacking
 from speedswap.batching.prediction import AllocatorGauge, MemoryModel
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.reserve import Reserve
@@ -42,7 +42,7 @@ _MOST_KEYS = 1024
 class Limit:
     """The largest size that fits in one situation, and when a larger one is due.
 
-    Below 1 it stands for single samples, and rungs of escalation: 0 for one rung, -1 for two.
+    Below 1 it stands for rungs of escalation, 0 for one and -1 for two, of single samples: all, or by :attr:`alone`.
 
     After ``grow_after`` successes a larger size is tried once: halfway to the smallest known to fail, in numbers of
     parts, or twice the size if none is known or the two are close. Each failure doubles the number of successes before
@@ -56,6 +56,7 @@ class Limit:
         largest: the largest size that has fitted, by kind of work.
         model: what micro-batches of samples of different cost have taken.
         plans: what each rung does.
+        alone: the samples that escalate, where they cost differently.
     """
 
     def __init__(self, size: int | None, grow_after: int | None = GROW_AFTER) -> None:
@@ -63,6 +64,7 @@ class Limit:
         self.largest: dict[str, int] = {}
         self.model = MemoryModel()
         self.plans: dict[str, RungPlan] = {}
+        self.alone = Alone()
         self._grow_after = grow_after
         self._patience = grow_after or 0
         self._clean = 0  # successes since the last change
@@ -81,13 +83,27 @@ class Limit:
 
     def _larger(self, size: int, wanted: int) -> int:
         if size < 1:
-            return size + 1
+            return size + 1 if size < 0 else self.alone.limit
         if self._failed is not None and self._failed <= 2 * size:
             parts = -(-wanted // size)
             failing = (wanted - 1) // (self._failed - 1)  # the most parts that are as large as what failed
             if parts - failing > max(1, parts // 8):
                 return -(-wanted // ((parts + failing) // 2))
         return min(2 * size, wanted)  # what failed may fit by now
+
+    @property
+    def escalates(self) -> bool:
+        """True if some samples, or all, do not fit as usual."""
+        return self.size is not None and self.size < 1
+
+    def limit_of(self, size: int) -> int:
+        """Return what a micro-batch may cost at a size, without samples that escalate."""
+        return size if size > 0 else self.alone.limit
+
+    def leave_alone(self, cost: int) -> None:
+        """Let samples of this cost escalate, or cheaper ones where they do already, and pack the others within less."""
+        cost = min(cost, self.alone.cost) if self.escalates else cost
+        self.alone = Alone(cost, max(1, cost - 1 if self.size is None else min(cost - 1, self.limit_of(self.size))))
 
     @property
     def on_trial(self) -> bool:
@@ -160,7 +176,13 @@ class Limits:
         return key in self._known
 
     def find(
-        self, key: Hashable, memory: int, grow_after: int | None, initial: int | None = None, *, from_less: bool = True
+        self,
+        key: Hashable,
+        memory: int,
+        grow_after: int | None,
+        initial: Limit | None = None,
+        *,
+        from_less: bool = True,
     ) -> Limit:
         """Return the limit of a situation; a new one begins with that of the nearest class of memory.
 
@@ -168,7 +190,7 @@ class Limits:
             key: the situation.
             memory: the class of free memory.
             grow_after: as of :class:`Limit`.
-            initial: the size that a situation begins with where no class is known.
+            initial: what a situation begins with where no class is known.
             from_less: whether a class with less free memory counts as near.
         """
         classes = self._known.setdefault(key, {})
@@ -178,7 +200,10 @@ class Limits:
         if memory not in classes:
             others = [other for other in classes if from_less or other > memory]
             near = min(others, key=lambda other: abs(other - memory), default=None)
-            classes[memory] = Limit(initial if near is None else classes[near].size, grow_after)
+            initial = initial if near is None else classes[near]
+            classes[memory] = Limit(None if initial is None else initial.size, grow_after)
+            if initial is not None:
+                classes[memory].alone = initial.alone
             if near is not None:
                 classes[memory].model = classes[near].model
         return classes[memory]
@@ -280,16 +305,16 @@ class MicroBatchSize:
         self.tell = tell
         self.is_fixed = size is not None
         self._grow_after = grow_after
-        self._initial: int | None = None
+        self._initial: Limit | None = None
         self._limits = Limits()
         self.looked_at = _NEVER
         self._memory = 0
 
-    def begin_with(self, size: int | None) -> None:
-        """Begin every situation not met yet with a size; with the whole batch where it is None."""
+    def begin_with(self, size: int | None, alone: Alone) -> None:
+        """Begin every situation not met yet with a size, or None for the whole batch, and some samples alone."""
         if not self.is_fixed:
-            self.size = self._initial = size
-            self.known = Limit(size, self._grow_after)
+            self.size, self.known = size, Limit(size, self._grow_after)
+            self.known.alone, self._initial = alone, self.known
 
     def choose(self, key: Hashable, whole: int, device: torch.device) -> int:
         """Return the size to begin a batch with, at most the whole batch's."""
@@ -323,7 +348,7 @@ class MicroBatchSize:
         """Log a change of size, and tell callbacks."""
         if min(old, new) < 1:
             _log.info("micro-batches of one sample, rung %d → %d: %s", max(0, 1 - old), max(0, 1 - new), why)
-        old, new = max(1, old), max(1, new)
+        old, new = self.known.limit_of(old), self.known.limit_of(new)
         if old != new:
             _log.info("micro-batch size %d → %d: %s", old, new, why)
             self.tell("on_resize", old_size=old, new_size=new)
@@ -371,6 +396,8 @@ class BatchAttempts(Attempts):
         self.rungs = self.rungs if self._whole else ()
         self.parts: list[Parts] = []
         self._gauge: LimitedMemory | AllocatorGauge | None = None
+        # Ranks side by side escalate together, with all samples.
+        self._is_selective = not self.packings[0].is_even and not self.ranks.in_step
 
     def predict(self, device: torch.device) -> None:
         """Let micro-batches of samples of different cost be no larger than their memory allows, as far as known."""
@@ -385,19 +412,31 @@ class BatchAttempts(Attempts):
         packing.model = self._known.model
         self._gauge = AllocatorGauge(device) if is_gpu else None
 
+    def agree_on_size(self, largest: SamplePacking) -> None:
+        """Adopt the size that the ranks begin with, each with its largest packing."""
+        self.size = self.sizes.agree(self.size, self.ranks.begin(self._told(self.size), largest))
+
+    def _told(self, size: int) -> int:
+        """Return what to tell other ranks of a size: nothing if only some samples escalate, which others may lack."""
+        return self._whole if size < 1 and self._is_selective else size
+
     def divided(self) -> list[Parts]:
         """Return the micro-batches of the present attempt, for each packing."""
-        gauge = self._gauge if self.size > 0 else None  # below, the same samples take less
-        self.parts = [Parts(packing, self.ranks.parts(packing, self.size), gauge) for packing in self.packings]
+        self.parts = [Parts(packing, self.ranks.parts(packing, self.size), self._gauge) for packing in self.packings]
         return self.parts
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Surround one attempt: its ranks meet at the end, and exceeding its memory is an out-of-memory error."""
-        with self.ranks.attempt(self.size) as self.size, self._within_memory():
+        with self.ranks.attempt(self.size) as self.size:
+            for packing in self.packings if self._is_selective else ():
+                packing.alone = self._known.alone
+            escalates = any(packing.escalating(self.size) for packing in self.packings)
             calls = list(zip(self.functions, self.packings, strict=False))
-            self.escalation.begin(self.rungs[: max(0, 1 - self.size)], self._known.plans, calls, self.changes)
-            yield
+            with self._within_memory():
+                rungs = self.rungs[: max(0, 1 - self.size)] if escalates else ()
+                self.escalation.begin(rungs, self._known.plans, calls, self.changes)
+                yield
 
     @contextmanager
     def _within_memory(self) -> Iterator[None]:
@@ -424,8 +463,13 @@ class BatchAttempts(Attempts):
             known.end_trial(due_again=False)
         elif may_fit:
             proven = max((one.model.proven(one.nbytes) for one in self.packings if one.model is not None), default=0)
-            halved = proven if 0 < proven < largest else largest // 2
-            less = halved if samples > 1 else min(largest, 1) - 1
+            less = proven if 0 < proven < largest else largest // 2
+            if samples == 1:
+                less = min(largest - 1, self.size, 0)
+            if self._is_selective and samples == 1 and largest > 0:
+                known.leave_alone(largest)
+            elif self._is_selective and samples > 1 and known.escalates:
+                known.alone, less = known.alone._replace(limit=less), min(self.size, 0)
             smaller = known.failed(largest, less if samples < 2 else None) if was_trial else less
             known.shrink(smaller, failed=largest)
         may_change = self.may_shrink or all(part.size < 2 for parts in self.parts for part in parts.each)
@@ -435,14 +479,15 @@ class BatchAttempts(Attempts):
             return False
         self.release(failure, largest)
         sizes.looked_at = _NEVER
-        sizes.tell("on_out_of_memory", error=failure, old_size=max(1, largest), new_size=max(1, smaller))
+        sizes.tell("on_out_of_memory", error=failure, old_size=max(1, largest), new_size=known.limit_of(smaller))
         why = (str(failure).splitlines() or ["no message"])[0]
         if elsewhere:
             _log.debug("micro-batches of at most %d samples are tried again: %s", smaller, why)
         elif was_trial:
             _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, smaller, why)
         else:
-            sizes.report(largest, smaller, f"out of memory ({why})")
+            now = smaller if samples == 1 else known.limit_of(smaller)
+            sizes.report(largest, now, f"out of memory ({why})")
         self.size, self.parts = smaller, []
         return True
 
@@ -451,11 +496,11 @@ class BatchAttempts(Attempts):
 
         In place of the cost, a size below 1.
         """
+        for parts in self.parts:
+            if parts.present is not None and not parts.packing.is_even and not parts.present.escalates:
+                return parts.present.cost, parts.present.size
         if self.size < 1:
             return self.size, 1
-        for parts in self.parts:
-            if parts.present is not None and not parts.packing.is_even:
-                return parts.present.cost, parts.present.size
         each = [part for parts in self.parts or self.divided() for part in parts.each]
         return max((part.cost for part in each), default=0), max((part.size for part in each), default=0)
 
@@ -474,11 +519,13 @@ class BatchAttempts(Attempts):
 
     def fitted(self, *, count: bool = True) -> None:
         """Record that the last attempt succeeded; without ``count``, it says nothing about larger sizes."""
-        sizes, before = self.sizes, self._known.size
+        sizes, known, before = self.sizes, self._known, self._known.size
         if largest := max((part.cost for parts in self.parts for part in parts.each), default=0):
             sizes.size = min(self.size, largest) if self.size < 1 else largest
-        self._known.largest[self.work] = max(self._known.largest.get(self.work, 0), self.size)
-        if count and not sizes.is_fixed and self._known.fitted(self.size, self._whole):
+        known.largest[self.work] = max(known.largest.get(self.work, 0), self.size)
+        if self._is_selective and known.escalates and not any(packing.escalating(0) for packing in self.packings):
+            known.end_trial(due_again=True)  # without those samples it says nothing about them
+        elif count and not sizes.is_fixed and known.fitted(self.size, self._whole):
             assert sizes.size is not None
             assert before is not None
             sizes.report(before, sizes.size, "it fits")
@@ -498,7 +545,7 @@ class BatchAttempts(Attempts):
             The loss of all ranks together, and whether the loss function returned an aux on any.
         """
         with self.changes.restored_on_error():
-            agreed, somewhere = self.ranks.end(self.size, self._whole, gives_aux)
+            agreed, somewhere = self.ranks.end(self._told(self.size), self._whole, gives_aux)
             self.fitted(count=count)
             self.sizes.agree(self.size, agreed)
             return self.ranks.reduce(loss, average=average), somewhere

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,7 +226,7 @@ class Escalation:
         self, wanted: bool | Iterable[nn.Module], offload: bool, ranks: TrainingRanks, *, remembers: bool
     ) -> None:
         self._wanted = wanted if isinstance(wanted, bool) else list(wanted)
-        self._always_offloads = self._offloads = offload
+        self._always_offloads, self._offloads = offload, False
         self._ranks = ranks
         self._remembers = remembers
         self._modules: Sequence[nn.Module] = ()
@@ -258,7 +258,7 @@ class Escalation:
             calls: the functions that run forward, and their batches; of each, a trial takes the costliest sample.
             changes: restored after a trial.
         """
-        self._offloads = self._always_offloads or OFFLOADED in rungs
+        self._offloads = OFFLOADED in rungs
         self._modules = ()
         if not rungs:
             return
@@ -286,16 +286,12 @@ class Escalation:
         held, modules = trial.cheapest(1 if rung == CHECKPOINTED else 2)
         return RungPlan(rung, modules, trial.nbytes, held)
 
-    def forward_pass(self, changes: Changes) -> AbstractContextManager[None]:
-        """Surround a forward pass whose backward pass follows."""
-        if not self._offloads and not self._modules:
-            return nullcontext()
-        return self._saving(changes)
-
     @contextmanager
-    def _saving(self, changes: Changes) -> Iterator[None]:
+    def forward_pass(self, changes: Changes, *, escalates: bool) -> Iterator[None]:
+        """Surround a forward pass whose backward pass follows, of a micro-batch that escalates or not."""
         with ExitStack() as stack:
-            if self._offloads:
+            if self._always_offloads or (escalates and self._offloads):
                 stack.enter_context(activations_on_host(changes.storages()))
-            stack.enter_context(checkpointed(self._modules))
+            if escalates:
+                stack.enter_context(checkpointed(self._modules))
             yield

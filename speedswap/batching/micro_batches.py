@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from speedswap.batching.escalation import Escalation
 from speedswap.batching.functions import key_of, name_of, named_values
 from speedswap.batching.nested import NO_AUX, Arguments, kept, loss_of, parted
-from speedswap.batching.packing import Parts
+from speedswap.batching.packing import MicroBatch, Parts
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import HALF_PRECISION, Changes
 from speedswap.errors import BatchError
@@ -137,11 +136,12 @@ class MicroBatches:
                 arguments = parts.arguments(part)
                 if weights[part.index]:
                     loss, aux = self._both_ways(
-                        loss_fn, arguments, part.size, weights[part.index], place | {"index": part.index}, changes
+                        loss_fn, arguments, part, weights[part.index], place | {"index": part.index}, changes
                     )
                     losses.append(loss)
                 elif self.ranks.in_step:
-                    with self.ranks.without_effect():
+                    saving = self.escalation.forward_pass(changes, escalates=part.escalates)
+                    with self.ranks.without_effect(), saving:
                         aux = _aux_of(loss_fn, arguments)
                 elif part.size and self._gives_aux.get(key, True):
                     with torch.no_grad(), changes.watched():
@@ -179,7 +179,7 @@ class MicroBatches:
         self,
         loss_fn: Callable[..., Any],
         arguments: Arguments,
-        size: int,
+        part: MicroBatch,
         weight: float,
         place: dict[str, Any],
         changes: Changes,
@@ -187,10 +187,10 @@ class MicroBatches:
         """Run one micro-batch forward and backward; return what it adds to the loss, detached, and its aux."""
         args, kwargs = arguments
         self.tell("before_micro_batch", **place)
-        with changes.watched(), self.escalation.forward_pass(changes):
+        with changes.watched(), self.escalation.forward_pass(changes, escalates=part.escalates):
             result = loss_fn(*args, **kwargs)
             self._require_no_backward(loss_fn, changes)
-            loss, aux = loss_of(result, loss_fn, self.reduction, size)
+            loss, aux = loss_of(result, loss_fn, self.reduction, part.size)
             del result
         if not loss.requires_grad:
             raise BatchError(
@@ -234,16 +234,18 @@ class MicroBatches:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def one_by_one(
-        self, sizes: Sequence[int], changes: Changes, *, with_graph: bool = False
+        self, parts: Sequence[MicroBatch], changes: Changes, *, with_graph: bool = False
     ) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes the ``with`` block around each successive micro-batch, which callbacks see."""
-        indices = itertools.count()
+        successive, sizes = enumerate(parts), tuple(part.size for part in parts)
 
         @contextmanager
         def micro_batch() -> Iterator[None]:
-            place = {"batch_size": sum(sizes), "micro_batch_sizes": tuple(sizes), "index": next(indices)}
+            index, part = next(successive)
+            place = {"batch_size": sum(sizes), "micro_batch_sizes": sizes, "index": index}
             self.tell("before_micro_batch", **place)
-            with changes.watched(), self.escalation.forward_pass(changes) if with_graph else nullcontext():
+            saving = self.escalation.forward_pass(changes, escalates=part.escalates) if with_graph else nullcontext()
+            with changes.watched(), saving:
                 yield
             self.tell("after_micro_batch", **place)
 

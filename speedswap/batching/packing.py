@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,26 @@ class MicroBatch:
         samples: those of the batch that are in it, at least one.
         size: their number; 0 for a pass that only other ranks need.
         cost: of the micro-batch, in the unit of the limit.
+        escalates: whether it is one sample that does not fit as usual.
     """
 
     index: int
     samples: slice | list[int]
     size: int
     cost: int
+    escalates: bool = False
+
+
+class Alone(NamedTuple):
+    """The samples that escalate where not all fit.
+
+    Attributes:
+        cost: the least of theirs.
+        limit: on the micro-batches of the others.
+    """
+
+    cost: int = 1
+    limit: int = 1
 
 
 class SamplePacking:
@@ -48,6 +62,7 @@ class SamplePacking:
     Attributes:
         batch: the same.
         whole: the cost of the batch as one micro-batch.
+        alone: the samples that escalate, with a limit below 1.
         model: what micro-batches take; None where that is not known.
         nbytes: the memory for one.
     """
@@ -55,6 +70,7 @@ class SamplePacking:
     def __init__(self, batch: Batch, costs: Sequence[int] | None = None) -> None:
         self.batch = batch
         self.whole = batch.size
+        self.alone = Alone()
         self.model: MemoryModel | None = None
         self.nbytes = 0
         self._costs: list[int] | None = None
@@ -68,25 +84,37 @@ class SamplePacking:
         """True if the number of micro-batches follows from the number of samples."""
         return self._costs is None
 
+    def escalating(self, limit: int) -> int:
+        """Return the number of samples that escalate, each a micro-batch."""
+        if limit > 0 or self._costs is None:
+            return 0 if limit > 0 else self.batch.size
+        return sum(cost >= self.alone.cost for cost in self._costs)
+
     def count(self, limit: int) -> int:
         """Return the least number of micro-batches of which none costs more than ``limit``, but for single samples."""
-        return -(-self.batch.size // max(1, limit)) if self._costs is None else len(self._packed(self._costs, limit))
+        if self._costs is None:
+            return -(-self.batch.size // max(1, limit))
+        first = self.escalating(limit)
+        return first + len(self._packed(self._costs[first:], limit if limit > 0 else self.alone.limit))
 
-    def parts(self, count: int) -> list[MicroBatch]:
+    def parts(self, count: int, limit: int = 1) -> list[MicroBatch]:
         """Return the micro-batches, ``count`` of nearly equal cost; passes without samples where there are too few."""
         size = self.batch.size
         full = min(count, size)
+        first = self.escalating(limit)
         if self._costs is None:
             sizes = even_sizes(size, full) if full else []
             costs, order = [1] * size, None
         else:
-            sizes, costs, order = self._balanced(self._costs, full), self._costs, self._order
+            sizes = [1] * first + self._balanced(self._costs[first:], full - first)
+            costs, order = self._costs, self._order
         begins = itertools.accumulate(sizes, initial=0)
         parts = [
-            MicroBatch(index, _chosen(order, begin, begin + length), length, length * costs[begin])
+            MicroBatch(index, _chosen(order, begin, begin + length), length, length * costs[begin], index < first)
             for index, (length, begin) in enumerate(zip(sizes, begins, strict=False))
         ]
-        return [*parts, *(MicroBatch(index, slice(size - 1, size), 0, 0) for index in range(full, count))]
+        empty = (MicroBatch(index, slice(size - 1, size), 0, 0, limit < 1) for index in range(full, count))
+        return [*parts, *empty]
 
     def _packed(self, costs: list[int], limit: int, most: float = math.inf) -> list[int]:
         """Return the sizes of micro-batches as full as the limit allows, costliest samples first; of ``most`` + 1."""
@@ -103,6 +131,8 @@ class SamplePacking:
 
     def _balanced(self, costs: list[int], count: int) -> list[int]:
         """Return the sizes of ``count`` micro-batches, the costliest of which costs as little as possible."""
+        if not costs:
+            return []
         low, high = 1, len(costs) * costs[0]
         while low < high:
             middle = (low + high) // 2
@@ -201,6 +231,7 @@ class Parts:
                 gauge.reset_peak()
                 before = gauge.peak_bytes if before is None else before
             yield part
-            if model is not None and gauge is not None and before is not None and part.size:
+            is_usual = part.size and not part.escalates  # the same sample takes less on a rung
+            if model is not None and gauge is not None and before is not None and is_usual:
                 model.add(part.size, part.cost // part.size, max(1, gauge.peak_bytes - before))
         self.present = None

@@ -57,7 +57,7 @@ class TrainingRanks:
 
     def parts(self, packing: SamplePacking, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches, of which none costs more than ``size`` but for single samples."""
-        return packing.parts(packing.count(size))
+        return packing.parts(packing.count(size), size)
 
     def samples(self, batch_size: int) -> float:
         """Return the number of samples of the batch over all ranks."""

@@ -178,7 +178,7 @@ class Sharded(Peers):
             self._drop_gradients()
 
     def parts(self, packing: SamplePacking, size: int) -> list[MicroBatch]:
-        return packing.parts(self._count)
+        return packing.parts(self._count, size)
 
     def total(self, count: float) -> float:
         return sum(line[0] for line in self._exchange.round(TOTAL, count))

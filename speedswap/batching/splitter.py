@@ -17,7 +17,7 @@ from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
-from speedswap.batching.packing import SamplePacking, costs_of
+from speedswap.batching.packing import Alone, SamplePacking, costs_of
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
@@ -252,7 +252,7 @@ class BatchSplitter:
     @property
     def micro_batch_size(self) -> int | None:
         """The size in use, by the last batch, in samples, tokens or cost; None before the first one if unknown."""
-        return None if self._sizes.size is None else max(1, self._sizes.size)
+        return None if self._sizes.size is None else self._sizes.known.limit_of(self._sizes.size)
 
     @property
     def rung(self) -> int:
@@ -261,10 +261,11 @@ class BatchSplitter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that a resumed run begins with, so that it need not run out of memory to find it again."""
-        size = self._sizes.known.size
-        if size is None:
+        known = self._sizes.known
+        if known.size is None:
             return {"micro_batch_size": None, "rung": 0}
-        return {"micro_batch_size": max(1, size), "rung": max(0, 1 - size)}
+        alone = {"escalates_from": known.alone.cost} if known.escalates and self._is_packed else {}
+        return {"micro_batch_size": known.limit_of(known.size), "rung": max(0, 1 - known.size)} | alone
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin with the micro-batch size of another run; it grows again if it can. A fixed size stays."""
@@ -272,7 +273,8 @@ class BatchSplitter:
         _require(size is None or _is_positive(size), "state['micro_batch_size']", size, "at least 1, or None")
         rung = state.get("rung", 0)
         _require(rung == 0 or _is_positive(rung), "state['rung']", rung, "at least 0")
-        self._sizes.begin_with(1 - rung if rung else size)
+        alone = Alone(state.get("escalates_from", 1), size) if rung else Alone()
+        self._sizes.begin_with(1 - rung if rung else size, alone)
 
     @overload
     def backward(self, loss_fn: Loss, /, *batch: Any, **named: Any) -> Tensor: ...
@@ -408,9 +410,9 @@ class BatchSplitter:
             while attempts.again():
                 with attempts, attempts.attempt():
                     passes = TwoPasses(function, attempts.divided()[0])
-                    sizes = passes.parts.sizes
-                    around = self._micro_batches.one_by_one(sizes, changes, with_graph=True)
-                    with self._micro_batches.statistics(len(sizes), changes):
+                    each = passes.parts.each
+                    around = self._micro_batches.one_by_one(each, changes, with_graph=True)
+                    with self._micro_batches.statistics(len(each), changes):
                         outputs = passes.first(around, changes, with_graph=True)
         attempts.fitted()
         size, known = attempts.size, self._sizes.known
@@ -450,7 +452,7 @@ class BatchSplitter:
                 results: list[Any] = []  # releases those of a failed attempt
                 with attempts, attempts.attempt():
                     (parts,) = attempts.divided()
-                    around = self._micro_batches.one_by_one(parts.sizes, changes)
+                    around = self._micro_batches.one_by_one(parts.each, changes)
                     for part in parts.in_turn():
                         args, kwargs = parts.arguments(part)
                         if part.size:
@@ -480,7 +482,7 @@ class BatchSplitter:
                 with attempts, attempts.attempt():
                     (parts,) = attempts.parts = [passes.parts] if attempts.size == size else attempts.divided()
                     with changes.summing(len(parts.each)):
-                        around = self._micro_batches.one_by_one(parts.sizes, changes, with_graph=True)
+                        around = self._micro_batches.one_by_one(parts.each, changes, with_graph=True)
                         passes.second(gradients, parts, around, changes)
             attempts.finish(torch.zeros(()), average=True, count=False)
 
@@ -493,9 +495,9 @@ class BatchSplitter:
         largest = max(packings, key=lambda packing: packing.whole)
         sizes = self._sizes_of(work)
         size = sizes.choose(key, largest.whole, self._device)
-        if work == "backward" or self._ranks.in_step:
-            size = sizes.agree(size, self._ranks.begin(size, largest))
         attempts = self._attempts(work, size, functions, packings)
+        if work == "backward" or self._ranks.in_step:
+            attempts.agree_on_size(largest)
         if not self._ranks.in_step:  # there all ranks have the same number
             attempts.predict(self._device)
         return attempts

@@ -144,20 +144,20 @@ def both_passes(
     towers: Sequence[TwoPasses], loss_fn: Callable[..., Any], changes: Changes, run: MicroBatches
 ) -> tuple[Tensor, Any]:
     """Add the gradients of a loss over the whole batch's representations; return the loss, detached, and its aux."""
-    sizes = [size for tower in towers for size in tower.parts.sizes]
-    run.begin(max(tower.parts.packing.batch.size for tower in towers), sizes)
-    around = run.one_by_one(sizes, changes)
-    with run.statistics(len(sizes), changes):
+    parts = [part for tower in towers for part in tower.parts.each]
+    run.begin(max(tower.parts.packing.batch.size for tower in towers), [part.size for part in parts])
+    around = run.one_by_one(parts, changes)
+    with run.statistics(len(parts), changes):
         outputs = [replace_tensors(tower.first(around, changes), _as_leaf) for tower in towers]
     with changes.watched():
         result = loss_fn(*outputs)
         if any(tensor.grad is not None for output in outputs for tensor in tensors_of(output)):
             raise BatchError("loss_fn calls backward(); let it compute the loss and return it")
         loss, aux = loss_of(result, loss_fn)
-    with changes.summing(len(sizes)):
+    with changes.summing(len(parts)):
         changes.before_backward([loss])
         torch.autograd.backward([run.scaled(loss)])
-        around = run.one_by_one(sizes, changes, with_graph=True)
+        around = run.one_by_one(parts, changes, with_graph=True)
         for tower, output in zip(towers, outputs, strict=True):
             tower.second([tensor.grad for tensor in tensors_of(output)], tower.parts, around, changes)
     return loss.detach(), kept(aux)

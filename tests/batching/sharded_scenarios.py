@@ -293,6 +293,66 @@ def check_p16_a_single_sample_does_not_fit_on_one_rank(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
+def check_named_modules_are_checkpointed_on_all_ranks(rank, world_size):
+    """Fail with one sample on one rank; modules run again that are sharded, contain such, or are inside of one."""
+    inputs, targets = data(sizes(world_size, first=2, step=1))
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Sequential(Block(), nn.Sequential(Block())), Block(), nn.Linear(6, 4).double())
+    expected, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+    for named in ("0", "0.0", "0.1", "1", "1.first"):
+        model = copy.deepcopy(plain)
+        for name in ("0.0", "0", "1", "2", ""):
+            fully_shard(model.get_submodule(name), mesh=init_device_mesh("cpu", (world_size,)))
+        module = model.get_submodule(named)
+        splitter = speedswap.BatchSplitter(model, escalate=[module])
+        runs = []
+        module.register_forward_hook(lambda module, *_, runs=runs: runs.append("forward" in vars(module)))
+
+        def loss_fn(x, y, model=model, runs=runs):
+            loss = ce(model, x, y)
+            if rank == world_size - 1 and not runs[-1]:
+                raise torch.OutOfMemoryError(CUDA_TEXT)
+            return loss
+
+        for times in (1, 2):
+            runs.clear()
+            loss = splitter.backward(loss_fn, inputs[rank], targets[rank])
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+            assert_same(gradients(model), [times * grad for grad in wanted])
+            assert splitter.rung == 1
+        assert runs == [True] * (1 + world_size), runs  # as many passes as the rank with most samples
+
+
+def check_long_samples_escalate_with_all_others(rank, world_size):
+    """Check samples packed by their lengths, the longest of which does not fit on one rank: all run the same passes."""
+    lengths = [[3, 2], [1, 2, 7, 3], [5]][:world_size]
+    torch.manual_seed(2)
+    rows = [[torch.randn(length, 6, dtype=torch.float64) for length in each] for each in lengths]
+    plain, model, _ = sharded(world_size)
+    tokens = torch.cat([row for each in rows for row in each])
+    expected, wanted = whole_gradients(plain, lambda model, x: model(x).square().sum(), tokens)
+    splitter = speedswap.BatchSplitter(model, micro_batch_tokens="auto", reduction="sum", escalate=[model[0]])
+    seen = []
+
+    def loss_fn(x):
+        losses = model(x.flatten(0, 1)).square().sum(1) * (x != 0).any(2).flatten()
+        seen.append((*x.shape[:2], "forward" in vars(model[0])))
+        if x.shape[1] > 6 and not seen[-1][2]:
+            raise torch.OutOfMemoryError(CUDA_TEXT)
+        return losses.sum()
+
+    batch = Padded(nn.utils.rnn.pad_sequence(rows[rank], batch_first=True), lengths[rank])
+    for times in (1, 2):
+        seen.clear()
+        loss = splitter.backward(loss_fn, batch)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        assert_same(gradients(model), [times * grad for grad in wanted])
+        assert splitter.rung == 1
+    own = sorted(lengths[rank], reverse=True)
+    own += own[-1:] * (max(map(len, lengths)) - len(own))  # passes that the other ranks need
+    assert [one for one in seen if one[2]] == [(1, length, True) for length in own], seen
+
+
 def check_an_error_on_one_rank_reaches_all(rank, world_size):
     inputs, targets = data(sizes(world_size))
     plain, model, splitter = sharded(world_size, micro_batch_size=2)

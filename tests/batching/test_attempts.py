@@ -139,4 +139,4 @@ def test_a_new_class_of_memory_begins_as_the_nearest_known_one(memory, size):
     limits.find("key", 36, 4).shrink(32)
     limits.find("key", 30, 4).shrink(16)
     assert limits.find("key", memory, 4).size == size
-    assert limits.find("another", memory, 4, 5).size == 5
+    assert limits.find("another", memory, 4, Limit(5)).size == 5

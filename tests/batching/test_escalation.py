@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import speedswap
 from speedswap.apps.digits.task import read_split
-from speedswap.batching import LimitedMemory, escalation, saving
+from speedswap.batching import LimitedMemory, Padded, escalation, saving
 from speedswap.batching.escalation import Escalation, ForwardTrial
 from speedswap.batching.rollback import has_memory
 from speedswap.batching.saving import activations_on_host, checkpointed
@@ -446,6 +446,158 @@ def test_a_given_size_is_not_escalated() -> None:
     model, (x, y) = blocks(), batch()
     with pytest.raises(torch.OutOfMemoryError):
         speedswap.BatchSplitter(model, micro_batch_size=1).backward(Crowded(model, 1), x, y)
+
+
+# ---------------------------------------------------------------------- where samples differ in length
+
+
+class Lines(nn.Module):
+    """The sum of a small text model's losses; it notes the shape of each call, and whether modules will run again."""
+
+    def __init__(self, long: int = 0) -> None:
+        super().__init__()
+        self.text, self.long = Text(4, 1).double(), long
+        self.seen: list[tuple[int, int, bool]] = []
+
+    def forward(self, text: Tensor) -> Tensor:
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        if not any(isinstance(mode, ForwardTrial) for mode in modes):
+            escalates = any("forward" in vars(one) for one in self.text.modules())
+            self.seen.append((*text.shape, escalates))
+            if self.long and text.shape[1] >= self.long and not escalates:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.text.loss(text) * text[:, 1:].numel()
+
+
+def lines(lengths: list[int]) -> Padded:
+    return Padded(torch.randint(1, WORDS, (len(lengths), max(lengths))), lengths)
+
+
+def sum_of_losses(model: Lines, batch: Padded) -> list[Tensor]:
+    """Return the gradients of single samples without limits, each without its padding."""
+    twin = copy.deepcopy(model)
+    twin.long = 0
+    for row, length in zip(batch.value, batch.lengths.tolist(), strict=True):
+        twin(row[None, :length]).backward()
+    return gradients(twin)
+
+
+def peak_of(model: Lines, text: Tensor) -> int:
+    twin = copy.deepcopy(model)
+    with LimitedMemory() as memory:
+        twin(text).backward()
+    return memory.peak_bytes
+
+
+SHORT_LINES = [9] * 16
+
+
+@pytest.mark.parametrize("own_budget", [True, False])
+def test_one_long_sample_escalates_and_the_others_stay_together(own_budget: bool) -> None:
+    """In counted memory that holds six short samples and their gradients, and not the long one."""
+    torch.manual_seed(0)
+    model = Lines()
+    batch = lines([*SHORT_LINES, 97])
+    limit = peak_of(model, batch.value[:6, :9])
+    assert limit < peak_of(model, batch.value[-1:]) / 1.5
+    splitter = speedswap.BatchSplitter(
+        model, micro_batch_tokens="auto", reduction="sum", check=False, memory=limit if own_budget else None
+    )
+    for _ in range(2):
+        model.zero_grad()
+        model.seen.clear()
+        with LimitedMemory(None if own_budget else limit):
+            splitter.backward(model, batch)
+        assert relative_error(gradients(model), sum_of_losses(model, batch)) < 1e-12
+        assert splitter.rung > 0
+    (alone, *together) = model.seen  # the second time, nothing fails
+    assert alone == (1, 97, True)
+    assert sum(samples for samples, _, _ in together) == len(SHORT_LINES)
+    assert all(length == 9 and not escalates for _, length, escalates in together)
+    assert len(together) <= 8
+    assert splitter.micro_batch_size is not None
+    assert 2 * 9 <= splitter.micro_batch_size < 97
+
+
+def test_batches_without_long_samples_are_packed_as_before_and_say_nothing_about_them() -> None:
+    torch.manual_seed(0)
+    model = Lines(long=90)
+    splitter = speedswap.BatchSplitter(
+        model, micro_batch_tokens="auto", reduction="sum", check=False, grow_after=3, escalate=model.text.stages
+    )
+    failures = []
+    for lengths in [[97, 9, 9, 9]] * 3 + [[9] * 4] * 6 + [[97, 9, 9, 9]] * 3:
+        model.seen.clear()
+        splitter.backward(model, lines(lengths))
+        failures.append(sum(length >= 90 and not escalates for _, length, escalates in model.seen))
+        assert model.seen[-1] in [(3, 9, False), (4, 9, False)]
+    assert failures[:3] == [2, 0, 0]  # in four samples padded to 97, and by itself
+    assert failures[3:9] == [0] * 6
+    assert sum(failures[9:]) == 1  # the trial that is due
+    assert splitter.rung == 1
+
+
+def test_long_samples_stop_escalating_where_there_is_room() -> None:
+    model = Lines(long=90)
+    splitter = speedswap.BatchSplitter(
+        model, micro_batch_tokens="auto", reduction="sum", check=False, grow_after=2, escalate=model.text.stages
+    )
+    batch = lines([97, 9, 9, 9])
+    splitter.backward(model, batch)
+    assert splitter.rung == 1
+    model.long = 0
+    rungs = []
+    for _ in range(4):
+        splitter.backward(model, batch)
+        rungs.append(splitter.rung)
+    assert rungs == [1, 0, 0, 0]
+
+
+def test_a_resumed_run_escalates_the_same_samples() -> None:
+    model = Lines(long=90)
+    options: dict[str, Any] = {"micro_batch_tokens": "auto", "reduction": "sum", "escalate": model.text.stages}
+    first = speedswap.BatchSplitter(model, check=False, **options)
+    batch = lines([97, 9, 9, 9])
+    first.backward(model, batch)
+    saved = first.state_dict()
+    assert saved == {"micro_batch_size": 96, "rung": 1, "escalates_from": 97}
+    second = speedswap.BatchSplitter(model, check=False, **options)
+    second.load_state_dict(saved)
+    model.seen.clear()
+    second.backward(model, batch)
+    assert model.seen == [(1, 97, True), (3, 9, False)]
+    assert second.state_dict() == saved
+
+
+def test_coupled_losses_and_differentiable_calls_escalate_long_samples_alone() -> None:
+    torch.manual_seed(0)
+    model, batch = Lines(long=90), lines([9, 97, 9, 9])
+
+    def encode(text: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            model(text)
+        return model.text.stages(model.text.characters(text)).mean(1)
+
+    def contrast(out: Tensor) -> Tensor:
+        return (out @ out.T).logsumexp(1).mean()
+
+    splitter = speedswap.BatchSplitter(model, micro_batch_tokens="auto", check=False)
+    found = []
+    for call in (
+        lambda: splitter.backward_coupled(encode, contrast, batch),
+        lambda: contrast(splitter.forward(encode, batch)).backward(),
+    ):
+        model.zero_grad()
+        call()
+        assert splitter.rung == 1
+        assert model.seen[-2:] == [(1, 97, True), (3, 9, False)]
+        found.append(gradients(model))
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    alone = [row[None, :length] for row, length in zip(batch.value, batch.lengths.tolist(), strict=True)]
+    contrast(torch.cat([twin.text.stages(twin.text.characters(one)).mean(1) for one in alone])).backward()
+    for one in found:
+        assert relative_error(one, gradients(twin)) < 1e-12
 
 
 # ---------------------------------------------------------------------- training on a budget

@@ -8,21 +8,33 @@ import pytest
 import torch
 from splitting import gradients, relative_error
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import speedswap
 from speedswap.batching import Padded, PerSample
+from speedswap.batching.escalation import ForwardTrial
 
 
 class FlakyDevice:
-    """Raises out-of-memory for micro-batches that are too large, and now and then for others of several samples."""
+    """Raises out-of-memory for micro-batches that are too large, and now and then for others of several samples.
 
-    def __init__(self, generator: random.Random, most: float, power: int) -> None:
+    So it does for single samples from a length on, unless a module of theirs runs again in the backward pass.
+    """
+
+    def __init__(self, generator: random.Random, most: float, power: int, too_long: float, module: nn.Module) -> None:
         self._generator, self._most, self._power = generator, most, power
-        self.failures = 0
+        self._too_long, self._module = too_long, module
+        self.failures, self.escalations = 0, 0
 
     def use(self, samples: int, longest: int) -> None:
+        if any(isinstance(mode, ForwardTrial) for mode in _get_current_dispatch_mode_stack()):
+            return
+        escalates = "forward" in vars(self._module)
+        assert samples == 1 or not escalates
+        self.escalations += escalates
         is_large = samples * longest**self._power > self._most
-        if samples > 1 and (is_large or self._generator.random() < 0.1):
+        is_alone = samples == 1 and longest >= self._too_long and torch.is_grad_enabled() and not escalates
+        if is_alone or (samples > 1 and (is_large or self._generator.random() < 0.1)):
             self.failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -43,8 +55,8 @@ def padded(rows: list[Tensor], side: str = "right") -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
 
 
-def run(seed: int) -> int:
-    """Train and evaluate one batch in one form against all of it at once; return the failures on the way."""
+def run(seed: int) -> tuple[int, int]:
+    """Train and evaluate one batch in one form against all of it at once; return failures and escalated calls."""
     generator = random.Random(seed)
     torch.manual_seed(seed)
     lengths = [generator.randint(1, 9) for _ in range(generator.randint(1, 12))]
@@ -53,7 +65,8 @@ def run(seed: int) -> int:
     reduction, counts_tokens = generator.choice([("mean", True), ("mean", False), ("sum", False), ("none", False)])
     first, second = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
     model = nn.Sequential(first, nn.Tanh(), second)
-    device = FlakyDevice(generator, generator.uniform(1, len(rows)) * max(lengths) ** power, power)
+    most, too_long = generator.uniform(1, len(rows)) * max(lengths) ** power, generator.choice([5, 8, float("inf")])
+    device = FlakyDevice(generator, most, power, too_long, first)
 
     def values(x: Tensor | list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the value of each token, 0 for padding, and which tokens are there."""
@@ -83,12 +96,13 @@ def run(seed: int) -> int:
         normalizer=tokens_in if counts_tokens else None,
         grow_after=2,
         check=False,
+        escalate=[first],
     )
     if splitter.micro_batch_size is not None:
-        device._most = float("inf")
+        device._most = device._too_long = float("inf")
         device._generator = random.Random(0)
         device._generator.random = lambda: 1.0  # a fixed size cannot shrink
-    for _ in range(2):
+    for _ in range(3):
         model.zero_grad()
         loss, aux = splitter.backward(loss_fn, whole)
         found = gradients(model)
@@ -104,13 +118,17 @@ def run(seed: int) -> int:
         for results in (aux, evaluated):
             assert results["length"].tolist() == lengths, seed
             assert torch.allclose(results["losses"], each.detach(), rtol=1e-12), seed
-    return device.failures
+    return device.failures, device.escalations
 
 
 def test_results_are_those_of_the_whole_batch_whatever_fails():
-    assert sum(run(seed) for seed in range(200)) > 250
+    failures, escalations = map(sum, zip(*map(run, range(100)), strict=True))
+    assert failures > 250
+    assert escalations > 150
 
 
 @pytest.mark.release
 def test_results_are_those_of_the_whole_batch_whatever_fails_in_ten_thousand_runs():
-    assert sum(run(seed) for seed in range(200, 10_200)) > 12_500
+    failures, escalations = map(sum, zip(*map(run, range(200, 10_200)), strict=True))
+    assert failures > 25_000
+    assert escalations > 15_000
