@@ -1,4 +1,4 @@
-"""Watch training: steps that a loop leaves out, memory by phase, parameters, the splitter's batches, hot rows."""
+"""Watch training: steps that a loop leaves out, memory by phase, parameters, the splitter's batches, tables."""
 
 from speedswap.monitor.callbacks import Progress, SplitRecorder
 from speedswap.monitor.codes import (
@@ -16,6 +16,7 @@ from speedswap.monitor.hot_rows import HotCounts, hot_rows
 from speedswap.monitor.loop import EventMonitor
 from speedswap.monitor.memory import MemoryMonitor, MemorySnapshot, PhaseMemory, memory_snapshot
 from speedswap.monitor.parameters import count_parameters
+from speedswap.monitor.tables import table_metrics
 
 __all__ = [
     "CODES",
@@ -37,4 +38,5 @@ __all__ = [
     "count_parameters",
     "hot_rows",
     "memory_snapshot",
+    "table_metrics",
 ]

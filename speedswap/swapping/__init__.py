@@ -3,9 +3,10 @@
 :class:`Embedding` and :class:`EmbeddingBag` are used like torch's; :func:`attach` stores an optimizer's row state in
 their tables; :func:`lookahead` prefetches the next batch's rows while this one is computed; :func:`convert` replaces
 torch's embeddings with these. :class:`EmbeddingBagCollection` and :class:`EmbeddingCollection` train many tables in one
-step. :func:`save_checkpoint` and :func:`load_checkpoint` save and resume a training. :func:`ignore_in_ddp` and
-:func:`parameters_to_ignore` make distributed wrappers ignore their weights. :class:`ModelFactory` and
-:class:`OptimizerFactory` swap rows by hand, for models with a plain ``nn.Embedding``.
+step. :func:`save_checkpoint` and :func:`load_checkpoint` save and resume a training; :func:`rows_apart` leaves rows out
+of other libraries' checkpoints. :func:`ignore_in_ddp` and :func:`parameters_to_ignore` make distributed wrappers ignore
+their weights. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a plain
+``nn.Embedding``.
 """
 
 from speedswap.swapping.attach import attach
@@ -24,6 +25,7 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, lookahead
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
+from speedswap.swapping.whole_rows import rows_apart
 from speedswap.swapping.wrappers import ignore_in_ddp, parameters_to_ignore
 
 __all__ = [
@@ -47,5 +49,6 @@ __all__ = [
     "load_checkpoint",
     "lookahead",
     "parameters_to_ignore",
+    "rows_apart",
     "save_checkpoint",
 ]

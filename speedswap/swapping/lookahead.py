@@ -70,7 +70,8 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
 
     Raises:
         TypeError: ``loader`` is not iterable, or a key of ``ids``, or a function's result, has the wrong type.
-        ValueError: ``depth`` is negative, or differs between ranks that own the rows together; or ``ids`` is empty.
+        ValueError: ``depth`` is negative, or differs between ranks that own the rows together; or ``ids`` is empty; or
+            accelerate has prepared the loader to end a window of accumulated gradients with its last batch.
 
     Example:
         >>> import torch, speedswap
@@ -121,6 +122,13 @@ class Lookahead(Generic[Batch]):
         self.depth = operator.index(depth)
         if self.depth < 0:
             raise ValueError(f"depth is {depth}; give 0 or more")
+        window: Any = getattr(loader, "gradient_state", None)  # accelerate's
+        if self.depth and getattr(window, "num_steps", 1) > 1 and window.sync_with_dataloader:
+            raise ValueError(
+                "loader was prepared by accelerate, which takes a step when the loader has given its last batch, and a "
+                f"lookahead takes that early; give Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+                f"num_steps={window.num_steps}, sync_with_dataloader=False)), or depth=0"
+            )
         self._loader = loader
         self._ids: dict[LooksUp, GivenOf[Batch]] = dict(ids.items())
 

@@ -104,7 +104,20 @@ _apart = ContextVar("rows_apart", default=False)
 
 @contextmanager
 def rows_apart() -> Iterator[None]:
-    """Make modules and optimizers leave their tables' rows out when they save and load a state_dict."""
+    """Make modules and optimizers leave their tables' rows out when they save and load a ``state_dict``.
+
+    It is for training loops of other libraries, which write what ``state_dict`` returns. Within this context they save
+    everything but the rows and the rows' optimizer state, so that no table has to fit in memory; save that with
+    :func:`save_checkpoint`, which has the rest too. Loading ignores rows in a ``state_dict``. The context is that of
+    the current thread.
+
+    Example:
+        >>> import torch, speedswap
+        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16), torch.nn.Linear(16, 1))
+        >>> with speedswap.swapping.rows_apart():
+        ...     list(model.state_dict())
+        ['1.weight', '1.bias']
+    """
     token = _apart.set(True)
     try:
         yield
@@ -126,5 +139,6 @@ def says_checkpoint() -> Iterator[None]:
         found = str(error).partition(";")[0]
         raise TableTooLargeError(
             f"{found}; a state_dict holds whole tables: use speedswap.save_checkpoint(path, model, optimizer) and "
-            "speedswap.load_checkpoint(path, model, optimizer), which do not"
+            "speedswap.load_checkpoint(path, model, optimizer), which do not; and around a library's calls that save a "
+            "state_dict, with speedswap.swapping.rows_apart():"
         ) from error

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -645,3 +646,21 @@ def test_a_gpu_has_a_queue_for_every_stream(engine: str, device: str, monkeypatc
     train(items, optimizer, speedswap.lookahead(batches, {items: lambda ids: ids}))
     torch.cuda.synchronize()
     assert len(made) == {"auto": 3, "staged": 7}[engine]
+
+
+class PreparedLoader(list[Any]):
+    """A loader as accelerate's ``prepare`` returns it."""
+
+    def __init__(self, num_steps: int, sync_with_dataloader: bool) -> None:
+        super().__init__([torch.tensor([1])])
+        self.gradient_state = SimpleNamespace(num_steps=num_steps, sync_with_dataloader=sync_with_dataloader)
+
+
+def test_a_loader_that_ends_windows_by_its_last_batch_is_refused() -> None:
+    """It would end them a batch early, and leave the last batch's gradients to the next epoch."""
+    items = speedswap.Embedding(10, 2)
+    ids = {items: lambda batch: batch}
+    with pytest.raises(ValueError, match=r"GradientAccumulationPlugin\(num_steps=2, sync_with_dataloader=False\)"):
+        speedswap.lookahead(PreparedLoader(2, True), ids)
+    for loader, depth in ((PreparedLoader(2, False), 1), (PreparedLoader(1, True), 1), (PreparedLoader(2, True), 0)):
+        assert len(list(speedswap.lookahead(loader, ids, depth=depth))) == 1

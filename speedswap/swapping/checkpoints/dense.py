@@ -84,7 +84,7 @@ def content_of(
         states = [each.state_dict() for each in optimizers]
         content: dict[str, Any] = {"model": dense.encode(dict(model.state_dict()), "model")}
     content["optimizers"] = [
-        {"class": type(each).__name__, "state": dense.encode(state, f"optimizers.{place}")}
+        {"class": _names_of(each, state)[-1], "state": dense.encode(state, f"optimizers.{place}")}
         for place, (each, state) in enumerate(zip(optimizers, states, strict=True))
     ]
     own = {random: encoder.encode(random_state(), random)}
@@ -128,11 +128,12 @@ def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer
         CheckpointError: the message names the difference.
     """
     names = [each["class"] for each in saved]
-    ours = [type(each).__name__ for each in optimizers]
-    if names != ours:
+    ours = [_names_of(optimizer, each["state"]) for optimizer, each in zip(optimizers, saved, strict=False)]
+    if len(names) != len(optimizers) or any(name not in known for name, known in zip(names, ours, strict=True)):
+        given = ", ".join(type(each).__name__ for each in optimizers)
         raise CheckpointError(
-            f"optimizer is {', '.join(ours)}, but the checkpoint {folder} has {', '.join(names) or 'none'}; give the "
-            "same, in their order, or None for the model alone"
+            f"optimizer is {given}, but the checkpoint {folder} has {', '.join(names) or 'none'}; give the same, in "
+            "their order, or None for the model alone"
         )
     for each, optimizer in zip(saved, optimizers, strict=True):
         theirs = [len(group["params"]) for group in each["state"]["param_groups"]]
@@ -144,6 +145,12 @@ def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer
             )
         with says_malformed(folder, f"the state of optimizer {type(optimizer).__name__}"):
             _try_optimizer(optimizer, each["state"])
+
+
+def _names_of(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """Return the class of an optimizer; and that of the one it wraps, if the wrapper adds nothing to the state."""
+    adds = state.keys() > {"state", "param_groups"}
+    return [type(each).__name__ for each in ((optimizer,) if adds else (optimizer, innermost(optimizer)))]
 
 
 def load_dense(

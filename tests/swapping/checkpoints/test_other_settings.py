@@ -308,3 +308,72 @@ def test_extra_state_of_modules_comes_back(more: Any, found: Any, tmp_path: Path
             speedswap.load_checkpoint(tmp_path, Counting(torch.ones(1)))
         with pytest.raises(CheckpointError, match="'_extra_state' is missing in the model"):
             speedswap.load_checkpoint(tmp_path, nn.ModuleDict({"layer": nn.Linear(1, 1)}))
+
+
+class Prepared(Optimizer):
+    """An optimizer in front of another one, as accelerate's ``prepare`` returns it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults, self.param_groups, self.state = optimizer.defaults, optimizer.param_groups, optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+WRAPPERS: dict[str, Callable[[Optimizer], Any]] = {
+    "none": lambda optimizer: optimizer,
+    "prepared": Prepared,
+    "accumulating": lambda optimizer: speedswap.batching.AccumulatingOptimizer(optimizer, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "saving, loading", [("prepared", "none"), ("none", "prepared"), ("prepared", "prepared"), ("none", "accumulating")]
+)
+def test_a_wrapper_that_adds_no_state_makes_no_difference(saving: str, loading: str, tmp_path: Path) -> None:
+    model, optimizer = training(adam)
+    run(model, optimizer, range(4))
+    speedswap.save_checkpoint(tmp_path, model, WRAPPERS[saving](optimizer))
+    again, its_optimizer = training(adam)
+    speedswap.load_checkpoint(tmp_path, again, WRAPPERS[loading](its_optimizer))
+    for each in ((model, optimizer), (again, its_optimizer)):
+        run(*each, range(4, 7))
+    assert_same(state_of(again, its_optimizer), state_of(model, optimizer))
+
+
+def test_a_wrappers_own_state_goes_to_such_a_wrapper_alone(tmp_path: Path) -> None:
+    model, optimizer = training(adam)
+    speedswap.save_checkpoint(tmp_path, model, WRAPPERS["accumulating"](optimizer))
+    again, its_optimizer = training(adam)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer is Adam, but the checkpoint .* has AccumulatingOptimizer; give"
+    ):
+        speedswap.load_checkpoint(tmp_path, again, its_optimizer)
+
+
+def test_other_libraries_checkpoints_are_without_rows_where_they_are_apart() -> None:
+    """Neither model nor optimizer gives rows away, or takes any; all of the rest is as ever."""
+    model, optimizer = training(adam)
+    run(model, optimizer, range(2))
+    whole = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    assert whole[0].keys() - {"0.weight"} == {"1.weight", "1.bias"}
+    rows = model[0].read()
+    with speedswap.swapping.rows_apart():
+        apart = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        run(model, optimizer, range(2, 4))
+        changed = model[0].read()
+        model.load_state_dict(whole[0])
+        optimizer.load_state_dict(apart[1])
+        assert torch.equal(model[0].read(), changed)
+    assert apart[0].keys() == {"1.weight", "1.bias"}
+    assert apart[1]["state"][0].keys() == {"step"}
+    assert apart[1]["state"][1].keys() == whole[1]["state"][1].keys()
+    assert not torch.equal(changed, rows)
+    assert torch.equal(model[1].weight, whole[0]["1.weight"])
