@@ -29,7 +29,6 @@ class Errand:
         kind: its kind, as sent in lines.
         failed: True if the announcements ended because of an error.
         time: when it was announced, the same on all ranks; greater than 0.
-        places: the number of consecutive times, from this one on, that it occupies.
         is_done: True if all ranks have done it.
         error: the exception raised in it.
         ended: the rank that announced the end instead, as torch.distributed numbers it, and whether it failed.
@@ -38,7 +37,6 @@ class Errand:
     kind = Kind.END
     failed = False
     time = 0
-    places = 1
     is_done = False
     error: BaseException | None = None
     ended: tuple[int, bool] | None = None
@@ -103,7 +101,6 @@ class Ahead:
             self._thread = EndingThread(_do_all, self._queue, name="speedswap-ahead", ask=ask)
             self._thread.start()
         errand.time = self._time
-        self._time += errand.places - 1
         self._queue.put((self, errand))
 
     def announce_end(self, *, failed: bool) -> None:
@@ -120,7 +117,7 @@ class Ahead:
 
     def note_end(self, errand: Errand) -> None:
         """Record that an errand has met the end, after which all ranks' counts agree again."""
-        self._time = errand.time + errand.places - 1
+        self._time = errand.time
 
     def do(self, errand: Errand) -> None:
         """Do an errand, in the background thread."""

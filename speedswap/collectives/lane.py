@@ -44,6 +44,7 @@ class Lane:
             it, and then continues.
         failures: number of tasks that failed on all ranks, or on this one with the others informed.
         rounds: number of rounds so far, equal on all ranks at the same point of the program.
+        changes: number of rounds that were not of lookups, so that rows may have changed after them, and of failures.
         step: the training step, which all ranks are in together.
         tables: the objects of tasks by number; each has a name for messages.
         payloads, payload_bytes: number of payloads so far, and bytes this rank has sent to others in them.
@@ -68,6 +69,7 @@ class Lane:
         self.pending: Pending | None = None
         self.failures = 0
         self.rounds = 0
+        self.changes = 0
         self.step = 0
         self.tables: Mapping[int, Any] = {}
         self._begun: Counter[object] = Counter()  # since the last round

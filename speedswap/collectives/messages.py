@@ -19,7 +19,7 @@ _HASHED_BYTES = 1 << 10  # together: the threads of the CPU loops share a piece'
 
 ROOM = 2048  # ids per round, over all ranks
 ANYTHING = -1  # the object's number for a task without a table or map
-OK, FAILED, TORN = range(3)  # statuses
+OK, FAILED, TORN, CALLS = range(4)  # statuses
 ANYWHERE = -1  # the stage of a failed rank
 
 _EVALUATION = (
@@ -107,7 +107,7 @@ class Line(NamedTuple):
         about: the number of the task's object.
         part: the nested task's kind and object, packed; 0 outside of one.
         stage: number of rounds of the task so far.
-        status: the rank's status, such as failed.
+        status: the rank's status, such as failed; or that it calls the others to a lookup that they need not meet for.
         step: the rank's count of training steps: those completed by all, and those that it began and left.
         amount: a count for the receiving rank.
         note: a number for all ranks.

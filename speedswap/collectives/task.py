@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from speedswap.collectives.messages import (
     ANYTHING,
     ANYWHERE,
+    CALLS,
     FAILED,
+    KINDS,
     OK,
     TORN,
     Kind,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _WORD_BYTES = 8
 _DROPS, _MEMORY = 1, 2  # a failed rank's note: it lost its part of the step; out of memory
+_LOOKUPS = {Kind.LOOK_UP, Kind.GATHER}
 
 
 class PeerOutOfMemory(MemoryError):
@@ -78,15 +82,18 @@ class Task:
         kind: the kind of work.
         thread: the thread that does it here.
         is_over: True once failures no longer concern the other ranks.
+        calls: True if it is a lookup for which the other ranks may not come: they serve it where they meet next.
     """
 
     def __init__(self, lane: Lane, kind: Kind, about: int, stage: int = 0, *, may_retry: bool = False) -> None:
         self.lane = lane
         self.thread = threading.get_ident()
         self.is_over = False
+        self.calls = False
         self.kind, self._about, self._stage = kind, about, stage
         self._may_retry = may_retry
         self._part = 0  # the innermost part
+        self._join: Callable[[], None] | None = None  # what the last round asks for before another one
 
     @property
     def purpose(self) -> Kind:
@@ -119,7 +126,8 @@ class Task:
             if lines is not None:
                 # The note of a rank that joins from another task refers to that task.
                 return Round([line.amount for line in lines], [line.note * (line.kind == self.kind) for line in lines])
-            self._join()
+            if (join := self._join) is not None:
+                join()
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send rows to the ranks, and return those sent here.
@@ -139,7 +147,7 @@ class Task:
         if len(self.lane.ranks) == 1:
             return post()
         with self.promised():
-            self._meet(None, 0)
+            self.round()
             return post()
 
     def send_parcels(self, parcels: Sequence[Parcel]) -> list[Tensor]:
@@ -294,16 +302,26 @@ class Task:
         return Line(self.kind, self._about, self._part, stage, status, self.lane.step, 0, note, pending)
 
     def _meet(self, counts: Sequence[int] | None, note: int, ids: Tensor | None = None) -> list[Line] | None:
-        """Run one round; return its lines, or None if it was the first round of other ranks' pending work."""
+        """Run one round; return its lines, or None if :attr:`_join` and another round must follow."""
+        status = CALLS if self.calls and self._stage == 0 else OK
         try:
-            lines = self.lane.exchange_lines(self._line(self._stage, OK, note), counts, ids)
+            lines = self.lane.exchange_lines(self._line(self._stage, status, note), counts, ids)
         except PeerError:
             self.is_over = True
             raise
+        call = self._call_among(lines)
+        self.lane.changes += call is None and not {line.kind for line in lines} <= _LOOKUPS
+        if call is not None:
+            if lines[self.lane.rank][:6] == call[:6]:
+                self._join, self._stage = None, 1  # the others come to that round
+            else:
+                self._join = partial(self._serve, call)
+            return None
         if (ahead := self._ahead(lines)) is not None:
             if self.kind != ahead:
+                self._join = self._finish_pending
                 return None
-        elif len({line[:6] for line in lines}) > 1 or lines[0].status != OK:
+        elif len({line[:6] for line in lines}) > 1 or lines[0].status not in (OK, CALLS):
             self.is_over = True
             raise self._failure(lines)
         self._stage += 1
@@ -319,7 +337,24 @@ class Task:
         can_join = can_join and not any(line.part for line in lines if line.kind == kind)
         return kind if can_join and any(begun) and not all(begun) else None
 
-    def _join(self) -> None:
+    def _call_among(self, lines: Sequence[Line]) -> Line | None:
+        """Return the line of a lookup to which some ranks call the others, if these can come."""
+        can_come = all(line.stage == 0 and line.status in (OK, CALLS) and line.step == lines[0].step for line in lines)
+        calls = [line for line in lines if line.status == CALLS]
+        return min(calls) if calls and can_come and len({line[:6] for line in lines}) > 1 else None
+
+    def _serve(self, call: Line) -> None:
+        """Take part in a lookup to which another rank calls."""
+        joined = Task(self.lane, KINDS[call.kind], call.about, 1)
+        joined._part = call.part
+        try:
+            self.lane.tables[call.about].serve_call(joined)
+        except BaseException as error:
+            self.is_over = True
+            joined.give_up(error)
+            raise
+
+    def _finish_pending(self) -> None:
         """Finish pending work with the other ranks."""
         assert self.lane.pending is not None
         joined = Task(self.lane, self.lane.pending.kind, ANYTHING, 1)
@@ -349,7 +384,7 @@ class Task:
             return PeerError(why)
         if self._may_retry and not are_apart and all(line.note & _MEMORY for line in lines if line.status):
             return PeerOutOfMemory(f"rank {failed[0]} has run out of memory")
-        lane.failures += 1
+        lane.failures, lane.changes = lane.failures + 1, lane.changes + 1
         mine, step = lines[lane.rank], max(line.step for line in lines)
         if lane.pending is not None and (are_apart or any(line.note & _DROPS for line in lines if line.status)):
             lane.pending.drop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,9 +11,9 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._warnings import warn
-from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task
+from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import PeerError
-from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
+from speedswap.ranks.route import LentRows, Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables import Block, Prefetched
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _DENSE = torch.contiguous_format
+_DIGEST = (1 << 60) - 1
 _INDEX_BYTES = 8
 
 
@@ -35,12 +38,14 @@ class LookupsAhead(Errand):
         super().__init__()
         self._group = group
         self._lookups: list[RowsAhead] = []
-        self.places = 0
+        self._of_turn: list[weakref.ref[RowsAhead]] = []
+        self._current_at = -1  # changes of the main lane when the rows were renewed
 
     def add(self, lookup: RowsAhead) -> RowsAhead:
         """Add a lookup, and return it."""
-        lookup.place, self.places = self.places, self.places + 1
+        lookup.place = len(self._lookups)
         self._lookups.append(lookup)
+        self._of_turn.append(weakref.ref(lookup))
         return lookup
 
     def start(self) -> None:
@@ -64,6 +69,54 @@ class LookupsAhead(Errand):
     def let_go(self) -> None:
         self._lookups = []  # they know this errand
 
+    # ------------------------------------------------------------------ when the batch has its turn
+
+    @property
+    def is_current(self) -> bool:
+        """True if all ranks have the rows as their owners do, so that lookups need no round."""
+        return self._current_at == self._group.main.changes
+
+    def renew(self, task: Task) -> bool:
+        """Bring the rows of all lookups still to come up to date, in one round; every rank must call this.
+
+        Rows that changed since they were lent are sent again.
+
+        Args:
+            task: the ranks' common task.
+
+        Returns:
+            False if this rank or another one must request its rows: then all do.
+        """
+        lookups = [each for ref in self._of_turn if (each := ref()) is not None and not each.is_taken]
+        if not all(each.is_there() for each in lookups):
+            return False
+        try:
+            self._current_at = self._group.main.changes if self._renew(task, lookups) else -1
+        finally:
+            if not self.is_current:  # rows may have been sent, but not received
+                for each in lookups:
+                    each.take()
+        return self.is_current
+
+    def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
+        agreed = hash((self.time, *(each.place for each in lookups))) & _DIGEST  # the same in every process
+        parcels = [each.lend_again() for each in lookups]
+        rows, sent, _ = packed([*_heads_of(parcels), *parcels])
+        most = sum(len(each.wanted.rows) * some.row_bytes for each, some in zip(lookups, parcels, strict=True))
+        most += _INDEX_BYTES * len(parcels) * len(sent)
+        into = torch.empty(most // rows.shape[1], rows.shape[1], dtype=torch.uint8, device="cpu")
+        came = None
+        with task.promised():
+            lines = task.round(sent, note=2 * agreed + (len(rows) > 0))
+            if any(note // 2 != agreed for note in lines.notes):
+                return False
+            if any(note % 2 for note in lines.notes):
+                came = task.prepared(rows, sent, lines.counts, into[: sum(lines.counts)])()
+        if came is not None:
+            for each, some, of_ranks in zip(lookups, *_received(came, parcels, lines.counts), strict=True):
+                each.receive_again(some, of_ranks)
+        return True
+
 
 class RowsAhead(Prefetched):
     """A batch's rows being fetched from their owners, and the rows that this rank lends for other ranks' batches.
@@ -86,17 +139,21 @@ class RowsAhead(Prefetched):
         self.place = 0
         self._store = store
         self._ids = ids
-        self._errand = errand
+        self.errand = errand
         self.is_taken = False
         self._changed: list[Tensor] | None = []  # places changed since the block was gathered; None for all
         self._weights: Tensor
+        self._version: int
         self.wanted: Wanted
         self.local: Tensor
         self.route: Route
         self.block: Block
 
     def take(self) -> None:
-        """Return None: all ranks take fetched rows together, in :meth:`ShardedStore.look_up`."""
+        """Record that a lookup has come, and return None: :meth:`ShardedStore.look_up` has the rows."""
+        with self._store.own.lock:
+            self._changed, self.is_taken = None, True
+            self._store.lent.discard(self)
 
     # ------------------------------------------------------------------ in the thread
 
@@ -133,11 +190,11 @@ class RowsAhead(Prefetched):
             self._changed.append(torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.cpu().long())
 
     def has_turn(self) -> bool:
-        self._errand.wait()
-        ended = self._errand.ended
+        self.errand.wait()
+        ended = self.errand.ended
         if self.is_taken or ended is None or self.place:  # one lookup of the batch reports it
             return True
-        self._store.group.ahead.note_end(self._errand)
+        self._store.group.ahead.note_end(self.errand)
         rank, failed = ended
         if failed:
             raise PeerError(f"rank {rank} failed when it took a batch ahead of its turn; its own error says why")
@@ -150,25 +207,33 @@ class RowsAhead(Prefetched):
 
     def is_there(self) -> bool:
         """Return whether the rows have arrived, can be brought up to date, and have not been taken."""
-        self._errand.wait()
-        error = self._errand.error
+        self.errand.wait()
+        error = self.errand.error
         if error is not None and not isinstance(error, PeerError):
             raise error
-        return self._errand.is_done and self._changed is not None
+        return self.errand.is_done and self._changed is not None
 
-    def begin_renewal(self) -> tuple[Tensor, list[int], int]:
-        """Bring the rows that this rank lent up to date, and mark them as taken.
+    @property
+    def is_current(self) -> bool:
+        """True if the rows can be taken without a round."""
+        return self.errand.is_current and not self.is_taken
+
+    def taken(self) -> tuple[Tensor, Tensor, LentRows]:
+        """Take the rows, which are current; see :meth:`ShardedStore.look_up`."""
+        self.take()
+        return self._weights, self.local, LentRows(self.route, self.block, self._version)
+
+    def lend_again(self) -> Parcel:
+        """Bring the rows that this rank lent up to date.
 
         Returns:
             The rows to send to other ranks again, as bytes, shape (k, 8 + row_bytes), in rank order: each row's index
-            among those that the rank requested here, and its weight; how many go to each rank; and the version of this
-            rank's rows.
+            among those that the rank requested here, and its weight.
         """
         own, route, weight = self._store.own, self.route, self.block.weight
         has_changed = torch.zeros(len(route.union), dtype=torch.bool)
         with own.lock:
-            changed, self._changed, self.is_taken = self._changed, None, True
-            self._store.lent.discard(self)
+            changed, self._changed = self._changed, []
             every = kernels.unique(torch.cat(changed))[0] if changed else route.union[:0]
             if len(every):
                 has_changed = kernels.places_among(every, route.union) >= 0
@@ -176,7 +241,7 @@ class RowsAhead(Prefetched):
                 fresh = own.lease(route.union[places], device=_CPU)
                 for name, values in fresh.columns.items():
                     self.block.columns[name].index_copy_(0, places, values)
-            version = own.version
+            self._version = own.version
         again = has_changed[route.positions].nonzero().squeeze(1)
         starts = starts_of(route.received)
         ends = torch.searchsorted(again, starts + torch.tensor(route.received))
@@ -185,30 +250,35 @@ class RowsAhead(Prefetched):
         rows = torch.empty(len(again), _INDEX_BYTES + weight.shape[1] * weight.element_size(), dtype=torch.uint8)
         rows[:, :_INDEX_BYTES] = numbers.unsqueeze(1).view(torch.uint8)
         rows[:, _INDEX_BYTES:] = weight.detach().index_select(0, route.positions[again]).view(torch.uint8)
-        return rows, sent.tolist(), version
+        return Parcel(rows, sent.tolist(), [])
 
-    def renew(self, task: Task, rows: Tensor, sent: list[int]) -> Tensor | None:
-        """Return the weights, updated with those that their owners send again; every rank must call this.
+    def receive_again(self, rows: Tensor, received: list[int]) -> None:
+        """Take rows that their owners sent again, ``received`` from each rank; see :meth:`lend_again`."""
+        of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(received))
+        # A slice of a single row counts as contiguous, so contiguous() would not copy it.
+        numbers, weights = (part.clone(memory_format=_DENSE) for part in rows.tensor_split((_INDEX_BYTES,), dim=1))
+        places = numbers.view(torch.int64).squeeze(1) + of_owner
+        self._weights.index_copy_(0, places, weights.view(self._weights.dtype))
 
-        Args:
-            task: the ranks' common task.
-            rows, sent: from :meth:`begin_renewal`.
 
-        Returns:
-            None if another rank must request its rows: then all do.
-        """
-        came, time = None, self._errand.time + self.place
-        into = rows.new_empty(len(self._weights), rows.shape[1])
-        with task.promised():
-            lines = task.round(sent, note=2 * time + (len(rows) > 0))
-            if any(note // 2 != time for note in lines.notes):
-                return None
-            if any(note % 2 for note in lines.notes):
-                came = task.prepared(rows, sent, lines.counts, into[: sum(lines.counts)])()
-        if came is not None:
-            of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(lines.counts))
-            # A slice of a single row counts as contiguous, so contiguous() would not copy it.
-            numbers, weights = (part.clone(memory_format=_DENSE) for part in came.tensor_split((_INDEX_BYTES,), dim=1))
-            places = numbers.view(torch.int64).squeeze(1) + of_owner
-            self._weights.index_copy_(0, places, weights.view(self._weights.dtype))
-        return self._weights
+def _heads_of(parcels: Sequence[Parcel]) -> list[Parcel]:
+    """Return what precedes several lookups' rows: for each rank that gets any, how many of each lookup."""
+    if len(parcels) == 1:
+        return []
+    counts = torch.tensor([parcel.sent for parcel in parcels]).T
+    gets_any = counts.any(1)
+    return [Parcel(counts[gets_any].contiguous(), gets_any.long().tolist(), [])]
+
+
+def _received(came: Tensor, parcels: Sequence[Parcel], counts: list[int]) -> tuple[list[Tensor], list[list[int]]]:
+    """Return each lookup's rows and how many came from each rank, from the merged parcels of all ranks."""
+    if len(parcels) == 1:
+        return [came], [counts]
+    head_bytes = _INDEX_BYTES * len(parcels)
+    none = came.new_zeros(head_bytes)
+    heads = [part.view(-1)[:head_bytes] if len(part) else none for part in torch.split(came, counts)]
+    of_ranks = torch.stack(heads).view(torch.int64)
+    head = Parcel(of_ranks[:1], [], of_ranks.any(1).long().tolist())
+    received = of_ranks.T.tolist()
+    rows = [Parcel(parcel.rows, [], some) for parcel, some in zip(parcels, received, strict=True)]
+    return unpacked(came, [head, *rows])[1:], received

@@ -117,6 +117,7 @@ class ShardedStore(RowStore, Files, JointRows):
         *,
         training: bool,
         ahead: RowsAhead | None = None,
+        missed: RowsAhead | None = None,
     ) -> tuple[Tensor, Tensor, LentRows]:
         """Fetch the weights of a lookup's rows from their owners; every rank must call this.
 
@@ -125,25 +126,34 @@ class ShardedStore(RowStore, Files, JointRows):
             device: the device that needs them.
             training: True if the rows will be trained, so that their owners gather all columns.
             ahead: the lookup's prefetched rows, which are used if every rank can use its own.
+            missed: prefetched rows that other ranks may take in its place without meeting this one.
 
         Returns:
             The weights of the distinct rows, shape (n, embedding_dim), on the device; each id's index among them, of
             the ids' shape; and the rows that this rank lent.
         """
         with self.task(Kind.LOOK_UP if training else Kind.GATHER) as task:
-            if ahead is not None and ahead.is_there():
-                wanted, local = ahead.wanted, ahead.local
-                rows, sent, version = ahead.begin_renewal()
-                weights = ahead.renew(task, rows, sent)
-                if weights is not None:
-                    task.finish()
-                    return weights, local, LentRows(ahead.route, ahead.block, version)
-            else:
-                wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
-            route, version = self.ask(task, wanted, device), self.own.version
-            block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
-            (weights,) = bring(task, [route], [block.weight])
+            if ahead is not None and ahead.is_there() and (ahead.is_current or ahead.errand.renew(task)):
+                task.finish()
+                return ahead.taken()
+            if (unused := ahead or missed) is not None:
+                unused.take()
+            task.calls = missed is not None
+            wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
+            return self._look_up(task, wanted, local, device, training=training)
+
+    def _look_up(
+        self, task: Task, wanted: Wanted, local: Tensor, device: torch.device, *, training: bool
+    ) -> tuple[Tensor, Tensor, LentRows]:
+        route, version = self.ask(task, wanted, device), self.own.version
+        block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
+        (weights,) = bring(task, [route], [block.weight])
         return weights, local, LentRows(route, block, version)
+
+    def serve_call(self, task: Task) -> None:
+        """Take part without ids in a lookup to which another rank calls."""
+        none = torch.empty(0, dtype=torch.int64)
+        self._look_up(task, Wanted.of(self.owners, none)[0], none, none.device, training=task.kind == Kind.LOOK_UP)
 
     def ask(
         self,

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -140,8 +140,8 @@ class ShardedStep(RowStep):
         if not trains:
             if at_own_pace:
                 return super().look_up(request, trains=False)
-            ahead = self._rows_ahead(request)
-            return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead)[:2]
+            ahead, missed = self._rows_ahead(request)
+            return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead, missed=missed)[:2]
         if self.is_unsettled and self._optimizer_steps != BatchRows.steps_anywhere:
             self.settle()  # an optimizer stepped without these gradients
             self._optimizer_steps = BatchRows.steps_anywhere
@@ -157,26 +157,30 @@ class ShardedStep(RowStep):
                 came = self.group.own_pace.look_up(self.store.number, rows.cpu())
                 weights, way, ahead = came.to(request.device), None, None
             else:
-                ahead = self._rows_ahead(request)
-                weights, local, way = self.store.look_up(request.ids_of, request.device, training=True, ahead=ahead)
+                ahead, missed = self._rows_ahead(request)
+                weights, local, way = self.store.look_up(
+                    request.ids_of, request.device, training=True, ahead=ahead, missed=missed
+                )
                 rows = way.rows
             weights.requires_grad = True
             weights.gradient_keeper = self  # type: ignore[attr-defined]
-            lent = TrainedLookup(rows, way, self._renewals, weakref.ref(weights))
+            is_alike = task is not None and not task.calls
+            lent = TrainedLookup(rows, way if is_alike else None, self._renewals, weakref.ref(weights))
             if task is not None:
                 self._lend(lent, is_ahead=ahead is not None)
         received = functools.partial(self.receive_asked, lent)
         weights.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return weights, local
 
-    def _rows_ahead(self, request: Request) -> RowsAhead | None:
-        """Return a lookup's rows as prefetched by a lookahead from the ranks that own them."""
-        for each in self.announced or ():
-            transfer = each.transfer
-            is_there = isinstance(transfer, RowsAhead) and not transfer.is_taken
-            if is_there and each.matches(request.given, request.device):
-                return cast(RowsAhead, transfer)
-        return None
+    def _rows_ahead(self, request: Request) -> tuple[RowsAhead | None, RowsAhead | None]:
+        """Return a lookup's rows as prefetched by a lookahead from the ranks that own them.
+
+        If it was not announced like this, return in their place the rows that another rank may take instead.
+        """
+        announced = [(each, each.transfer) for each in self.announced or () if isinstance(each.transfer, RowsAhead)]
+        waiting = [(each, rows) for each, rows in announced if not rows.is_taken]
+        found = next((rows for each, rows in waiting if each.matches(request.given, request.device)), None)
+        return found, next((rows for _, rows in waiting if found is None and rows.is_current), None)
 
     def begin_lookahead(self, depth: int) -> None:
         self.group.require_same_settings("lookahead", {"depth": depth}, Kind.BEGIN)

@@ -31,19 +31,22 @@ class Taken:
     def __init__(self):
         self.lookups = self.renewals = 0
 
-    def renew(self, ahead, task, rows, sent):
-        weights = _renew(ahead, task, rows, sent)
-        self.lookups += weights is not None
+    def taken(self, ahead):
+        self.lookups += 1
+        return _taken(ahead)
+
+    def receive_again(self, ahead, rows, received):
         self.renewals += len(rows) > 0
-        return weights
+        _receive_again(ahead, rows, received)
 
 
-_renew = RowsAhead.renew
+_taken, _receive_again = RowsAhead.taken, RowsAhead.receive_again
 
 
 def counted():
     taken = Taken()
-    return mock.patch.object(RowsAhead, "renew", lambda *given: taken.renew(*given)), taken
+    more = {name: lambda *given, name=name: getattr(taken, name)(*given) for name in ("taken", "receive_again")}
+    return mock.patch.multiple(RowsAhead, **more), taken
 
 
 def batches_of(group, steps, sizes=((7, 4, 0, 9, 5),), seed=3):
@@ -144,7 +147,7 @@ def bags(group, depth):
     return words.read(), items.read(), taken.lookups
 
 
-def many(group, count, depth, *, in_collection):
+def many(group, count, depth, *, in_collection, clips=False):
     """Train many tables, whose rows are no multiple of 8 bytes.
 
     Returns:
@@ -181,6 +184,8 @@ def many(group, count, depth, *, in_collection):
             else:
                 found = [model[name](batch[name]) for name in names]
             sum(rows.square().sum() for rows in found).backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
             rounds = lanes.main.rounds - before
@@ -370,3 +375,65 @@ def load_between(group, folder, on_disk, depth):
         if step == 3:
             speedswap.load_checkpoint(folder / f"run-{depth}", items, optimizer)
     return looked_up, items.read()
+
+
+def departing(group, depth):
+    """Train three tables in a loop that departs from what it has announced in every way.
+
+    Returns:
+        The rows, and the rounds of each step.
+    """
+    model = nn.ModuleList(speedswap.Embedding(ROWS, 2 + place, seed=4, storage=owned(group)) for place in range(3))
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    lane, rank, rounds = RankGroup.of(group).main, group.rank(), []
+    ids_of_table = {table: lambda ids, place=place: (ids + place) % ROWS for place, table in enumerate(model)}
+    loader = batches_of(group, 13, sizes=((5, 4, 6, 3, 2),))
+    for step, ids in enumerate(speedswap.lookahead(loader, ids_of_table, depth=depth)):
+        before = lane.rounds
+        places = {5: [0, 2], 6: [2, 1, 0], 8: [0, 1, 2, 0]}.get(step, [0, 1, 2])
+        other = {3: [(0, 1)], 4: [(0, 1), (1, 2)], 9: [(0, 0)], 10: [(0, 2)], 12: [(0, 1), (1, 1)]}.get(step, [])
+        total = torch.zeros((), requires_grad=True)
+        for place in places:
+            rows = model[place]((ids + place + 7 * ((rank, place) in other)) % ROWS)
+            is_ignored = step == 10 and (rank, place) in other
+            total = total + (0 if is_ignored else (place + 1) * rows.cos().sum())
+            if step == 7 and place == 0:
+                model[1].read(ids[:, 0])
+            if step == 11 and place == 1:
+                total.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                total = torch.zeros((), requires_grad=True)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rounds.append(lane.rounds - before)
+    return [table.read() for table in model], rounds
+
+
+def failing_between(group, depth, how):
+    """Leave a batch on one rank after its first lookup; then train on. Return what was raised, and the rows."""
+    model = nn.ModuleList(speedswap.Embedding(ROWS, 3, seed=4, storage=owned(group)) for _ in range(3))
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    ids_of_table = dict.fromkeys(model, all_ids)
+    raised, steps = [], 0
+    warnings.simplefilter("ignore")  # the rank is a batch ahead of the others, and ends first
+    for number, ids in enumerate(speedswap.lookahead(batches_of(group, 8), ids_of_table, depth=depth)):
+        before = [table.table.store.own.read() for table in model]
+        try:
+            rows = [model[0](ids)]
+            if number == 3 and group.rank() == 1:
+                if how == "id":
+                    model[1](ids + ROWS)
+                raise ValueError("between")
+            rows += [table(ids) for table in list(model)[1:]]
+            sum(each.square().sum() for each in rows).backward()
+            optimizer.step()
+            steps += 1
+        except (ValueError, IndexError, PeerError) as error:
+            raised.append(type(error).__name__)
+            assert all(
+                torch.equal(table.table.store.own.read(), rows) for table, rows in zip(model, before, strict=True)
+            )
+        optimizer.zero_grad()
+    return raised, steps, [table.read() for table in model]

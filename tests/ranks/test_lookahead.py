@@ -69,14 +69,15 @@ def test_bags_and_several_tables(ranks: RankPool) -> None:
 
 
 def test_lookups_of_many_tables_come_ahead_together(ranks: RankPool) -> None:
-    """In as many rounds as those of one; in its turn each table has one more, and a collection's one for all."""
-    for in_collection, lookups in ((False, 8), (True, 1)):
-        plain, ahead = (ranks.run(scenarios.many, 3, 8, depth, in_collection=in_collection) for depth in (0, 1))
+    """In as many rounds as those of one; in the batch's turn they share one more, separate embeddings too."""
+    for in_collection, lookups, clips in ((False, 8, False), (False, 8, True), (True, 1, False)):
+        more = {"in_collection": in_collection, "clips": clips}
+        plain, ahead = (ranks.run(scenarios.many, 3, 8, depth, **more) for depth in (0, 1))
         for (rows, rounds, _, said), (rows_ahead, rounds_ahead, errands, nothing) in zip(plain, ahead, strict=True):
             assert [text[:25] for text in said] == ["SW403: 8 tables of ranks "] * (not in_collection)
             assert nothing == []
             assert all(map(torch.equal, rows, rows_ahead))
-            assert (rounds, rounds_ahead) == (2 * lookups + 2, lookups + 2)
+            assert (rounds, rounds_ahead) == (2 * lookups + 2 + clips, 3 + clips)
             assert errands == [3] * 4
 
 
@@ -148,3 +149,25 @@ def test_load_between_steps_changes_no_bit(ranks: RankPool, tmp_path: Path, on_d
     plain, ahead = (ranks.run(scenarios.load_between, 2, tmp_path, on_disk, depth) for depth in (0, 1))
     for one, other in zip(plain, ahead, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+def test_loops_that_depart_from_what_they_announced_change_no_bit(ranks: RankPool) -> None:
+    """A rank with other ids calls the others, who have their rows already; a table left out or looked up twice, another
+    order, a read and a step in between: every one costs rounds, and nothing else."""
+    plain, ahead, further = (ranks.run(scenarios.departing, 3, depth) for depth in (0, 1, 2))
+    for (rows, _), (rows_ahead, rounds), (rows_further, _) in zip(plain, ahead, further, strict=True):
+        assert all(map(torch.equal, rows, rows_ahead))
+        assert all(map(torch.equal, rows, rows_further))
+        assert rounds[5:7] == [3, 3]  # a table left out, another order
+        assert rounds == ahead[0][1]
+
+
+@pytest.mark.parametrize("how", ["id", "exception"])
+def test_rank_that_leaves_a_batch_between_lookups(ranks: RankPool, how: str) -> None:
+    """Its bad id or exception comes between lookups that need no round: all ranks raise, no table changes, all go on."""
+    found = ranks.run(scenarios.failing_between, 3, 1, how)
+    assert all(torch.equal(*rows) for each in found for rows in zip(each[2], found[0][2], strict=True))
+    for rank, (raised, steps, _) in enumerate(found):
+        expected = ["IdError"] if how == "id" else ["ValueError", "PeerError"]
+        assert raised == (expected if rank == 1 else ["PeerError"])
+        assert steps == (7 if how == "id" else 6)
