@@ -164,7 +164,7 @@ def test_loops_that_depart_from_what_they_announced_change_no_bit(ranks: RankPoo
 
 @pytest.mark.parametrize("how", ["id", "exception"])
 def test_rank_that_leaves_a_batch_between_lookups(ranks: RankPool, how: str) -> None:
-    """Its bad id or exception comes between lookups that need no round: all ranks raise, no table changes, all go on."""
+    """A bad id or an exception between lookups that need no round: all ranks raise, no table changes, all go on."""
     found = ranks.run(scenarios.failing_between, 3, 1, how)
     assert all(torch.equal(*rows) for each in found for rows in zip(each[2], found[0][2], strict=True))
     for rank, (raised, steps, _) in enumerate(found):
