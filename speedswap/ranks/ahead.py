@@ -85,7 +85,7 @@ class LookupsAhead(Errand):
             task: the ranks' common task.
 
         Returns:
-            False if this rank or another one must request its rows: then all do.
+            False if some rank must request its rows: then all do.
         """
         lookups = [each for ref in self._of_turn if (each := ref()) is not None and not each.is_taken]
         if not all(each.is_there() for each in lookups):
