@@ -7,19 +7,22 @@ for work queued earlier on the caller's stream, and the stream that takes a resu
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 from speedswap._forks import in_child
+from speedswap._threads import EndingThread
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.ids import find_all, order_of
@@ -30,7 +33,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Work(Protocol[T_co]):
-    """The task behind a transfer: a job of the CPU loops' thread, or a future of a direction's thread."""
+    """The task behind a transfer: a job of the CPU loops' thread, or of a direction's thread."""
 
     def result(self) -> T_co:
         """Wait for the result and return it, or raise the work's error."""
@@ -71,7 +74,7 @@ class Transfer(Generic[T]):
         Raises:
             Exception: the work's error.
         """
-        if self.transfers is not None:
+        if self.transfers is not None and not self.transfers.is_started:
             self.transfers.start()
         assert self._work is not None
         result = self._work.result()
@@ -86,7 +89,7 @@ class Transfer(Generic[T]):
     def result_so_far(self) -> T | None:
         """Return the result, if available, for work in the same direction, which is ordered after it in any case."""
         work = self._work
-        return work.result() if isinstance(work, Future) and work.done() and work.exception() is None else None
+        return work.value if isinstance(work, _Entry) else None
 
     def done(self) -> bool:
         """Return whether everything is done, on the GPU too."""
@@ -119,16 +122,44 @@ class Lookup:
     found: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
 
-class _Entry(NamedTuple, Generic[T]):
-    """An added transfer: the function that begins it, and its inputs."""
+class _Entry(Generic[T]):
+    """An added transfer: the function that begins it, and its inputs; then its result or error, as :class:`Work`."""
 
-    transfer: Transfer[T]
-    begin: Callable[[], Callable[[], T]]
-    device: torch.device
-    inputs: list[Tensor]
-    lookup: Lookup | None
-    follows: bool
-    work: Future[T]
+    def __init__(
+        self,
+        transfer: Transfer[T],
+        begin: Callable[[], Callable[[], T]],
+        device: torch.device,
+        inputs: Sequence[Tensor],
+        lookup: Lookup | None,
+        follows: bool,
+    ) -> None:
+        self.device, self.inputs, self.lookup, self.follows = device, inputs, lookup, follows
+        self.transfer, self.begin = transfer, begin
+        self.value: T | None = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._unfinished = threading.Lock()
+        self._unfinished.acquire()
+
+    def finish(self, value: T | None, error: BaseException | None = None) -> None:
+        """Keep the result or error, for those who wait for it, and nothing else."""
+        self.value, self._error, self._is_done = value, error, True
+        del self.transfer, self.begin, self.lookup, self.inputs
+        self._unfinished.release()
+
+    def result(self) -> T:
+        with self._unfinished:
+            pass
+        if self._error is None:
+            return self.value  # type: ignore[return-value]
+        try:
+            raise self._error
+        finally:
+            del self  # its error's traceback holds this frame
+
+    def done(self) -> bool:
+        return self._is_done
 
 
 class Transfers:
@@ -142,6 +173,11 @@ class Transfers:
         self._direction = direction
         self._waiting: deque[_Entry[Any]] = deque()
         self._common: dict[object, Starts] = {}
+
+    @property
+    def is_started(self) -> bool:
+        """True if no added transfer waits to be started."""
+        return not (self._waiting or self._common)
 
     def common(self, key: object, make: Callable[[], S]) -> S:
         """Return the work shared by the transfers of one key; :meth:`start` starts it, after the others.
@@ -160,7 +196,7 @@ class Transfers:
         begin: Callable[[], Callable[[], T]],
         device: torch.device,
         *,
-        inputs: Iterable[Tensor] = (),
+        inputs: Sequence[Tensor] = (),
         lookup: Lookup | None = None,
         follows: bool = True,
     ) -> None:
@@ -176,9 +212,8 @@ class Transfers:
                 out of range the result is None, and ``begin`` is not called.
             follows: False if nothing queued on torch's current stream so far has to precede the transfer.
         """
-        entry = _Entry(transfer, begin, device, list(inputs), lookup, follows, Future())
-        transfer.transfers = self
-        transfer.give(entry.work)
+        entry = _Entry(transfer, begin, device, inputs, lookup, follows)
+        transfer.transfers, transfer._work = self, entry
         self._waiting.append(entry)
 
     def start(self) -> None:
@@ -191,10 +226,10 @@ class Transfers:
             with suppress(IndexError):
                 # Another thread may start some of them at the same time; no interrupt comes between taking and keeping.
                 waiting.extend(iter(self._waiting.popleft, None))
-            for device in dict.fromkeys(entry.device for entry in waiting):
+            for device in {entry.device: None for entry in waiting}:
                 here = [entry for entry in waiting if entry.device == device]
                 ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-                _thread(self._direction).submit(_run, here, device, self._direction, ready)
+                _thread(self._direction).do(_run, here, device, self._direction, ready)
         except BaseException:
             self._waiting.extendleft(reversed(waiting))  # also those given to the thread, which runs them once
             raise
@@ -206,7 +241,7 @@ def _run(
     entries: Sequence[_Entry[Any]], device: torch.device, direction: Direction, ready: torch.cuda.Event | None
 ) -> None:
     """Run transfers in the thread of their direction, on its streams."""
-    entries = [entry for entry in entries if not entry.work.done()]  # an interrupted start is repeated
+    entries = [entry for entry in entries if not entry.done()]  # an interrupted start is repeated
     ids_stream = rows_stream = None
     try:
         if ready is not None:
@@ -216,36 +251,34 @@ def _run(
             for tensor in [tensor for entry in entries for tensor in entry.inputs if tensor.is_cuda]:
                 tensor.record_stream(ids_stream)
                 tensor.record_stream(rows_stream)
-            if any(entry.follows for entry in entries):
+            if [entry for entry in entries if entry.follows]:
                 ids_stream.wait_event(ready)
-        # A profile shows what overlaps the computation by the names of these ranges.
-        with record_function(f"swap {direction}"):
-            with _on(ids_stream), record_function("ids"):
+            torch.cuda.set_stream(ids_stream)  # and its GPU, in this thread, which nothing else uses
+        with _range(f"swap {direction}"):
+            with _range("ids"):
                 _find([entry.lookup for entry in entries if entry.lookup is not None], device)
                 # A lookup with an id out of range has no rows to move.
                 moves = [entry.begin() if entry.lookup is None or entry.lookup.found else None for entry in entries]
-            if ids_stream is not None and rows_stream is not None:
+            if rows_stream is not None and ids_stream is not None and rows_stream is not ids_stream:
                 rows_stream.wait_stream(ids_stream)
-            with _on(rows_stream):
-                for entry, move in zip(entries, moves, strict=True):
-                    result = None if move is None else move()
-                    if rows_stream is not None:
-                        entry.transfer.queued_on(rows_stream)
-                    entry.work.set_result(result)
+                torch.cuda.set_stream(rows_stream)
+            for entry, move in zip(entries, moves, strict=True):
+                result = None if move is None else move()
+                if rows_stream is not None:
+                    entry.transfer.queued_on(rows_stream)
+                entry.finish(result)
     except BaseException as error:
         for entry in entries:
-            if not entry.work.done():
-                entry.work.set_exception(error)
+            if not entry.done():
+                entry.finish(None, error)
 
 
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    # torch.cuda.stream(None) would take an unused GPU into use, as would leaving a stream of one that is not current.
-    if stream is None:
-        yield
-        return
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield
+_NO_RANGE = nullcontext()
+
+
+def _range(name: str) -> AbstractContextManager[object]:
+    """Name what a profile shows, which tells what overlaps the computation; without a profile that would take long."""
+    return record_function(name) if profiler._is_profiler_enabled else _NO_RANGE
 
 
 def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
@@ -263,15 +296,46 @@ def used_here(tensors: Iterable[Tensor]) -> None:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-_threads: dict[Direction, ThreadPoolExecutor] = {}
+class _DirectionThread(EndingThread):
+    """The thread of a direction, which does one job after another."""
+
+    def __init__(self, direction: Direction) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
+        super().__init__(self._work, name=f"{_NAME}{direction}", ask=lambda: self._jobs.put(None))
+        self.start()
+
+    def do(self, job: Callable[..., object], *arguments: Any) -> None:
+        """Give it a job that does not raise.
+
+        Raises:
+            RuntimeError: Python is exiting.
+        """
+        if self._was_asked:
+            raise RuntimeError("rows cannot be moved to or from a GPU ahead of their step while Python exits")
+        self._jobs.put((job, arguments))
+
+    def _work(self) -> None:
+        _C.use_own_pool()  # for the CPU loops: a second OpenMP team, for this thread, would spin
+        while (work := self._jobs.get()) is not None:
+            job, arguments = work
+            job(*arguments)
+            del work, job, arguments  # which would stay alive until the next job
+
+
+_threads: dict[Direction, _DirectionThread] = {}
 _NAME = "speedswap-"
 in_child(_threads.clear)  # a child lacks the threads
 
 
+@atexit.register
 def finish_threads() -> None:
     """Wait until the threads have nothing left to launch. Queued GPU work may still run."""
     for thread in list(_threads.values()):
-        thread.submit(lambda: None).result()
+        done = threading.Lock()
+        done.acquire()
+        thread.do(done.release)
+        with done:
+            pass
 
 
 def in_transfer_thread() -> bool:
@@ -279,9 +343,11 @@ def in_transfer_thread() -> bool:
     return threading.current_thread().name.startswith(_NAME)
 
 
-def _thread(direction: Direction) -> ThreadPoolExecutor:
-    if direction not in _threads:
-        # With its own pool for the CPU loops: a second OpenMP team, for this thread, would spin.
-        pool = ThreadPoolExecutor(1, f"{_NAME}{direction}", initializer=_C.use_own_pool)
-        _threads.setdefault(direction, pool)  # another caller's, if that was first; it starts no thread before its work
-    return _threads[direction]
+def _thread(direction: Direction) -> _DirectionThread:
+    thread = _threads.get(direction)
+    if thread is None:
+        made = _DirectionThread(direction)
+        thread = _threads.setdefault(direction, made)
+        if thread is not made:  # another caller's was first
+            made.end()
+    return thread
