@@ -176,7 +176,7 @@ def check_compact(kernels: HostKernels, layout: CompactLayout, num_rows: int, ho
     np.testing.assert_array_equal(records.reshape(expected.shape), expected, err_msg=f"scatter_{name} {parts}")
     for block, rows, key in zip(blocks, held, keys, strict=True):
         if layout.form != "int8":
-            grid = shapes.group_grid(num_rows, block.shape[1], shapes.PIECE, multiprocessors=1)
+            grid = shapes.grid_of(num_rows * -(-block.shape[1] // shapes.PIECE), 1)
             rounded = block.copy()
             kernels.round(f"round_{layout.form}", grid, shape.threads_per_block, rounded, ids, key)
             np.testing.assert_array_equal(rounded.view(np.uint32), layout.widen(rows).view(np.uint32), err_msg=name)

@@ -161,7 +161,7 @@ def test_a_thousand_features_are_one_launch(gpu: str, monkeypatch: pytest.Monkey
         launched.append(name)
         launch_kernel(device, stream, name, *rest, **how)
 
-    monkeypatch.setattr("speedswap.kernels.cuda.lookups.launch_kernel", watched)
+    monkeypatch.setattr(launch, "launch_kernel", watched)
     parts = [torch.tensor([f % 50, 49], device=gpu) for f in range(1000)]
     bases, limits = ranges([50] * 1000)
     merged = merge_ids(FeatureIds(parts, bases, limits, torch.full((1000,), 2)))

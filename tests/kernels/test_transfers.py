@@ -260,7 +260,7 @@ def test_blocks_of_one_width_are_forwarded_in_one_launch(device: str, monkeypatc
         monkeypatch.setattr(
             launch,
             "launch_kernel",
-            lambda *how: (launched.append(how[2]), real(*how))[1],  # type: ignore[func-returns-value]
+            lambda *given, **how: (launched.append(given[2]), real(*given, **how))[1],  # type: ignore[func-returns-value]
         )
     far, wanted_there = [block.to(device) for block in sources], wanted.to(device)
     places = kernels.places_among(written.to(device), wanted_there)
@@ -269,7 +269,8 @@ def test_blocks_of_one_width_are_forwarded_in_one_launch(device: str, monkeypatc
         kernels.forward(written.to(device), far, wanted_there, again, places=known)
         for ours, theirs in zip(again, expected, strict=True):
             assert torch.equal(ours.cpu(), theirs)
-    assert launched == (["gather_w16", "gather_w4"] * 2 if device == "cuda" else [])
+    moves = ["gather_w16", "gather_w4"]
+    assert launched == (["find_places", "find_places", *moves * 2] if device == "cuda" else [])
 
 
 def test_transfers_on_the_cpu_ask_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

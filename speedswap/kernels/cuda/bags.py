@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda.launch import dtype_name, launch_kernel, multiprocessors
-from speedswap.kernels.cuda.modules import index_of
-from speedswap.kernels.cuda.shapes import CHUNK, THREADS_PER_BLOCK, bags_argument, group_grid
+from speedswap.kernels.cuda.launch import dtype_name, launch_threads
+from speedswap.kernels.cuda.shapes import CHUNK, bags_argument
 from speedswap.kernels.host import as_read, empty
 
 
@@ -62,11 +61,13 @@ def pool_bags(
     if trains and mode == "max":
         taken = local.new_empty(out.shape)
     factors, counts, is_mean = (None if each is None else as_read(each.detach()) for each in (factors, counts, is_mean))
-    _launch(
-        "pool_max" if mode == "max" else "pool", rows, local, (num_bags, width), width, features, rows=rows,
-        offsets=offsets, factors=factors, counts=counts, is_mean=is_mean, out=out, places=places, scales=scales,
-        taken=taken, num_bags=num_bags, samples=out.shape[0], means=mode == "mean",
+    argument = _bags(
+        rows, local, width, features, rows=rows, offsets=offsets, factors=factors, counts=counts, is_mean=is_mean,
+        out=out, places=places, scales=scales, taken=taken, num_bags=num_bags, samples=out.shape[0],
+        means=mode == "mean",
     )  # fmt: skip
+    name = "pool_max" if mode == "max" else "pool"
+    launch_threads(f"{name}_{dtype_name(rows.dtype)}", rows.device, num_bags * _groups(rows, width), argument)
     return out, (places, scales, taken)
 
 
@@ -95,15 +96,17 @@ def sum_entries(
     if order is None:
         order = torch.sort(local.int() if num_rows < 2**31 else local, stable=True)[1]
     windows = -(-local.shape[0] // CHUNK)
-    given = {
-        "out": out, "grad": grad, "order": order, "starts": local.new_empty(num_rows + 1),
-        "partial": grad.new_empty(2 * windows, width, dtype=_as_added(grad.dtype)), "num_rows": num_rows,
-        **dict(zip(("places", "scales", "taken"), noted, strict=False)),
-    }  # fmt: skip
-    _launch("find_starts", grad, local, (num_rows + 1, 1), width, features, **given)
-    _launch("sum_chunks", grad, local, (windows, width), width, features, **given)
+    starts = local.new_empty(num_rows + 1)
+    partial = grad.new_empty(2 * windows, width, dtype=_as_added(grad.dtype))
+    argument = _bags(
+        grad, local, width, features, out=out, grad=grad, order=order, starts=starts, partial=partial,
+        num_rows=num_rows, **dict(zip(("places", "scales", "taken"), noted, strict=False)),
+    )  # fmt: skip
+    device, name, threads = grad.device, dtype_name(grad.dtype), windows * _groups(grad, width)
+    launch_threads("find_starts", device, num_rows + 1, argument)
+    launch_threads(f"sum_chunks_{name}", device, threads, argument)
     if windows > 1:  # otherwise no row has several chunks
-        _launch("join_chunks", grad, local, (windows, width), width, features, **given)
+        launch_threads(f"join_chunks_{name}", device, threads, argument)
     return out
 
 
@@ -115,9 +118,9 @@ def dot_bags(rows: Tensor, local: Tensor, grad: Tensor, places: Tensor, features
         grad: their gradient.
         places: each entry's, as :func:`pool_bags` returned them.
     """
-    rows, grad, out = as_read(rows.detach()), _readable(grad), rows.new_empty(len(local))
-    shape = (len(local), 1)
-    _launch("dot_bags", grad, local, shape, rows.shape[1], features, rows=rows, out=out, grad=grad, places=places)
+    rows, grad, out = as_read(rows.detach()), _readable(grad), rows.new_empty(local.shape[0])
+    argument = _bags(grad, local, rows.shape[1], features, rows=rows, out=out, grad=grad, places=places)
+    launch_threads(f"dot_bags_{dtype_name(grad.dtype)}", grad.device, local.shape[0], argument)
     return out
 
 
@@ -131,31 +134,28 @@ def _readable(grad: Tensor) -> Tensor:
     return grad if grad.stride(1) == 1 and not grad.is_neg() else as_read(grad)
 
 
-def _launch(
-    kernel: str, values: Tensor, local: Tensor, shape: tuple[int, int], width: int, features: int, **given: Any
-) -> None:
-    """Queue a kernel.
+def _groups(values: Tensor, width: int) -> int:
+    """Return the threads for a row of values, of which each takes 16 bytes."""
+    return -(-width // (16 // values.itemsize))
+
+
+def _bags(values: Tensor, local: Tensor, width: int, features: int, **given: Any) -> bytes:
+    """Return the kernels' ``Bags``.
 
     Args:
-        kernel: its name, without the dtype.
         values: the bags' rows, or their gradient.
         local: the row of each entry.
-        shape: of a matrix of values that the threads share, 16 bytes each.
         width, features: of the bags.
-        given: what else the kernel's ``Bags`` holds: tensors and numbers.
+        given: what else it holds: tensors and numbers.
     """
-    numbers = {"width": width, "features": features, "entries": local.shape[0], "row_bytes": width * values.itemsize}
+    dtype, item_bytes = values.dtype, values.itemsize
+    numbers = {"width": width, "features": features, "entries": local.shape[0], "row_bytes": width * item_bytes}
     multiples = 0
     for name, each in given.items():
-        if not isinstance(each, Tensor):
+        if type(each) is not Tensor:
             numbers[name] = each or 0
             continue
         numbers[name] = address = each.data_ptr()
-        if each.ndim == 2 and each.dtype == values.dtype:
-            multiples |= address | values.itemsize * (width | each.stride(0))
-    numbers |= {"local": local.data_ptr(), "grad_stride": values.stride(0), "whole": multiples % 16 == 0}
-    grid = group_grid(*shape, 16 // values.itemsize, multiprocessors=multiprocessors(index_of(values.device)))
-    name = kernel if kernel == "find_starts" else f"{kernel}_{dtype_name(values.dtype)}"
-    if grid:
-        stream = torch.cuda.current_stream(values.device)
-        launch_kernel(values.device, stream, name, grid, THREADS_PER_BLOCK, bags_argument(**numbers))
+        if each.ndim == 2 and each.dtype == dtype:
+            multiples |= address | item_bytes * (width | each.stride(0))
+    return bags_argument(**numbers, local=local.data_ptr(), grad_stride=values.stride(0), whole=multiples % 16 == 0)

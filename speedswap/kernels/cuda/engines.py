@@ -153,7 +153,7 @@ class Ring:
         some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
         launches: list[_C.Launch] = []
         for each in launch.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
-            blocks = each.blocks if in_order else [(place, 0) for place, _ in each.blocks]
+            blocks = [*zip(each.addresses, each.blocks if in_order else [0] * len(each.blocks), strict=True)]
             launches.append(
                 (launch.kernel_handle(self._device.index, each.kernel), each.grid, each.threads_per_block, each.stride,
                  each.columns, blocks, each.lanes)

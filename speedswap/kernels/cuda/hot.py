@@ -19,7 +19,7 @@ from speedswap.kernels.cuda import modules
 from speedswap.kernels.cuda.launch import host_limit, launch_kernel, multiprocessors
 from speedswap.kernels.cuda.modules import index_of
 from speedswap.kernels.cuda.pinning import PinnedMemory
-from speedswap.kernels.cuda.shapes import THREADS_PER_BLOCK, BlockPart, group_grid, launch_shape
+from speedswap.kernels.cuda.shapes import THREADS_PER_BLOCK, BlockPart, grid_of, launch_shape
 from speedswap.kernels.host import deferred_interrupts
 from speedswap.kernels.records import Records
 
@@ -228,7 +228,7 @@ class HotRows:
 
     def _launch(self, stream: torch.cuda.Stream, name: str, threads: int, *arguments: int) -> None:
         if threads:
-            grid = group_grid(threads, 1, 1, multiprocessors=multiprocessors(index_of(self._device)))
+            grid = grid_of(threads, multiprocessors(index_of(self._device)))
             launch_kernel(self._device, stream, name, grid, THREADS_PER_BLOCK, *arguments)
 
     def _swap(self, stream: torch.cuda.Stream, plan: Sequence[int], count: int) -> None:

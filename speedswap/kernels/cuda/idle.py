@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda.launch import dtype_name, launch_kernel, multiprocessors
-from speedswap.kernels.cuda.modules import index_of
-from speedswap.kernels.cuda.shapes import THREADS_PER_BLOCK, group_grid, idle_argument
+from speedswap.kernels.cuda.launch import dtype_name, launch_threads
+from speedswap.kernels.cuda.shapes import idle_argument
 
 
 def take_steps(columns: Sequence[Tensor], last: Tensor, now: int, numbers: Tensor, before: int, *, bends: bool) -> None:
@@ -22,12 +20,10 @@ def take_steps(columns: Sequence[Tensor], last: Tensor, now: int, numbers: Tenso
     """
     weight, device = columns[0], last.device
     width = weight[:1].numel()
-    grid = group_grid(len(last), width, 1, multiprocessors=multiprocessors(index_of(device)))
-    if grid:
+    if threads := len(last) * width:
         near = numbers[: now + 1].pin_memory().to(device, non_blocking=True)
         argument = idle_argument(
             [each.data_ptr() for each in columns], last=last.data_ptr(), steps=near.data_ptr(), num_rows=len(last),
             width=width, now=now, before=before, bends=bends,
         )  # fmt: skip
-        stream = torch.cuda.current_stream(device)
-        launch_kernel(device, stream, f"take_steps_{dtype_name(weight.dtype)}", grid, THREADS_PER_BLOCK, argument)
+        launch_threads(f"take_steps_{dtype_name(weight.dtype)}", device, threads, argument)

@@ -17,13 +17,12 @@ from speedswap.kernels.cuda.shapes import (
     NOT_HOT,
     PIECE,
     THREADS_PER_BLOCK,
-    BlockPart,
     CompactPart,
     block_addresses,
     columns_argument,
     compact_columns_argument,
     convert_shape,
-    group_grid,
+    grid_of,
     int8_shape,
     launch_shape,
 )
@@ -47,8 +46,8 @@ def multiprocessors(device: int) -> int:
 class Planned(NamedTuple):
     """One launch of a move: the kernel's name, grid and thread blocks, and the arguments that describe the columns.
 
-    ``stride`` is that of the records in the kernel's words, ``columns`` its structure. ``blocks`` has, of each column's
-    block, the place of its address in that structure, and its bytes per row.
+    ``stride`` is that of the records in the kernel's words, ``columns`` its structure. ``blocks`` has each column's
+    bytes per row of its block.
     """
 
     kernel: str
@@ -57,7 +56,13 @@ class Planned(NamedTuple):
     stride: int
     columns: bytes
     lanes: int
-    blocks: list[tuple[int, int]]
+    blocks: list[int]
+    is_compact: bool
+
+    @property
+    def addresses(self) -> range:
+        """The places of the blocks' addresses within ``columns``, in bytes."""
+        return block_addresses(len(self.blocks), compact=self.is_compact)
 
 
 def plan(what: What, records: Records, count: int, parts: Sequence[Part], multiprocessors: int) -> Iterator[Planned]:
@@ -74,14 +79,14 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
         ValueError: a converted column is not aligned to its values, or an int8 one to its scale: no GPU can read it.
     """
     host = records.device.type == "cpu"
-    copied: list[BlockPart] = []
+    copied: list[tuple[int, int, int, int]] = []
     converted: dict[torch.dtype, list[CompactPart]] = {}
     moved = 0
     for part in parts:
         width = part.width
         moved += width
         if part.stored is None:
-            copied.append(BlockPart(part.offset, width, part.block.data_ptr(), width))
+            copied.append((part.offset, width, part.block.data_ptr(), width))
         else:
             _require_aligned(records, part.offset, part.stored.dtype)
             compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
@@ -96,19 +101,19 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
                 shape = convert_shape(address, stride, count, some, multiprocessors=multiprocessors, host=host)
                 name = f"{name}_w{shape.word_bytes}"
             hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
-            places = block_addresses(len(some), compact=True)
             yield Planned(
                 name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some, hot),
-                shape.lanes, [(place, 4 * part.width) for place, part in zip(places, some, strict=True)],
+                shape.lanes, [4 * part.width for part in some], True,
             )  # fmt: skip
-    for group in _by_launch(copied):
-        shape = launch_shape(records.pointer, records.stride, count, group, multiprocessors=multiprocessors, host=host)
+    while copied:
+        group, copied = copied[:COLUMNS_PER_LAUNCH], copied[COLUMNS_PER_LAUNCH:]
+        word_bytes, lanes, grid, threads = launch_shape(
+            records.pointer, records.stride, count, group, multiprocessors=multiprocessors, host=host
+        )
         hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
-        places = block_addresses(len(group), compact=False)
         yield Planned(
-            f"{what}_w{shape.word_bytes}", shape.grid, shape.threads_per_block, records.stride // shape.word_bytes,
-            columns_argument(group, shape.word_bytes, hot), shape.lanes,
-            [(place, part.width) for place, part in zip(places, group, strict=True)],
+            f"{what}_w{word_bytes}", grid, threads, records.stride // word_bytes,
+            columns_argument(group, word_bytes, hot), lanes, [width for _, width, _, _ in group], False,
         )  # fmt: skip
 
 
@@ -147,7 +152,7 @@ def move(
     limit, count = multiprocessors(index_of(device)), ids.shape[0]
     if records.device.type == "cpu":
         limit = host_limit(limit)
-    for kernel, grid, threads_per_block, stride, columns, lanes, _ in plan(what, records, count, parts, limit):
+    for kernel, grid, threads_per_block, stride, columns, lanes, _, _ in plan(what, records, count, parts, limit):
         launch_kernel(
             device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
             lanes, 0, 0,
@@ -163,6 +168,7 @@ def host_limit(multiprocessors: int) -> int:
     return max(1, min(HOST_MULTIPROCESSORS, multiprocessors // 4))
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype as the kernels' names have it."""
     return str(dtype).removeprefix("torch.")
@@ -172,19 +178,10 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
     """Queue :func:`speedswap.kernels.round_rows` for a block on a GPU, on torch's current stream."""
     ids = ids.to(block.device, torch.int64).contiguous()
     width = block.numel() // len(block)
-    launch_kernel(
-        block.device,
-        torch.cuda.current_stream(block.device),
-        f"round_{dtype_name(stored.dtype)}",
-        group_grid(len(ids), width, PIECE, multiprocessors=multiprocessors(index_of(block.device))),
-        THREADS_PER_BLOCK,
-        block.data_ptr(),
-        width,
-        ids.data_ptr(),
-        len(ids),
-        stored.key is not None,
-        stored.key or 0,
-    )
+    launch_threads(
+        f"round_{dtype_name(stored.dtype)}", block.device, len(ids) * -(-width // PIECE), block.data_ptr(), width,
+        ids.data_ptr(), len(ids), stored.key is not None, stored.key or 0,
+    )  # fmt: skip
 
 
 def fill(kind: str, into: Tensor, first_row: int, a: float, b: float, seed: int, column_key: int) -> None:
@@ -192,22 +189,22 @@ def fill(kind: str, into: Tensor, first_row: int, a: float, b: float, seed: int,
     size, width = into.itemsize, into[0].numel()
     if into.data_ptr() % size:
         raise ValueError(f"rows at {into.data_ptr():#x} are not aligned to items of {size} bytes")
-    launch_kernel(
-        into.device,
-        torch.cuda.current_stream(into.device),
-        f"fill_{kind}_f{8 * size}",
-        group_grid(len(into), width, 16 // size, multiprocessors=multiprocessors(index_of(into.device))),
-        THREADS_PER_BLOCK,
-        into.data_ptr(),
-        into.stride(0) * size,
-        first_row,
-        len(into),
-        width,
-        float(a),
-        float(b),
-        seed,
-        column_key,
-    )
+    launch_threads(
+        f"fill_{kind}_f{8 * size}", into.device, len(into) * -(-width // (16 // size)), into.data_ptr(),
+        into.stride(0) * size, first_row, len(into), width, float(a), float(b), seed, column_key,
+    )  # fmt: skip
+
+
+def launch_threads(
+    name: str, device: torch.device, threads: int, *arguments: int | float | bytes, waits: bool = False
+) -> None:
+    """Queue a kernel with this many threads, or fewer where the GPU has no room, on torch's current stream.
+
+    Nothing is queued if there are none. ``arguments`` and ``waits`` are as for :func:`launch_kernel`.
+    """
+    if threads:
+        grid, stream = grid_of(threads, multiprocessors(device.index)), torch.cuda.current_stream(device)
+        launch_kernel(device, stream, name, grid, THREADS_PER_BLOCK, *arguments, waits=waits)
 
 
 def launch_kernel(
@@ -222,15 +219,15 @@ def launch_kernel(
     """Queue a kernel of ``csrc/rows.cuh``.
 
     Args:
-        device: the GPU.
+        device: the GPU, with its number.
         stream: a stream of that GPU.
         name: the kernel's.
         grid, threads_per_block: the number of thread blocks, and of threads in each.
         arguments: the kernel's, in order: integers, floats for parameters of float64, and structures.
         waits: True to wait until the stream has done it, without the interpreter lock.
     """
-    index, on = index_of(device), stream.cuda_stream
-    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, on, arguments, waits)
+    index = device.index
+    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, stream.cuda_stream, arguments, waits)
 
 
 @functools.cache

@@ -9,23 +9,15 @@ from operator import add
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda.launch import launch_kernel, multiprocessors
-from speedswap.kernels.cuda.modules import index_of
-from speedswap.kernels.cuda.shapes import (
-    BATCHES_PER_LAUNCH,
-    KEYS_PER_THREAD,
-    THREADS_PER_BLOCK,
-    batches_argument,
-    group_grid,
-)
+from speedswap.kernels.cuda.launch import launch_threads
+from speedswap.kernels.cuda.shapes import BATCHES_PER_LAUNCH, KEYS_PER_THREAD, batches_argument
 
 
 def _ids_of(ids: Tensor) -> tuple[int, bool, int, int, int]:
     """Return a feature's ids in the kernels' form: address, dtype, ids per bag, and strides."""
-    address, is_narrow, stride = ids.data_ptr(), ids.dtype is torch.int32, ids.stride()
-    if len(stride) == 1:
-        return address, is_narrow, 1, stride[0], 0
-    return address, is_narrow, max(1, ids.shape[1]), stride[0], stride[1]
+    outer, *inner = ids.stride()
+    per_bag, step = (ids.shape[1] or 1, inner[0]) if inner else (1, 0)
+    return ids.data_ptr(), ids.dtype is torch.int32, per_bag, outer, step
 
 
 def _bags_of(bags: tuple[Tensor | None, bool]) -> tuple[int, bool, bool]:
@@ -102,7 +94,7 @@ def merge(
         indices: int64, shape (count,): where to write the index of each row's id in ``ids``, or None.
     """
     rows = torch.empty(count, dtype=dtype, device=table.device)
-    _launch(
+    launch_threads(
         f"merge_ids_i{8 * dtype.itemsize}", table.device, count, table.features, table.count, *starts, *begins,
         (table.wrong if wrong is None else wrong).data_ptr(), rows.data_ptr(),
         0 if indices is None else indices.data_ptr(), count,
@@ -119,7 +111,7 @@ def join(table: FeatureTable, num_bags: int) -> Tensor:
     """
     count = table.count * num_bags + 1
     joined = torch.empty(count, dtype=torch.int64, device=table.device)
-    _launch(
+    launch_threads(
         "join_offsets", table.device, count, table.features, table.count, table.starts, num_bags, joined.data_ptr(),
         table.wrong.data_ptr(),
     )  # fmt: skip
@@ -153,8 +145,8 @@ def number(
     device, count, kind = keys.device, keys.shape[0], f"keys_i{8 * keys.itemsize}"
     pieces = -(-count // KEYS_PER_THREAD)
     ends = torch.empty(pieces, dtype=torch.int64, device=device)
-    found, local = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
-    _launch(f"count_{kind}", device, pieces, keys.data_ptr(), count, ends.data_ptr())
+    found, local = torch.empty_like(order), torch.empty_like(order)
+    launch_threads(f"count_{kind}", device, pieces, keys.data_ptr(), count, ends.data_ptr())
     ends.cumsum_(0)
     features, starts = (0, 0) if table is None else (table.features, table.starts)
     waiting = _free[device]
@@ -163,7 +155,7 @@ def number(
         with torch.inference_mode(False):  # it is read later in other modes
             mailbox = torch.empty(max(256, 8 * num_lookups), dtype=torch.int64, pin_memory=True)
     try:
-        _launch(
+        launch_threads(
             f"number_{kind}", device, pieces, keys.data_ptr(), order.data_ptr(), count, ends.data_ptr(), features,
             starts, num_lookups, found.data_ptr(), local.data_ptr(), mailbox.data_ptr(), waits=True,
         )  # fmt: skip
@@ -185,22 +177,14 @@ def find_places(rows: Tensor, batches: Sequence[Tensor], rest: Tensor | None = N
         rest: int64, shape (n,): where to write the rows that are in no batch, and -1 for the others; or None.
     """
     places = [torch.empty_like(rows) for _ in batches]
-    before, into = rows, 0 if rest is None else rest.data_ptr()
-    for start in range(0, len(batches) if len(rows) else 0, BATCHES_PER_LAUNCH):
+    before, into, count = rows, 0 if rest is None else rest.data_ptr(), rows.shape[0]
+    for start in range(0, len(batches) if count else 0, BATCHES_PER_LAUNCH):
         stop = min(start + BATCHES_PER_LAUNCH, len(batches))
         argument = batches_argument(
-            [(batches[k].data_ptr(), len(batches[k]), places[k].data_ptr()) for k in range(start, stop)]
+            [(batches[k].data_ptr(), batches[k].shape[0], places[k].data_ptr()) for k in range(start, stop)]
         )
-        _launch(
-            "find_places", rows.device, len(rows), rows.data_ptr(), len(rows), argument, before.data_ptr(), into
+        launch_threads(
+            "find_places", rows.device, count, rows.data_ptr(), count, argument, before.data_ptr(), into
         )  # fmt: skip
         before = before if rest is None else rest
     return places
-
-
-def _launch(name: str, device: torch.device, threads: int, *arguments: int | bytes, waits: bool = False) -> None:
-    """Queue a kernel on torch's current stream, unless no threads are needed."""
-    if threads:
-        grid = group_grid(threads, 1, 1, multiprocessors=multiprocessors(index_of(device)))
-        stream = torch.cuda.current_stream(device)
-        launch_kernel(device, stream, name, grid, THREADS_PER_BLOCK, *arguments, waits=waits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 # As in csrc/rows.cuh and csrc/bags.cuh.
@@ -24,6 +23,8 @@ HOST_THREADS_PER_BLOCK = 1024
 _BEFORE_COLUMNS = 7
 NOT_HOT = (0, 0, 0, 0, 0)
 _COLUMN_NUMBERS, _COMPACT_NUMBERS = 4, 6  # per column, and the third of them is the block's address
+_COLUMNS = struct.Struct(f"{_BEFORE_COLUMNS + _COLUMN_NUMBERS * COLUMNS_PER_LAUNCH}q")
+_COMPACT_COLUMNS = struct.Struct(f"{_BEFORE_COLUMNS + _COMPACT_NUMBERS * COLUMNS_PER_LAUNCH}Q")
 _NO_BAGS = dict.fromkeys(
     "rows local offsets factors counts is_mean out grad places scales taken order starts partial "
     "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split(),
@@ -37,7 +38,7 @@ _NO_IDLE = dict.fromkeys("last steps num_columns num_rows width now before bends
 # As in csrc/lookups.cuh.
 KEYS_PER_THREAD = 16
 BATCHES_PER_LAUNCH = 8
-_BATCH_NUMBERS = 3
+_BATCHES = struct.Struct(f"{1 + 3 * BATCHES_PER_LAUNCH}q")
 
 
 class BlockPart(NamedTuple):
@@ -47,6 +48,9 @@ class BlockPart(NamedTuple):
     width: int
     block: int
     block_stride: int
+
+
+_Column = tuple[int, int, int, int]
 
 
 class CompactPart(NamedTuple):
@@ -68,7 +72,7 @@ class Shape(NamedTuple):
 
 
 def launch_shape(
-    records: int, stride: int, num_rows: int, parts: Sequence[BlockPart], *, multiprocessors: int, host: bool
+    records: int, stride: int, num_rows: int, parts: Sequence[_Column], *, multiprocessors: int, host: bool
 ) -> Shape:
     """Choose the shape in which ``num_rows`` rows are gathered or scattered.
 
@@ -76,7 +80,7 @@ def launch_shape(
         records: address of the first record.
         stride: bytes from a record to the next.
         num_rows: at least 1.
-        parts: 1 to 8 columns, each at least a byte wide.
+        parts: 1 to 8 columns, each at least a byte wide, as :class:`BlockPart` describes them.
         multiprocessors: the most of the GPU's multiprocessors that the move may take.
         host: True if the records are in host memory.
 
@@ -85,10 +89,10 @@ def launch_shape(
         that covers a row's words; and a grid that covers the rows, as far as the limits above allow.
     """
     everything, width = records | stride, 0
-    for part in parts:
-        everything |= part.offset | part.width | part.block | part.block_stride
-        width += part.width
-    word_bytes = next(word for word in WORDS if everything % word == 0)
+    for offset, part_width, block, block_stride in parts:
+        everything |= offset | part_width | block | block_stride
+        width += part_width
+    word_bytes = 16 if everything % 16 == 0 else 4 if everything % 4 == 0 else 1  # of WORDS
     words = width // word_bytes
     lanes = min(32, 1 << (words - 1).bit_length())
     return Shape(word_bytes, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
@@ -117,45 +121,43 @@ def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: 
     return Shape(1, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
 
 
-def group_grid(num_rows: int, width: int, items_per_group: int, *, multiprocessors: int) -> int:
-    """Return the grid for ``num_rows`` rows of ``width`` items: one thread per group of items, up to the limit."""
-    groups = num_rows * -(-width // items_per_group)
-    return _grid(groups, THREADS_PER_MULTIPROCESSOR * multiprocessors)
+def grid_of(threads: int, multiprocessors: int) -> int:
+    """Return the grid of so many threads, up to the limit."""
+    return -(-min(threads, THREADS_PER_MULTIPROCESSOR * multiprocessors) // THREADS_PER_BLOCK)
 
 
 def _grid_and_threads(threads: int, multiprocessors: int, host: bool) -> tuple[int, int]:
     if host:
         return min(-(-threads // HOST_THREADS_PER_BLOCK), multiprocessors), HOST_THREADS_PER_BLOCK
-    return _grid(threads, THREADS_PER_MULTIPROCESSOR * multiprocessors), THREADS_PER_BLOCK
+    return grid_of(threads, multiprocessors), THREADS_PER_BLOCK
 
 
-def _grid(threads: int, limit: int) -> int:
-    return -(-min(threads, limit) // THREADS_PER_BLOCK)
-
-
-def columns_argument(parts: Sequence[BlockPart], word_bytes: int, hot: Sequence[int] = NOT_HOT) -> bytes:
+def columns_argument(parts: Sequence[_Column], word_bytes: int, hot: Sequence[int] = NOT_HOT) -> bytes:
     """Return the kernels' ``Columns``, in words; ``hot`` is their ``Hot``."""
     numbers: list[int] = []
-    first = 0
+    first = count = 0
     for offset, width, block, block_stride in parts:
         numbers += first, offset // word_bytes, block, block_stride // word_bytes
         first += width // word_bytes
-    return _structure("q", [len(parts), first, *hot], numbers, _COLUMN_NUMBERS, COLUMNS_PER_LAUNCH)
+        count += 1
+    return _COLUMNS.pack(count, first, *hot, *numbers, *[0] * (_COLUMN_NUMBERS * (COLUMNS_PER_LAUNCH - count)))
 
 
 def compact_columns_argument(parts: Sequence[CompactPart], hot: Sequence[int] = NOT_HOT) -> bytes:
     """Return the kernels' ``CompactColumns``; ``hot`` is their ``Hot``."""
     numbers: list[int] = []
-    first = 0
+    first = count = 0
     for part in parts:
         numbers += first, part.offset, part.block, part.width, part.key is not None, part.key or 0
         first += _pieces(part)
-    return _structure("Q", [len(parts), first, *hot], numbers, _COMPACT_NUMBERS, COLUMNS_PER_LAUNCH)
+        count += 1
+    return _COMPACT_COLUMNS.pack(count, first, *hot, *numbers, *[0] * (_COMPACT_NUMBERS * (COLUMNS_PER_LAUNCH - count)))
 
 
 def batches_argument(batches: Sequence[tuple[int, int, int]]) -> bytes:
     """Return the kernels' ``Batches``: of each the address of its rows, their number, and where their places go."""
-    return _structure("q", [len(batches)], [*chain(*batches)], _BATCH_NUMBERS, BATCHES_PER_LAUNCH)
+    numbers = [number for batch in batches for number in batch]
+    return _BATCHES.pack(len(batches), *numbers, *[0] * (_BATCHES.size // 8 - 1 - len(numbers)))
 
 
 def bags_argument(**values: int) -> bytes:
@@ -169,12 +171,6 @@ def idle_argument(columns: Sequence[int], **values: int) -> bytes:
     numbers = {**_NO_IDLE, "num_columns": len(columns), **values}
     addresses = [*columns, *[0] * (MOST_IDLE_COLUMNS - len(columns))]
     return struct.pack(f"{MOST_IDLE_COLUMNS + len(_NO_IDLE)}q", *addresses, *numbers.values())
-
-
-def _structure(kind: str, before: Sequence[int], numbers: Sequence[int], per_item: int, most: int) -> bytes:
-    """Return numbers of 8 bytes, and zeros for as many more items as there may be."""
-    given = struct.pack(f"{len(before) + len(numbers)}{kind}", *before, *numbers)
-    return given.ljust(8 * (len(before) + per_item * most), b"\0")
 
 
 def block_addresses(count: int, *, compact: bool) -> range:
