@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 
@@ -143,7 +142,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
         dtype: of the tensor.
         device: the CPU by default.
     """
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
     if nbytes < LARGE_BYTES:
         result = torch.empty(shape, dtype=dtype, device=device or "cpu")
         if not result.data_ptr() and nbytes:

@@ -250,9 +250,9 @@ def _move(what: Literal["gather", "scatter"], records: Records, ids: Tensor, par
         loop = _C.gather if what == "gather" else _C.scatter
         loop(records.pointer, records.stride, ids.data_ptr(), count, cpu_parts(parts), get_num_threads())
         return
-    from speedswap.kernels.cuda import engines
+    from speedswap.kernels.cuda.engines import move
 
-    engines.move(what, records, ids, parts)
+    move(what, records, ids, parts)
 
 
 Copied = tuple[int, int, int, int]

@@ -290,10 +290,14 @@ def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
 
 def used_here(tensors: Iterable[Tensor]) -> None:
     """Mark tensors made on another stream as used on the current one, so that their memory stays."""
+    here: torch.cuda.Stream | None = None
     for made in tensors:
-        for tensor in (made, order_of(made)):
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if made.is_cuda:
+            if here is None or here.device != made.device:
+                here = torch.cuda.current_stream(made.device)
+            made.record_stream(here)
+            if (order := order_of(made)) is not None:
+                order.record_stream(here)
 
 
 class _DirectionThread(EndingThread):

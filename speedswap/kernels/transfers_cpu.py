@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speedswap._forks import in_child
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.launch import move
 from speedswap.kernels.cuda.lookups import find_places
 from speedswap.kernels.host import as_ids, get_num_threads
 from speedswap.kernels.records import (
@@ -23,7 +24,6 @@ from speedswap.kernels.records import (
     Stored,
     WantedColumn,
     cpu_parts,
-    gather_records,
     round_rows,
 )
 from speedswap.kernels.transfers import Transfer, finish_threads
@@ -182,7 +182,7 @@ def forward(
         places: the result of :func:`places_among` for the rows, if known.
     """
     forms = [None] * len(to_blocks) if forms is None else forms
-    if not len(from_rows) or not len(to_rows):
+    if not from_rows.shape[0] or not to_rows.shape[0]:
         return
     if to_rows.device.type == "cpu":
         targets = cpu_parts([Part(0, target, stored) for target, stored in zip(to_blocks, forms, strict=True)])
@@ -191,18 +191,19 @@ def forward(
         return
     # The number of shared rows is known only on the GPU, and stays there: other rows have place -1 and are skipped.
     places = places_among(from_rows, to_rows) if places is None else places
-    widths: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    device, count = to_rows.device, from_rows.shape[0]
+    stream = torch.cuda.current_stream(device)
+    widths: dict[int, list[tuple[int, Tensor]]] = {}
     for source, target in zip(from_blocks, to_blocks, strict=True):
-        if target.numel():
-            widths.setdefault(source.nbytes // len(source), []).append((source, target))
+        if target.nbytes:
+            widths.setdefault(source.nbytes // count, []).append((source.data_ptr(), target))
     for width, pairs in widths.items():
         # One launch for all blocks of one width: to the kernel they are columns of the first, far apart.
         first, _ = pairs[0]
-        held = Records(first.data_ptr(), width, len(first), first.device, False, pairs)
-        parts = [Part(source.data_ptr() - first.data_ptr(), target) for source, target in pairs]
-        gather_records(held, places, parts)
+        held = Records(first, width, count, device, False, from_blocks)
+        move("gather", held, places, [Part(address - first, target) for address, target in pairs], device, stream)
     for target, stored in zip(to_blocks, forms, strict=True):
-        if stored is not None and target.numel():
+        if stored is not None and target.nbytes:
             round_rows(target, to_rows, stored)  # gathered rows are rounded already and do not change
 
 

@@ -146,7 +146,7 @@ class GivenTensor:
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self._tensor = tensor
-        self._version = _version(tensor)
+        self._version = None if tensor.is_inference() else tensor._version
         self._is_copied = not tensor.is_cuda or self._version is None
         self.ids = _copied(tensor, device) if self._is_copied else tensor.detach()
 
@@ -157,29 +157,34 @@ class GivenTensor:
         """Return whether a tensor equals this one as it was. GPU memory that changed since equals none."""
         if now.numel() != self.ids.numel():
             return False
-        if self.is_unchanged(now):
+        if is_unchanged(self._tensor, self._version, now):
             return True
-        if not self._is_copied and self._version != _version(self._tensor):
+        if not self._is_copied and self._version != self._tensor._version:
             return False
         ids = self.ids.to(now.device, non_blocking=now.is_cuda).reshape(-1)
         return torch.equal(now.detach().reshape(-1).to(ids.dtype), ids)
 
-    def is_unchanged(self, now: Tensor) -> bool:
-        """Return whether a tensor is the same, unchanged GPU memory; comparing values would wait for the GPU.
 
-        CPU memory may be written without changing a tensor's version.
-        """
-        given = self._tensor
-        if now.device.type == "cpu" or self._version is None or self._version != _version(given):
-            return False
-        if now is given:
-            return True
-        # Another view of it, as from indexing the batch again: views share their version counter.
-        same_memory = now.data_ptr() == given.data_ptr() and now.dtype == given.dtype
-        same_order = (now.shape, now.stride()) == (given.shape, given.stride()) or (
-            now.is_contiguous() and given.is_contiguous()
-        )
-        return same_memory and same_order and _version(now) == self._version
+def is_unchanged(given: Tensor, version: int | None, now: Tensor) -> bool:
+    """Return whether a tensor is the same, unchanged GPU memory as one given; comparing values would wait for the GPU.
+
+    CPU memory may be written without changing a tensor's version.
+
+    Args:
+        given: the tensor.
+        version: its version when it was given; None for a tensor of inference mode, which has none.
+        now: the tensor to compare.
+    """
+    if now.is_cpu or version is None or version != given._version:
+        return False
+    if now is given:
+        return True
+    # Another view of it, as from indexing the batch again: views share their version counter.
+    same_memory = now.data_ptr() == given.data_ptr() and now.dtype == given.dtype
+    same_order = (now.shape, now.stride()) == (given.shape, given.stride()) or (
+        now.is_contiguous() and given.is_contiguous()
+    )
+    return same_memory and same_order and not now.is_inference() and now._version == version
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -188,7 +193,3 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

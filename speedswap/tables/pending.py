@@ -76,9 +76,9 @@ class PendingWrite(Transfer[None]):
         except Exception:
             return False
 
-    def has(self, columns: Iterable[str]) -> bool:
+    def has(self, columns: Mapping[str, object]) -> bool:
         """Return whether this writes all of these columns, so that a block of them needs no other source."""
-        return all(name in self._values for name in columns)
+        return columns.keys() <= self._values.keys()
 
     def forward(self, block: Block, places: Tensor | None = None) -> None:
         """Copy shared rows into a block; ``places`` are the indices of its rows within these, if known."""
@@ -87,14 +87,11 @@ class PendingWrite(Transfer[None]):
         if self._made_on is not None and (here := torch.cuda.current_stream(self._device)) != self._made_on:
             here.wait_stream(self._made_on)
             kernels.used_here([self.rows, *self._values.values()])
-        kernels.forward(
-            self.rows.to(device),
-            [self._values[name].to(device) for name in names],
-            block.rows,
-            [block.columns[name] for name in names],
-            [self._forms[name] for name in names],
-            places,
-        )
+        rows, values = self.rows, [self._values[name] for name in names]
+        if self._device != device:
+            rows, values = rows.to(device), [each.to(device) for each in values]
+        targets, forms = [block.columns[name] for name in names], [self._forms[name] for name in names]
+        kernels.forward(rows, values, block.rows, targets, forms, places)
 
 
 class Prefetch(Transfer["Gathered | None"], Prefetched):

@@ -303,13 +303,27 @@ def _launch(
     stream: torch.cuda.Stream,
 ) -> None:
     """Queue kernels that read or write the records, in order with those of other streams."""
-    fence, writes, hot = records.fence, what == "scatter", records.hot
-    with contextlib.nullcontext() if hot is None else hot.rows.turn(stream, writes=writes, ahead=records.ahead):
-        if fence is not None:
-            fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
-        launch.move(what, records, ids, parts, device, stream)
-        if fence is not None and not records.ahead:
-            fence.queued(stream, records.owner, writes=writes)
+    if records.hot is None:
+        _launch_in_order(what, records, ids, parts, device, stream)
+        return
+    with records.hot.rows.turn(stream, writes=what == "scatter", ahead=records.ahead):
+        _launch_in_order(what, records, ids, parts, device, stream)
+
+
+def _launch_in_order(
+    what: launch.What,
+    records: Records,
+    ids: Tensor,
+    parts: Sequence[Part],
+    device: torch.device,
+    stream: torch.cuda.Stream,
+) -> None:
+    fence, writes = records.fence, what == "scatter"
+    if fence is not None:
+        fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
+    launch.move(what, records, ids, parts, device, stream)
+    if fence is not None and not records.ahead:
+        fence.queued(stream, records.owner, writes=writes)
 
 
 def _forwarded(records: Records, device: torch.device) -> torch.cuda.Stream | None:

@@ -83,10 +83,10 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
     converted: dict[torch.dtype, list[CompactPart]] = {}
     moved = 0
     for part in parts:
-        width = part.width
+        width = part.block.nbytes // part.block.shape[0] if part.stored is None else part.width
         moved += width
         if part.stored is None:
-            copied.append((part.offset, width, part.block.data_ptr(), width))
+            copied += ((part.offset, width, part.block.data_ptr(), width),)
         else:
             _require_aligned(records, part.offset, part.stored.dtype)
             compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)

@@ -13,13 +13,6 @@ from speedswap.kernels.cuda.launch import launch_threads
 from speedswap.kernels.cuda.shapes import BATCHES_PER_LAUNCH, KEYS_PER_THREAD, batches_argument
 
 
-def _ids_of(ids: Tensor) -> tuple[int, bool, int, int, int]:
-    """Return a feature's ids in the kernels' form: address, dtype, ids per bag, and strides."""
-    outer, *inner = ids.stride()
-    per_bag, step = (ids.shape[1] or 1, inner[0]) if inner else (1, 0)
-    return ids.data_ptr(), ids.dtype is torch.int32, per_bag, outer, step
-
-
 def _bags_of(bags: tuple[Tensor | None, bool]) -> tuple[int, bool, bool]:
     """Return a feature's offsets in the kernels' form: address, dtype, and if the last is the number of ids."""
     offsets, closed = bags
@@ -59,10 +52,14 @@ class FeatureTable:
         # The flag, count + 1 starts, count begins, and the features as in csrc/lookups.cuh.
         first = 2 + 2 * self.count
         numbers = [0, *starts, *(begins or [0] * self.count)]
-        own_ids = [_ids_of(ids[0])] * self.count if len(ids) == 1 else map(_ids_of, ids)
+        own_ids = [(each.data_ptr(), each.dtype is torch.int32, each.shape, each.stride()) for each in ids]
+        own_ids *= self.count if len(ids) == 1 else 1
         own_bags = map(_bags_of, bags) if bags else [(0, 0, 0)] * self.count
-        for of_ids, base, limit, out, of_bags in zip(own_ids, *ranges, outside, own_bags, strict=True):
-            numbers += *of_ids, base, limit, out, *of_bags
+        for (address, is_narrow, shape, stride), base, limit, out, of_bags in zip(
+            own_ids, *ranges, outside, own_bags, strict=True
+        ):
+            inner = ((shape[1] or 1), *stride) if stride[1:] else (1, *stride, 0)  # ids per bag, and strides
+            numbers += address, is_narrow, *inner, base, limit, out, *of_bags
         held = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
         held.numpy()[:] = numbers
         self._read = ids, bags  # alive while the kernels read them

@@ -123,7 +123,8 @@ def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: 
 
 def grid_of(threads: int, multiprocessors: int) -> int:
     """Return the grid of so many threads, up to the limit."""
-    return -(-min(threads, THREADS_PER_MULTIPROCESSOR * multiprocessors) // THREADS_PER_BLOCK)
+    limit = THREADS_PER_MULTIPROCESSOR * multiprocessors
+    return -(-(threads if threads < limit else limit) // THREADS_PER_BLOCK)
 
 
 def _grid_and_threads(threads: int, multiprocessors: int, host: bool) -> tuple[int, int]:

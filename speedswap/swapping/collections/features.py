@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,7 +27,7 @@ from speedswap.swapping.collections.one_feature import (
     require_weights,
 )
 from speedswap.swapping.graphs import leaving_transforms
-from speedswap.swapping.prefetched import GivenTensor
+from speedswap.swapping.prefetched import is_unchanged
 
 _MOST_ORDERS = 64
 
@@ -170,7 +171,7 @@ class FeatureBatch:
     _merged: Tensor | None = None
     _found: list[tuple[Tensor, Tensor] | None] | None = None
     _is_inside: bool = False
-    _source: tuple[object, list[GivenTensor | None]] | None = None
+    _source: tuple[object, list[Any], list[int | None]] | None = None
 
     @property
     def starts(self) -> list[int]:
@@ -254,18 +255,28 @@ class FeatureBatch:
     def remember(self, features: Any) -> None:
         """Remember what the batch was read from, to be used again at its turn; only for features on a GPU."""
         form, parts = _parts(features, self.slots)
-        if all(each is None or (each.is_cuda and not each.requires_grad) for each in parts):
-            self._source = form, [None if each is None else GivenTensor(each, each.device) for each in parts]
+        if not [each for each in parts if each is not None and (not each.is_cuda or each.requires_grad)]:
+            with suppress(RuntimeError):  # tensors of inference mode have no version
+                self._source = form, parts, [None if each is None else each._version for each in parts]
 
     def is_of(self, features: Any) -> bool:
         """Return whether the batch was read from these features, which have not changed since."""
-        if self._source is None or not (isinstance(features, Mapping) or is_keyed(features)):
+        if self._source is None:
             return False
-        before, (form, parts) = self._source, _parts(features, self.slots)
-        return before[0] == form and all(
-            given is now if given is None else isinstance(now, Tensor) and given.is_unchanged(now)
-            for given, now in zip(before[1], parts, strict=True)
-        )
+        before, given, versions = self._source
+        form, parts = _parts(features, self.slots)
+        if form != before:
+            return False
+        for then, version, now in zip(given, versions, parts, strict=True):
+            if then is None or now is None:
+                is_same = then is now
+            elif now is then:
+                is_same = now._version == version
+            else:
+                is_same = isinstance(now, Tensor) and is_unchanged(then, version, now)
+            if not is_same:
+                return False
+        return True
 
     @leaving_transforms
     def outside(self, error: IdError) -> IdError | ValueError:
@@ -314,10 +325,14 @@ def require_features(features: Any) -> Any:
 
 def _parts(features: Any, slots: Slots) -> tuple[object, list[Any]]:
     """Return the tensors of features, None for offsets or weights left out, and what tells how they are arranged."""
-    if isinstance(features, Mapping):
-        values = [features.get(name) for name in slots.features]
-        parts = [each if isinstance(each, tuple | list) else (each,) for each in values]
-        return (features.keys() == slots.names, *map(len, parts)), [each for some in parts for each in some]
+    if type(features) is dict or isinstance(features, Mapping):
+        if features.keys() != slots.names:
+            return None, []
+        values = [features[name] for name in slots.features]
+        parts = [(each,) if type(each) is Tensor or not isinstance(each, tuple | list) else each for each in values]
+        return [*map(len, parts)], [each for some in parts for each in some]
+    if not is_keyed(features):
+        return None, []
     bags = features.offsets() if has_methods(features, ["offsets"]) else features.lengths()
     weights = features.weights_or_none() if has_methods(features, ["weights_or_none"]) else None
     return (*features.keys(), features.stride()), [features.values(), bags, weights]
