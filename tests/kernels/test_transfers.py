@@ -210,21 +210,22 @@ def test_transfers_that_could_not_be_started_are_started_by_those_who_wait(
         work = partial(runs.append, number)
         transfers.add(transfer, lambda work=work: work, torch.device(["cpu", "meta"][number % 2]))
 
-    class Pool(ThreadPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> Any:
+    class Thread(transfer_module._DirectionThread):
+        def do(self, *job: Any) -> None:
             calls.append(1)
             if len(calls) != fails_at:
-                return super().submit(*args, **kwargs)
+                return super().do(*job)
             if isinstance(error, KeyboardInterrupt):
-                super().submit(*args, **kwargs)
+                super().do(*job)
             raise error
 
-    with Pool(1) as pool:
-        monkeypatch.setattr(transfer_module, "_thread", lambda direction: pool)
-        with pytest.raises(type(error)):
-            transfers.start()
-        for transfer in pending:
-            transfer.result()
+    thread = Thread("out")
+    monkeypatch.setattr(transfer_module, "_thread", lambda direction: thread)
+    with pytest.raises(type(error)):
+        transfers.start()
+    for transfer in pending:
+        transfer.result()
+    thread.end()
     assert sorted(runs) == list(range(6))
 
 

@@ -122,7 +122,7 @@ def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: 
 
 
 def grid_of(threads: int, multiprocessors: int) -> int:
-    """Return the grid of so many threads, up to the limit."""
+    """Return the grid for ``threads`` threads, up to the limit."""
     limit = THREADS_PER_MULTIPROCESSOR * multiprocessors
     return -(-(threads if threads < limit else limit) // THREADS_PER_BLOCK)
 
