@@ -7,12 +7,16 @@ import platform
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
     "allocatable_bytes",
     "available_bytes",
     "cache_bytes",
+    "cores",
+    "file_system",
+    "group_bytes",
     "lockable_bytes",
     "pages",
     "physical_bytes",
@@ -21,6 +25,9 @@ __all__ = [
     "resident_bytes",
 ]
 
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_MOUNTS = Path("/proc/self/mounts")
+
 
 def physical_bytes() -> int:
     """Return the size of the machine's memory in bytes."""
@@ -28,9 +35,61 @@ def physical_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes of host memory that can be allocated without swapping; all of it where that is unknown."""
+    """Return the bytes of host memory that can be allocated without swapping; all of it where that is unknown.
+
+    A container's limit counts too, see :func:`group_bytes`.
+    """
     available = _field("/proc/meminfo", "MemAvailable")
-    return physical_bytes() if available is None else available
+    bounds = (physical_bytes() if available is None else available, group_bytes())
+    return min(bound for bound in bounds if bound is not None)
+
+
+def group_bytes() -> int | None:
+    """Return the bytes that this process's control groups, such as a container's, have left; None without a limit.
+
+    The system's file cache counts as free as far as it is not in active use.
+    """
+    found = []
+    for group in _control_groups("memory"):
+        for most, used, idle in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+        ):
+            try:
+                limit, taken = (int((group / name).read_text()) for name in (most, used))
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # of the other version, or "max"
+                continue
+            if limit < physical_bytes():  # version 1 has a large number for no limit
+                found.append(max(0, limit - taken + int(stat.get(idle, 0))))
+    return min(found, default=None)
+
+
+def cores() -> float:
+    """Return the processors that this process may use: those of its affinity, or a container's share of them."""
+    found = float(len(os.sched_getaffinity(0)))
+    for group in _control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                quota, period = (int(word) for name in names for word in (group / name).read_text().split())
+            except (OSError, ValueError):
+                continue
+            found = min(found, quota / period) if quota > 0 else found
+    return found
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that a path is in, such as ``ext4``; empty where that is unknown."""
+    real, longest, kind = Path(os.path.realpath(path)), -1, ""
+    try:
+        mounts = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return kind
+    for _, where, each, *_ in map(str.split, mounts):
+        where = where.encode().decode("unicode_escape")  # a space is \040
+        if len(where) >= longest and real.is_relative_to(where):
+            longest, kind = len(where), each
+    return kind
 
 
 def allocatable_bytes() -> int | None:
@@ -91,6 +150,20 @@ def cache_bytes() -> int:
         factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(size[-1:], 1)
         found.append(int(size.rstrip("KMG")) * factor)
     return max(found)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control groups, from its own to the outermost one that it can see."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = _GROUPS / controller if controllers else _GROUPS
+            own = root / path.lstrip("/")
+            yield from (each for each in (own, *own.parents) if each.is_relative_to(root))
 
 
 def _field(path: str, field: str) -> int | None:

@@ -15,6 +15,7 @@ from speedswap import __version__
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.dlrm import cli as dlrm
+from speedswap.apps.doctor import cli as doctor
 from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.ranks import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.running import Ended, ending_signals, word_for
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     dlrm.add_parsers(commands)
     digits.add_parser(commands)
     bench.add_parser(commands)
+    doctor.add_parser(commands)
     tables.add_parsers(commands)
     return parser
 

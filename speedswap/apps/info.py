@@ -57,15 +57,21 @@ def _gpus() -> dict[str, str]:
         found[f"cuda:{index}"] = (
             f"{gpu.name}, {size_in_words(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
         )
-    if torch.cuda.is_available():
-        return found
+    return found if torch.cuda.is_available() else found | {"cuda": without_gpu(driver)}
+
+
+def without_gpu(driver: str | None) -> str:
+    """Return why torch sees no GPU, and the remedy.
+
+    Args:
+        driver: the driver's version; None for a machine without one.
+    """
     if driver is None:
-        found["cuda"] = "no device; tables train on the CPU"
-    elif torch.version.cuda is None:
-        found["cuda"] = "this machine has a GPU, but torch was built without CUDA; install one with CUDA"
-    else:
-        found["cuda"] = f"torch finds no device; driver {driver} may be too old for CUDA {torch.version.cuda}"
-    return found
+        return "no device; tables train on the CPU"
+    if torch.version.cuda is None:
+        return "this machine has a GPU, but torch was built without CUDA; install one with CUDA"
+    said = f"torch finds no device: driver {driver} may be too old for CUDA {torch.version.cuda}"
+    return f"{said}; update the driver, or install a torch for an older CUDA"
 
 
 def driver_version() -> str | None:
@@ -112,7 +118,7 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
         remedy = f"a torch for CUDA {' or '.join(known.removeprefix('cuda') for known in EXTRA_OF_CUPY.values())}"
     others = [name for name in installed if name not in (fitting, "cupy")]
     if not installed:
-        problems.append(f"torch is for CUDA {torch_cuda}, but CuPy, which launches the kernels, is missing: {remedy}")
+        problems.append(f"torch is for CUDA {torch_cuda}, but CuPy, which launches the kernels, is missing; {remedy}")
     elif others == list(installed):
         problems.append(f"{others[0]} is for another CUDA than torch ({torch_cuda}); pip uninstall it, then {remedy}")
     return problems

@@ -17,13 +17,13 @@ from speedswap.apps.files import remove_leftovers
 # ---- before the work ------------------------------------------------------------------------------------------------
 
 
-def check_scratch(scratch: Path | None) -> None:
-    """Refuse a place for temporary files that is not a writable directory."""
+def check_scratch(scratch: Path | None, option: str = "scratch") -> None:
+    """Refuse a place for temporary files, given by an option, that is not a writable directory."""
     if scratch is None:
         return
     if not _is_there(scratch) or not scratch.is_dir():
-        raise SettingsError(f"scratch is {str(scratch)!r}: give a directory that exists")
-    _check_writable(scratch, f"scratch is {str(scratch)!r}")
+        raise SettingsError(f"{option} is {str(scratch)!r}: give a directory that exists")
+    _check_writable(scratch, f"{option} is {str(scratch)!r}")
 
 
 def check_output(folder: Path, *folders: str, option: str = "output") -> None:

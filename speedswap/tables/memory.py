@@ -95,7 +95,7 @@ class HostMemory(Memory):
             warn_once(
                 "SW406",
                 f"storage 'pinned' works as 'pageable' here: {self._nbytes / 2**30:.2f} GiB could not be registered "
-                f"with CUDA ({self._pinned.failure}); `speedswap info` shows the limits",
+                f"with CUDA ({self._pinned.failure}); `speedswap doctor` says why",
             )
 
     def settle(self) -> None:

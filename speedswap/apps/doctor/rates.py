@@ -1,0 +1,178 @@
+"""Rates of this machine, measured in seconds on samples of the table in question."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+import speedswap
+from speedswap import kernels
+from speedswap._machine import available_bytes
+from speedswap.apps.bench.measure import in_turn
+from speedswap.apps.bench.workload import random_batches
+from speedswap.apps.files import scratch_folder
+from speedswap.apps.options import WIDEST, named_optimizer, whole
+from speedswap.tables import Block, Storage
+
+_MEMORY_SAMPLE, _DISK_SAMPLE, _LINK_SAMPLE = 1 << 29, 1 << 28, 1 << 26  # bytes
+_CACHE_BYTES = 16 << 20  # of the table on disk, so that its rows are read from there
+_MOST_LOOKUPS = 65_536
+_WRITE_SECONDS, _READ_SECONDS = 1.5, 1.0
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table and its training step.
+
+    Attributes:
+        rows, dim: of the table, float32.
+        optimizer: the name of one of ``torch.optim``.
+        batch: ids in a step.
+
+    Raises:
+        SettingsError: a number is out of range, or no optimizer has the name.
+    """
+
+    rows: int
+    dim: int
+    optimizer: str
+    batch: int
+
+    def __post_init__(self) -> None:
+        for name, most in (("rows", 2**48), ("dim", WIDEST), ("batch", 2**31)):
+            whole(1, most)(name, getattr(self, name))
+        named_optimizer(self.optimizer)
+
+    def training(self, rows: int, storage: Storage | str, device: str) -> tuple[speedswap.Embedding, Optimizer]:
+        """Return an embedding of the table's width, and its attached optimizer.
+
+        Raises:
+            OptimizerError: the optimizer cannot train rows alone; the message says why.
+        """
+        items = speedswap.Embedding(rows, self.dim, storage=storage, device=device)
+        optimizer = named_optimizer(self.optimizer)(items.parameters())  # type: ignore[call-arg]
+        speedswap.attach(optimizer, items)
+        return items, optimizer
+
+    def record_bytes(self) -> int:
+        """Return the bytes of a row with its optimizer state, as a table in memory holds it."""
+        items, _ = self.training(1, "pageable", "cpu")
+        return items.table.nbytes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates; None if there is no GPU, or no directory to write to.
+
+    Attributes:
+        record_bytes: of a row with its optimizer state.
+        gather, scatter: random rows of a table in host memory, in bytes per second.
+        lookup_seconds: of a step, per id, besides gather and scatter.
+        reads: rows per second, at random, of a table on disk that are in no cache.
+        writes: bytes per second of rows that such a table writes.
+        access: how it reads, as :class:`speedswap.Table` on disk says it.
+        to_gpu, from_gpu: pinned memory to the GPU and back, in bytes per second.
+    """
+
+    record_bytes: int
+    gather: float
+    scatter: float
+    lookup_seconds: float
+    reads: float | None = None
+    writes: float | None = None
+    access: str = ""
+    to_gpu: float | None = None
+    from_gpu: float | None = None
+
+    @classmethod
+    def measured(cls, spec: TableSpec, folder: Path | None) -> Rates:
+        """Measure with samples of a table: half a GiB in memory, a quarter in a temporary directory in ``folder``."""
+        record = spec.record_bytes()
+        fitting = min(_MEMORY_SAMPLE, available_bytes() // 8) // record
+        rows = max(2, min(spec.rows, fitting))
+        gather, scatter, step = _seconds(spec, rows, record, "pageable", "cpu")
+        lookups = _lookups(spec, rows)
+        more: dict[str, float] = {}
+        if kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none"):
+            _, _, step = _seconds(spec, rows, record, "device", "cuda")
+            more = _links()
+            own = step
+        else:
+            own = max(0.0, step - gather - scatter)
+        moved = lookups * record
+        disk = {} if folder is None else _of_disk(spec, record, folder)
+        return cls(record, moved / gather, moved / scatter, own / lookups, **disk, **more)  # type: ignore[arg-type]
+
+
+def _lookups(spec: TableSpec, rows: int) -> int:
+    return max(1, min(spec.batch, _MOST_LOOKUPS, rows // 2))
+
+
+def _seconds(spec: TableSpec, rows: int, record: int, storage: str, device: str) -> tuple[float, float, float]:
+    """Return the seconds of a gather, a scatter and a step, each of distinct random rows."""
+    items, optimizer = spec.training(rows, storage, device)
+    count = _lookups(spec, rows)
+    batches = [kernels.unique(batch.near)[0] for batch in random_batches(rows, count, record, device)]
+    grad = torch.ones(count, spec.dim, device=device)
+    values = items.table.lease(batches[0]).columns
+
+    def step(call: int) -> None:
+        items(batches[call % len(batches)]).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = in_turn(
+        {
+            "gather": lambda call: items.table.lease(batches[call % len(batches)]),
+            "scatter": lambda call: items.table.give_back(Block(batches[call % len(batches)], {}), values),
+            "step": step,
+        },
+        repeats=3,
+        warm_up=1,
+    )
+    items.table.close()
+    return seconds["gather"], seconds["scatter"], seconds["step"]
+
+
+def _of_disk(spec: TableSpec, record: int, folder: Path) -> dict[str, float | str]:
+    """Write rows of a table on disk for a while, then read some of them at random."""
+    rows = max(2, min(_DISK_SAMPLE, shutil.disk_usage(folder).free // 4) // record)
+    with ExitStack() as stack:
+        scratch, remove = scratch_folder(stack, folder)
+        stack.callback(remove)
+        place = speedswap.Disk(scratch / "items", cache_bytes=_CACHE_BYTES, scratch=True)
+        items, _ = spec.training(rows, place, "cpu")
+        stack.callback(items.table.close)
+        values, written, begin = torch.rand(min(rows, 4096), spec.dim), 0, time.perf_counter()
+        while written < rows and time.perf_counter() - begin < _WRITE_SECONDS:
+            some = values[: rows - written]
+            items.table.write(written, some)
+            written += len(some)
+        items.table.drain()
+        wrote = time.perf_counter() - begin
+        generator, count, spent = torch.Generator().manual_seed(0), 64, 0.0
+        while spent < _READ_SECONDS:
+            ids, _ = kernels.unique(torch.randint(written, (min(count, written),), generator=generator))
+            begin = time.perf_counter()
+            items.table.gather(ids)
+            took = time.perf_counter() - begin
+            spent, count = spent + took, min(4 * count, _lookups(spec, written))
+        cached = min(1.0, _CACHE_BYTES / (written * record))
+        access = items.table.store.files.details()["access"]  # type: ignore[union-attr]
+    return {"reads": len(ids) * (1 - cached) / took, "writes": written * record / wrote, "access": access}
+
+
+def _links() -> dict[str, float]:
+    """Return the bytes per second of copies between pinned memory and the GPU."""
+    host = torch.empty(_LINK_SAMPLE, dtype=torch.uint8, pin_memory=True)
+    near = host.to("cuda")
+    seconds = in_turn(
+        {"to_gpu": lambda call: near.copy_(host), "from_gpu": lambda call: host.copy_(near)}, repeats=5, warm_up=1
+    )
+    return {name: _LINK_SAMPLE / took for name, took in seconds.items()}
