@@ -2,8 +2,8 @@
 
 Overhead per micro-batch over a loop by hand; one recovery from running out of memory; peak memory of activations by
 the size of the batch; the gradient of a contrastive loss, and the time of its second pass; a batch 16 times beyond what
-fits, and recoveries in a row (on a GPU into CUDA's own limit, on the CPU into a counted one); memory and time of one
-sample on each rung of escalation.
+fits, recoveries in a row, and samples computed and discarded until a size is found (on a GPU into CUDA's own limit, on
+the CPU into a counted one); memory and time of one sample on each rung of escalation.
 
     python benchmarks/bench_batching.py [--device cpu|cuda] [--quick] [--json FILE]
 """
@@ -21,6 +21,7 @@ from batching.contrastive import measure_contrastive
 from batching.limits import measure_limits
 from batching.overhead import measure_overhead, measure_recovery
 from batching.rungs import measure_rungs
+from batching.searches import measure_searches
 
 from speedswap._install import pip_install
 from speedswap.apps.bench.measure import find_peer, show_peers
@@ -32,7 +33,8 @@ def run(device: str, quick: bool) -> dict[str, Any]:
     """Measure all parts."""
     repeats = 5 if quick else 50
     # Libraries that accumulate gradients, or retry with less when memory runs out.
-    peers = {name: find_peer(name, name, pip_install(name, extra="benchmarks")) for name in ("accelerate", "toma")}
+    names = ("accelerate", "lightning", "toma")
+    peers = {name: find_peer(name, name, pip_install(name, extra="benchmarks")) for name in names}
     show_peers(peers)
     present = {name for name, peer in peers.items() if peer.present}
     return {
@@ -44,6 +46,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
         "activations": measure_activations(device, batches=[*BATCHES[:4]] if quick else [*BATCHES]),
         "contrastive": measure_contrastive(device, quick=quick, repeats=max(5, repeats // 5)),
         "limits": measure_limits(device, quick=quick),
+        "searches": measure_searches(device, present, quick=quick),
         "rungs": measure_rungs(device, quick=quick, repeats=max(5, repeats // 10)),
     }
 

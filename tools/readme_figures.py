@@ -353,6 +353,53 @@ def batching(found: Figures) -> Rows:
     beyond = limits["beyond"]
     what = f"a batch of {beyond['batch']:,} where {limits['fits']:,} fit, relative error of the gradient"
     yield what, f"{beyond['relative_error']:.0e}", "", ""
+    # Files written by earlier versions have neither of the following.
+    if "searches" in found:
+        yield from _searches(found["searches"])
+    if "rungs" in found:
+        yield from _rungs(found["rungs"])
+
+
+def _searches(found: Figures) -> Rows:
+    """Compare the samples that are computed and discarded until a size is found that fits."""
+    what = (
+        f"samples computed and discarded until a size is found, {found['batches']} batches of {found['batch']:,} where "
+        f"{found['fits']:,} fit"
+    )
+    ways = {
+        name: f"{way['samples_lost']:,} (size {way['size']:,}{'' if way['trains'] else ', which then fails'})"
+        for name, way in found["ways"].items()
+    }
+    ours = ways.pop("speedswap")
+    for peer, theirs in ways.items():
+        lost = found["ways"][peer]["samples_lost"], found["ways"]["speedswap"]["samples_lost"]
+        yield what, ours, f"{peer} {theirs}", f"{lost[0] / lost[1]:.1f}"
+
+
+def _rungs(found: Figures) -> Rows:
+    """Say what each rung of escalation saves and costs."""
+    without, *rungs = found["rungs"]
+    shape = f"one sample of {found['length']:,} × {found['width']}, {found['layers']} layers"
+    for rung in rungs:
+        live, before = (f"{each['live_bytes'] / 2**20:.0f} MiB" for each in (rung, without))
+        what = f"{shape}: peak memory and time on rung {rung['rung']} of escalation"
+        yield what, f"{live}, {ms(rung['seconds'], 0)}", f"without: {before}, {ms(without['seconds'], 0)}", ""
+
+
+def lengths(found: Figures) -> Rows:
+    """Compare padding, and work lost to out-of-memory, for samples of different lengths."""
+    shares = {
+        name: f"{way['padding_share']:.0%} padding, {way['lost_share']:.0%} discarded"
+        for name, way in found["ways"].items()
+    }
+    peer = "accelerate, find_executable_batch_size"
+    compared = f"{peer}: {shares[peer]}" if peer in shares else ""
+    for name, share in shares.items():
+        if name != peer:
+            what = (
+                f"{name.removeprefix('speedswap, ')}: share of padding, and of tokens discarded after an out-of-memory"
+            )
+            yield f"{what}, {found['tokens']:,} tokens in {found['memory_bytes'] >> 20} MiB", share, compared, ""
 
 
 def retry(found: Figures) -> Rows:
@@ -481,6 +528,7 @@ SECTIONS: dict[str, Callable[[Figures], Rows]] = {
         ranks,
         dlrm,
         batching,
+        lengths,
         retry,
         word2vec,
         ncf,
