@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from speedswap.swapping.batch_rows import GradientOfAll
 from speedswap.swapping.every_row import look_up_with_all
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.scoring import Exclude, Excluded, Exclusions, Pieces, exclusions_of, pieces_for, read_rows
-from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Table
 from speedswap.tables.record import count
 
@@ -48,9 +47,9 @@ def full_softmax(
             are computed in float32.
         targets: ids, int32 or int64, shape (\*samples,), or (\*samples, n) for several targets per sample, each of the
             same probability.
-        items: a :class:`speedswap.Embedding`, or a frozen table of an :class:`speedswap.EmbeddingCollection`, whose
-            ``padding_idx`` is left out of the sum; or the :class:`speedswap.Table` of any, all of whose rows count, as
-            constants.
+        items: a :class:`speedswap.Embedding`, or a table of an :class:`speedswap.EmbeddingCollection`
+            (``tables.embeddings["item"]``), whose ``padding_idx`` is left out of the sum; or the
+            :class:`speedswap.Table` of any, all of whose rows count, as constants.
         bias: the same, of width 1, for one bias per row; beside trained rows, a copy of it is kept until the step.
         chunk: rows to copy at a time; by default chosen from the bytes per row and the number of samples.
         ignore_index, reduction: as for :func:`sampled_softmax`.
@@ -59,8 +58,8 @@ def full_softmax(
         As :func:`sampled_softmax` does. Ranks that own the rows must call this together, and each reads every row.
 
     Raises:
-        WeightError: the rows are trained, but ranks own them or they are of a collection; or, in the backward pass, the
-            table has changed since the forward pass.
+        WeightError: the rows are trained, but ranks own them; or, in the backward pass, the table has changed since the
+            forward pass.
         LostUpdateError, OptimizerError: in the optimizer's step, if the table or ``weight.grad`` has changed since the
             backward pass, or the optimizer cannot step rows one chunk after the other.
         ValueError, TypeError: a shape, dtype or setting does not fit, or ``items`` has an id map.
@@ -148,13 +147,13 @@ class AllRows(NamedTuple):
 
     Attributes:
         tables: the rows; and their biases, of width 1, if there are any.
-        trained: the embedding of each table, if its rows are trained; else None, as they are constants.
+        trained: the embedding of each table, or the collection's table, if its rows are trained; else None.
         padding_idx: a row that is left out.
         pieces: the rows and queries whose scores exist at a time.
     """
 
     tables: tuple[Table, ...]
-    trained: tuple[TableModule | None, ...]
+    trained: tuple[Any, ...]
     padding_idx: int | None
     pieces: Pieces
 
@@ -202,6 +201,12 @@ class AllRows(NamedTuple):
             leaves.append(leaf)
             found.append(rows.to(like.dtype))
         return leaves, torch.cat(found, 1)
+
+    def gradient_of_all(self, place: int, of: Callable[[Tensor, Tensor], Tensor]) -> GradientOfAll:
+        """Return the gradient of a table's rows, by its place among them, as its step takes it."""
+        table = self.tables[place]
+        first = table.store.facts.first_row  # of a collection's table among those that step together
+        return GradientOfAll(range(first, first + len(table)), of, self.pieces.chunk, table.version)
 
     def left_out(self, exclude: Exclude, device: torch.device) -> Exclusions:
         """Return the rows that do not count: the padding row, and what the caller excludes."""
@@ -266,12 +271,10 @@ class _LogSumExp(torch.autograd.Function):
         if rows.trained[0] is not None:
             biases = rows.tables[1].read().to(queries) if len(rows.tables) > 1 else None
             of_items = _GradientOfItems(queries, total, grad, biases, rows.padding_idx, rows.pieces.group)
-            ctx.gradients[0][:] = [GradientOfAll(of_items.of, rows.pieces.chunk, rows.tables[0].version)]
+            ctx.gradients[0][:] = [rows.gradient_of_all(0, of_items.of)]
         if of_biases is not None:
             of_each = of_biases.to(rows.tables[1].dtype).unsqueeze(1)
-            ctx.gradients[1][:] = [
-                GradientOfAll(lambda ids, _: of_each[ids], rows.pieces.chunk, rows.tables[1].version)
-            ]
+            ctx.gradients[1][:] = [rows.gradient_of_all(1, lambda ids, _: of_each[ids])]
         return None if found is None else found.mul_(grad.unsqueeze(1)), None, None, *(None for _ in rows.tables)
 
 
@@ -323,18 +326,18 @@ def _table_of(given: Any, name: str) -> Table:
     return table
 
 
-def _trained(given: Any, name: str) -> TableModule | None:
-    """Return the embedding of an argument if its rows are trained, else None.
+def _trained(given: Any, name: str) -> Any:
+    """Return an argument if its rows are trained, an embedding or a collection's table; else None.
 
     Raises:
-        WeightError: all of its rows cannot be trained.
+        WeightError: ranks own them.
     """
     if isinstance(given, Table) or not getattr(given, "group", given).weight.requires_grad:
         return None
-    if isinstance(given, TableModule) and given.table.ranks is None:
+    if given.table.ranks is None:
         return given
     raise WeightError(
-        f"{name} has rows that are trained, of table {given.table.name!r}, but ranks own them or they are of a "
-        "collection, and full_softmax trains all rows of an Embedding in one process; train them by sampled_softmax, "
-        f"give {name}.table to train hidden alone, or call it under torch.no_grad()"
+        f"{name} has rows that are trained, of table {given.table.name!r}, but ranks own them, and full_softmax trains "
+        f"all rows in one process; train them by sampled_softmax, give {name}.table to train hidden alone, or call it "
+        "under torch.no_grad()"
     )

@@ -73,17 +73,28 @@ class Padding:
 
 @dataclass
 class GradientOfAll:
-    """A gradient of every row of a table, computed for some rows at a time.
+    """A gradient of every row of a table, or of one of the tables it consists of, computed for some rows at a time.
 
     Attributes:
-        of: returns the gradient of rows, shape (n, dim), given their ids, int64, shape (n,), and weights.
+        rows: these rows.
+        of: returns the gradient of rows, shape (n, dim), given their ids, int64, shape (n,), counted from the first of
+            ``rows``, and weights.
         chunk: the most rows at a time.
         version: the table's version whose rows it belongs to.
     """
 
+    rows: range
     of: Callable[[Tensor, Tensor], Tensor]
     chunk: int
     version: int
+
+    def add_to(self, total: Tensor, ids: Tensor, weight: Tensor) -> None:
+        """Add to the gradient of some of the table's rows, of any order, shape (n, dim)."""
+        own = ((ids >= self.rows.start) & (ids < self.rows.stop)).nonzero()[:, 0]
+        if len(own) == len(ids):
+            total.add_(self.of(ids - self.rows.start, weight))
+        elif len(own):
+            total.index_add_(0, own, self.of(ids[own] - self.rows.start, weight[own]))
 
 
 class BatchRows:

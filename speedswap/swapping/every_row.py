@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from speedswap.errors import WeightError
 from speedswap.swapping.batch_rows import GradientOfAll
 from speedswap.swapping.lookup import look_up
-from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.row_step import RowStep
 
 
-def look_up_with_all(module: TableModule, ids: Tensor, gradients: list[GradientOfAll]) -> tuple[Tensor, Tensor]:
+def look_up_with_all(module: Any, ids: Tensor, gradients: list[GradientOfAll]) -> tuple[Tensor, Tensor]:
     """Look rows up for training, with gradients of every row that arrive together with theirs.
 
     Args:
-        module: an embedding whose rows are trained.
+        module: an embedding, or a collection's table, whose rows are trained.
         ids: int32 or int64, shape (n,), on the device that needs the rows.
         gradients: read when the gradient of these rows arrives; a function of the returned leaf adds to it before.
 
@@ -26,7 +28,7 @@ def look_up_with_all(module: TableModule, ids: Tensor, gradients: list[GradientO
         IdError, LostUpdateError: as for any lookup.
     """
     leaf, local = module._look_up(ids)
-    step = module._step
+    step: RowStep = module._step
     if getattr(leaf, "gradient_keeper", None) is not step:
         raise WeightError(
             f"the weight of the embedding over table {module.table.name!r} was replaced, as functional_call does; call "
@@ -37,5 +39,5 @@ def look_up_with_all(module: TableModule, ids: Tensor, gradients: list[GradientO
         for each in gradients:
             step.receive_of_all(each)
 
-    leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+    leaf.register_post_accumulate_grad_hook(receive)
     return leaf, look_up(leaf, local)

@@ -540,19 +540,23 @@ class RowStep(Locked):
         """Return the gradient of some rows from those of every row."""
         weight = block.columns["weight"].detach()
         ids = block.rows.to(weight.device)
-        return functools.reduce(torch.add, (each.of(ids, weight) for each in self._rows.of_all))
+        total = torch.zeros_like(weight)
+        for each in self._rows.of_all:
+            each.add_to(total, ids, weight)
+        return total
 
     def _step_others(self, stepped: Tensor) -> None:
-        """Step every row but those that the optimizer has stepped itself, a piece at a time."""
-        table, device = self.table, self.weight.device
-        chunk = min(each.chunk for each in self._rows.of_all)
+        """Step the rows of gradients of every row, but those that the optimizer has stepped itself, in pieces."""
+        table, device, gradients = self.table, self.weight.device, self._rows.of_all
+        chunk = min(each.chunk for each in gradients)
         table.reserve_rows(table.num_embeddings)
         try:
-            for start in range(0, table.num_embeddings, chunk):
-                ids = torch.arange(start, min(start + chunk, table.num_embeddings), device=stepped.device)
-                block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
-                self.state.step_others(block, self._gradient_of_all(block))
-                table.give_back(block, block.columns)
+            for rows in {each.rows for each in gradients}:  # of different tables, if there are several
+                for start in rows[::chunk]:
+                    ids = torch.arange(start, min(start + chunk, rows.stop), device=stepped.device)
+                    block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
+                    self.state.step_others(block, self._gradient_of_all(block))
+                    table.give_back(block, block.columns)
         except BaseException:
             if table.store.files is not None:
                 table.store.files.abandon()  # rather than commit half a step

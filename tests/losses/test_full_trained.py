@@ -278,16 +278,44 @@ def test_an_optimizer_whose_step_cannot_be_taken_in_parts_is_refused() -> None:
         optimizer.step()
 
 
-def test_a_trained_table_of_a_collection_is_refused() -> None:
-    config = speedswap.EmbeddingConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM)
-    items = speedswap.EmbeddingCollection([config]).embeddings["item"]
-    hidden, targets = torch.randn(SAMPLES, DIM), torch.randint(ROWS, (SAMPLES,))
-    with pytest.raises(WeightError, match=r"of table 'item'.*sampled_softmax, give items\.table .*no_grad\(\)"):
-        full_softmax(hidden, targets, items)
-    config = speedswap.EmbeddingConfig(name="bias", num_embeddings=ROWS, embedding_dim=1)
-    bias = speedswap.EmbeddingCollection([config]).embeddings["bias"]
-    with pytest.raises(WeightError, match=r"bias has rows that are trained"):
-        full_softmax(hidden, targets, items.table, bias=bias)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_table_of_a_collection_trains_all_of_its_rows(name: str, device: str) -> None:
+    """Items, their biases and users are one group of rows, in which each batch has every user."""
+    users, pad = 5, 3
+    weights = {
+        each: torch.randn(rows, 1, dtype=torch.float64)
+        for each, rows in {"before": 4, "item": ROWS, "user": users, "bias": ROWS}.items()
+    }
+    weights["item"][pad] = 0
+    configs = [
+        speedswap.EmbeddingConfig(
+            name=each,
+            num_embeddings=len(rows),
+            embedding_dim=1,
+            padding_idx=pad if each == "item" else None,
+            dtype=torch.float64,
+        )
+        for each, rows in weights.items()
+    ]
+    tables = speedswap.EmbeddingCollection(configs)
+    for each, rows in weights.items():
+        tables.tables[each].write(0, rows)
+    item, bias = tables.embeddings["item"], tables.embeddings["bias"]
+    dense = {each: nn.Parameter(rows.to(device)) for each, rows in weights.items() if each != "before"}
+    ours, theirs = OPTIMIZERS[name](tables.parameters()), OPTIMIZERS[name](dense.values())
+    for _ in range(8):
+        who, targets = torch.arange(SAMPLES, device=device) % users, torch.randint(ROWS, (SAMPLES,), device=device)
+        loss = full_softmax(tables.embeddings["user"](who), targets, item, bias=bias, chunk=CHUNK)
+        logits = dense["user"][who] @ dense["item"].T + dense["bias"].T
+        their_loss = F.cross_entropy(logits.index_fill(1, torch.tensor([pad], device=device), -torch.inf), targets)
+        torch.testing.assert_close(loss, their_loss, rtol=1e-11, atol=1e-12)
+        for optimizer, each in ((ours, loss), (theirs, their_loss)):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+    for each, rows in dense.items():
+        torch.testing.assert_close(tables.tables[each].read(), rows.detach().cpu(), rtol=1e-11, atol=1e-12)
+    assert torch.equal(tables.tables["before"].read(), weights["before"])  # no loss has it
 
 
 def test_a_weight_that_was_replaced_is_refused() -> None:

@@ -317,10 +317,13 @@ class TableInGroup(nn.Module):
         """
         group, keyed = self.group, self.group.keyed.get(self.config.name)
         if keyed is None:
-            return look_up(*group._look_up(self._in_group(input)))
+            return look_up(*self._look_up(input))
         device = input.device if isinstance(input, Tensor) else group.weight.device
         rows = functools.partial(keyed.rows, input, device, adds=group._adds())
-        return look_up(*of_one_commit([keyed], lambda: group._look_up(self._in_group(rows()))))
+        return look_up(*of_one_commit([keyed], lambda: self._look_up(rows())))
+
+    def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.group._look_up(self._in_group(ids))
 
     @leaving_transforms
     def _in_group(self, ids: Tensor) -> Tensor:
