@@ -49,7 +49,7 @@ class NgramMemory(nn.Module):
         self.table = table
         width = len(ORDERS) * HEADS * table.embedding_dim
         self.key, self.value = nn.Linear(width, dim, bias=False), nn.Linear(width, dim, bias=False)
-        self.key_norm, self.query_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.key_norm, self.query_norm = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
         found = self.table(rows).flatten(-2)

@@ -21,8 +21,12 @@ import readme_ranks
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-OF_PAGE = {"docs/ngram-memory.md": "ngram_memory", "docs/losses.md": "softmax", "docs/idle-rows.md": "idle_rows"}
-"""The one section that a page has."""
+OF_PAGE = {
+    "docs/ngram-memory.md": ("ngram_memory",),
+    "docs/losses.md": ("softmax", "knowledge_graph"),
+    "docs/idle-rows.md": ("idle_rows", "idle_quality"),
+}
+"""The sections that a page has."""
 PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, *OF_PAGE)
 RANKS = RESULTS / "ranks-cpu.json"
 Figures = dict[str, Any]
@@ -36,7 +40,7 @@ def blocks(page: str) -> dict[str, str]:
         return {"chosen": chosen(), "GPU status": readme_gpu.status(RESULTS)}
     if page == readme_ranks.PAGE:
         return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
-    names = [OF_PAGE[page]] if page in OF_PAGE else SECTIONS
+    names = OF_PAGE.get(page, SECTIONS)
     sections = {name: section(name) for name in names if (RESULTS / f"{name}-cpu.json").exists()}
     return sections if page in OF_PAGE else {**sections, "GPU": readme_gpu.table(RESULTS)}
 
@@ -516,6 +520,37 @@ def idle_rows(found: Figures) -> Rows:
         yield what, ms(dense, 0), f"`nn.Embedding`: {ms(theirs, 0)}", f"{theirs / dense:.1f}"
 
 
+def idle_quality(found: Figures) -> Rows:
+    """Compare models whose idle rows take every step with lazy ones."""
+    names = {
+        "word2vec": {"spearman": "word vectors, rank correlation with human judgement", "training_loss": "loss"},
+        "ncf": {"hr@10": "NCF, HR@10", "ndcg@10": "NDCG@10"},
+        "dlrm": {"auc": "DLRM on made-up clicks, AUC", "log_loss": "log loss"},
+    }
+    for application, figures in names.items():
+        runs = found[application]["runs"]
+        what = ", ".join(figures.values())
+        lazy, dense = (
+            ", ".join(f"{statistics.mean(run[each] for run in runs[way]):.4f}" for each in figures)
+            for way in ("lazy", "dense")
+        )
+        first = next(iter(figures))
+        better = sum(ours[first] > theirs[first] for ours, theirs in zip(runs["dense"], runs["lazy"], strict=True))
+        yield f"{what}; better in {better} of {len(runs['lazy'])} seeds", dense, f"lazily {lazy}", ""
+
+
+def knowledge_graph(found: Figures) -> Rows:
+    """Compare ComplEx with PyKEEN's on small graphs."""
+    for graph, models in found["mrr"].items():
+        said = {
+            name: f"{statistics.mean(each):.3f} ({min(each):.3f} to {max(each):.3f})" for name, each in models.items()
+        }
+        theirs = said.pop("PyKEEN")
+        for name, ours in said.items():
+            what = f"ComplEx on {graph}, filtered MRR, {found['epochs']} epochs, {len(models[name])} seeds: {name}"
+            yield what, ours, f"PyKEEN, all entities: {theirs}", ""
+
+
 SECTIONS: dict[str, Callable[[Figures], Rows]] = {
     each.__name__: each
     for each in (
@@ -533,7 +568,9 @@ SECTIONS: dict[str, Callable[[Figures], Rows]] = {
         word2vec,
         ncf,
         softmax,
+        knowledge_graph,
         idle_rows,
+        idle_quality,
         ngram_memory,
     )
 }
