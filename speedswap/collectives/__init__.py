@@ -3,7 +3,18 @@
 from speedswap.collectives.ahead import Ahead, Errand
 from speedswap.collectives.group import Buckets, RankGroup, begin_step, is_distributed, of_all_ranks, surround_forward
 from speedswap.collectives.lane import SPARE_IDS, Lane
-from speedswap.collectives.messages import ANYTHING, ROOM, Agreed, Kind, Parcel, as_bytes, digest_of, packed, unpacked
+from speedswap.collectives.messages import (
+    ANYTHING,
+    ROOM,
+    Agreed,
+    Kind,
+    Merged,
+    Parcel,
+    as_bytes,
+    digest_of,
+    packed,
+    unpacked,
+)
 from speedswap.collectives.pace import OwnPace
 from speedswap.collectives.task import PeerOutOfMemory, Task
 
@@ -17,6 +28,7 @@ __all__ = [
     "Errand",
     "Kind",
     "Lane",
+    "Merged",
     "OwnPace",
     "Parcel",
     "PeerOutOfMemory",

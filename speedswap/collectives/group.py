@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,14 +45,20 @@ class RankGroup:
         own_pace: the ranks while they run passes at their own pace, on the main lane.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, host: int | dist.ProcessGroup | None = None) -> None:
         self._process_group = weakref.ref(process_group)
         self.ranks = dist.get_process_group_ranks(process_group)
         timeout = _timeout_of(process_group)
         on_gpus = _backend_of(process_group, "cuda")
         has_nccl = on_gpus is not None and on_gpus.name() == "nccl"
         self.main = Lane(process_group, "main", timeout, process_group if has_nccl else None)
-        self.ahead = Ahead(Lane(process_group, "ahead", timeout), self.main)
+        self.host = host
+        ahead = Lane(process_group, "ahead", timeout)
+        if host is not None or not has_nccl:
+            hosts = _hosts_of(self.main, host)
+            for lane in (self.main, ahead):
+                lane.set_hosts(hosts, process_group)
+        self.ahead = Ahead(ahead, self.main)
         self.rank = self.main.rank
         self.next_number = 0
         self._tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -134,11 +141,15 @@ class RankGroup:
             )
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> RankGroup:
+    def of(cls, process_group: dist.ProcessGroup, host: int | dist.ProcessGroup | None = None) -> RankGroup:
         """Return the group's ranks; all ranks must first request a group at the same point of their program.
 
+        Args:
+            process_group: the ranks.
+            host: those of one host; see :class:`speedswap.Ranks`.
+
         Raises:
-            ValueError: this process is not one of them, or not in a job yet.
+            ValueError: this process is not one of them, or not in a job yet; or the hosts are not those given before.
             TypeError: it is not a process group.
         """
         if not is_distributed():
@@ -157,8 +168,39 @@ class RankGroup:
         for known in [each for each in _groups if not _is_alive(each)]:
             del _groups[known]
         if process_group not in _groups:
-            _groups[process_group] = cls(process_group)
-        return _groups[process_group]
+            _groups[process_group] = cls(process_group, host)
+        found = _groups[process_group]
+        if host is not None and host != found.host:
+            raise ValueError(
+                f"host is {host!r}, but {found.host!r} for the first table of these ranks; give all of them the same"
+            )
+        return found
+
+
+def _hosts_of(lane: Lane, host: int | dist.ProcessGroup | None) -> list[list[int]]:
+    """Return the ranks of each host, as indices among a lane's; every rank must call this.
+
+    Raises:
+        ValueError: the ranks were given different hosts; raised on all of them.
+    """
+    given: list[list[int] | int]
+    if isinstance(host, dist.ProcessGroup):
+        members = dist.get_process_group_ranks(host)
+        given = lane.share(Kind.MAKE, [place for place, rank in enumerate(lane.ranks) if rank in members])
+    elif host is not None:
+        given = lane.share(Kind.MAKE, lane.rank // host)
+    else:  # the rank of its first process: torchrun numbers a host's processes one after the other
+        given = lane.share(Kind.MAKE, dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(given):
+        found.setdefault(str(each), []).append(rank)
+    for each, ranks in zip(given, (found[str(each)] for each in given), strict=True):
+        if isinstance(each, list) and each != ranks:
+            raise ValueError(
+                f"host has the ranks {[lane.ranks[rank] for rank in each]} on rank {lane.ranks[ranks[0]]}, but not on "
+                "all of these; give all ranks of a host one process group"
+            )
+    return [*found.values()]
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from speedswap.collectives.levels import Levels
 from speedswap.collectives.messages import ANYTHING, Kind, Line, Sheet, purpose_of
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
 from speedswap.kernels import deferred_interrupts
 
 SPARE_IDS = 1 << 20
+_ROOM_ON_HOSTS = 32  # numbers; ids are merged, and so not sent with a round
 
 
 class Lane:
@@ -48,6 +50,7 @@ class Lane:
         step: the training step, which all ranks are in together.
         tables: the objects of tasks by number; each has a name for messages.
         payloads, payload_bytes: number of payloads so far, and bytes this rank has sent to others in them.
+        levels: the hosts of the ranks, if several ranks share one and there are more of them.
         sheet: the rounds' memory.
         spare: memory on every rank for :data:`SPARE_IDS` ids.
     """
@@ -72,11 +75,13 @@ class Lane:
         self.changes = 0
         self.step = 0
         self.tables: Mapping[int, Any] = {}
+        self.levels: Levels | None = None
         self._begun: Counter[object] = Counter()  # since the last round
         self._rounds_begun = -1
         self.payloads = 0
         self.payload_bytes = 0
         self._timeout = timeout
+        self._name = name
         self._payload = payload
         self._task: Task | None = None
         self._is_in_call = False
@@ -198,6 +203,19 @@ class Lane:
         self._exchange(self._group, into, out, received, sent)
         return self.sheet.lines()
 
+    def set_hosts(self, hosts: Sequence[Sequence[int]], process_group: dist.ProcessGroup) -> None:
+        """Exchange in two levels from now on, unless hosts have one rank each or there is one host; on every rank.
+
+        Args:
+            hosts: each host's ranks, as indices among the lane's, in the order of their first ranks.
+            process_group: as for the lane.
+        """
+        if 1 < len(hosts) < len(self.ranks):
+            mine = next(ranks for ranks in hosts if self.rank in ranks)
+            members = [self.ranks[rank] for rank in mine]
+            self.sheet = Sheet(len(self.ranks), _ROOM_ON_HOSTS)
+            self.levels = Levels(self, hosts, connect(process_group, f"{self._name} host", members, self._timeout))
+
     def is_staged(self, rows: Tensor) -> bool:
         """Return whether rows go through host memory instead of directly between GPUs."""
         return rows.is_cuda and self._payload is None
@@ -211,13 +229,24 @@ class Lane:
     def _exchange(
         self, group: dist.ProcessGroup | None, into: Tensor, out: Tensor, received: list[int], sent: list[int]
     ) -> None:
-        if self._broken is not None or group is None:
+        with deferred_interrupts():
+            if self.levels is not None and not received:
+                self.levels.exchange_lines(into, out)
+            else:
+                with self.connected():
+                    assert group is not None
+                    group.alltoall_base(into, out, received, sent).wait()
+            # Not earlier: a rank that fails before this point sends a line of the agreed size.
+            self.sheet.came, self.sheet.agreed = self.sheet.agreed, None
+
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """Provide the connections, all of whose errors mean that another rank cannot be reached."""
+        if self._broken is not None:
             raise PeerError(self._broken)
         try:
             with deferred_interrupts():
-                group.alltoall_base(into, out, received, sent).wait()
-                # Not earlier: a rank that fails before this point sends a line of the agreed size.
-                self.sheet.came, self.sheet.agreed = self.sheet.agreed, None
+                yield self._group
         except (RuntimeError, ValueError) as error:
             self._break(error)
 
@@ -243,7 +272,7 @@ class Lane:
         """Make every later use of the lane raise: here at once, and on the other ranks when they next use it."""
         if self._broken is None:
             self._broken = why
-            self._group = None  # closes the connections, which the other ranks notice
+            self._group = self.levels = None  # closes the connections, which the other ranks notice
             self.failures += 1
             if self.pending is not None:
                 self.pending.drop()

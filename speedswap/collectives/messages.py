@@ -183,6 +183,7 @@ class Sheet:
 
     Args:
         size: the number of ranks.
+        most: the largest room.
 
     Attributes:
         room: number of ids that fit after a line.
@@ -191,8 +192,8 @@ class Sheet:
         came: the same for the last round.
     """
 
-    def __init__(self, size: int) -> None:
-        self.room = ROOM // size
+    def __init__(self, size: int, most: int = ROOM) -> None:
+        self.room = min(ROOM // size, most)
         self.line_bytes = _LINE_BYTES + 8 * self.room
         self.agreed: Agreed | None = None
         self.came: Agreed | None = None
@@ -274,6 +275,53 @@ def as_bytes(rows: Tensor) -> Tensor:
     return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
+class Sums(NamedTuple):
+    """Rows to be summed.
+
+    Attributes:
+        positions: each row's index among the sums, int64, shape (n,).
+        number: the number of sums.
+    """
+
+    positions: Tensor
+    number: int
+
+
+class Way(NamedTuple):
+    """The three hops of rows between the requesting ranks and the owners, where those of a host are merged.
+
+    Attributes:
+        turns: the order of the rows before each hop and after the last: indices; or their sums.
+        counts: for each hop, how many rows go to each peer and come from each.
+    """
+
+    turns: tuple[Tensor | Sums, ...]
+    counts: tuple[tuple[Sequence[int], Sequence[int]], ...]
+
+    def turned(self, hop: int, rows: Tensor) -> Tensor:
+        """Return rows as they are sent in a hop, or received after all."""
+        turn = self.turns[hop]
+        if isinstance(turn, Sums):
+            return kernels.sum_rows(rows, turn.positions, turn.number)
+        return rows.index_select(0, turn)
+
+
+class Merged(NamedTuple):
+    """The ways of rows that several ranks of a host request together.
+
+    Attributes:
+        up: from the requesting ranks to the owners: of gradients, which a host sums in the order of its ranks.
+    """
+
+    up: Way
+
+    @property
+    def down(self) -> Way:
+        """From the owners to the requesting ranks: of weights."""
+        turns = [turn.positions if isinstance(turn, Sums) else turn.argsort() for turn in self.up.turns]
+        return Way(tuple(turns[::-1]), tuple((received, sent) for sent, received in self.up.counts[::-1]))
+
+
 class Parcel(NamedTuple):
     """Rows that may be sent together with others in one message.
 
@@ -281,11 +329,13 @@ class Parcel(NamedTuple):
         rows: shape (n, dim), in the order of the destination ranks.
         sent: how many go to each rank.
         received: how many come from each rank.
+        way: their way, if those of a host are merged.
     """
 
     rows: Tensor
     sent: Sequence[int]
     received: Sequence[int]
+    way: Way | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -301,7 +351,7 @@ def packed(parcels: Sequence[Parcel]) -> Parcel:
     flat = [as_bytes(each.rows.detach().contiguous()).reshape(-1) for each in parcels]
     pieces = [torch.split(rows, sizes) for rows, sizes in zip(flat, sent, strict=True)]
     rows = torch.cat(list(chain.from_iterable(zip(*pieces, strict=True)))).unsqueeze(1)
-    return Parcel(rows, *([sum(sizes) for sizes in zip(*each, strict=True)] for each in (sent, received)))
+    return Parcel(rows, [*map(sum, zip(*sent, strict=True))], [*map(sum, zip(*received, strict=True))])
 
 
 def unpacked(came: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:

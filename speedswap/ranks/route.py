@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, digest_of, packed, unpacked
+from speedswap.collectives import SPARE_IDS, Agreed, Merged, Parcel, Task, as_bytes, digest_of, packed, unpacked
 from speedswap.tables import Block
 from speedswap.tables.shards.owners import Owners
 
@@ -80,24 +80,35 @@ class Route:
         received: how many rows each rank asks for here.
         union: the distinct places of the requested rows here, ascending, int64, shape (m,).
         positions: each requested row's index in ``union``, int64, shape (sum(received),).
+        merged: the ways of the rows, if the ranks of a host request them together.
     """
 
     wanted: Wanted
     received: list[int]
     union: Tensor
     positions: Tensor
+    merged: Merged | None = None
 
     @classmethod
-    def asked(cls, owners: Owners, rank: int, wanted: Wanted, received: list[int], ids: Tensor) -> Route:
+    def asked(
+        cls,
+        owners: Owners,
+        rank: int,
+        wanted: Wanted,
+        received: list[int],
+        ids: Tensor,
+        merged: Merged | None = None,
+    ) -> Route:
         """Return the route of requested rows.
 
         Args:
             owners, rank, wanted: as for :meth:`of`.
             received: how many rows each rank asks for here.
             ids: the rows requested here, in rank order.
+            merged: the ways of the rows, if the ranks of a host request them together.
         """
         union, positions = kernels.unique(owners.places(ids, rank))
-        return cls(wanted, received, union, positions)
+        return cls(wanted, received, union, positions, merged)
 
     def parcel(self, values: Tensor) -> Parcel:
         """Return rows of the union in the order in which the requesting ranks receive them.
@@ -106,10 +117,16 @@ class Route:
             values: values of the union, shape (m, …), on any device.
         """
         asked = values.detach().index_select(0, self.positions.to(values.device))
-        return Parcel(asked, self.received, self.wanted.sent)
+        return Parcel(asked, self.received, self.wanted.sent, self.merged and self.merged.down)
+
+    def parcel_back(self, values: Tensor) -> Parcel:
+        """Return values of the rows that this rank requested, such as their gradient, as they go to the owners."""
+        return Parcel(values, self.wanted.sent, self.received, self.merged and self.merged.up)
 
     def add_up(self, came: Tensor) -> Tensor:
         """Return the sums over the ranks, in rank order, of the values received for the rows requested here.
+
+        If hosts merge what their ranks send, these are sums over the hosts, in the order of their first ranks.
 
         Args:
             came: the received values, shape (sum(received), dim), on any device.
@@ -144,6 +161,8 @@ def ask(
     tables: Sequence[tuple[Owners, Wanted]],
     row_bytes: Sequence[int] = (),
     columns: Sequence[str] = ("weight",),
+    *,
+    merges: bool = True,
 ) -> list[Route]:
     """Request rows of one or several tables from their owners in one exchange; every rank must call this.
 
@@ -152,6 +171,7 @@ def ask(
         tables: for each table, at least one, the division of its rows and the rows that this rank wants.
         row_bytes: bytes per row of each table, if :func:`bring` is called next, once, with rows in host memory.
         columns: the columns to send, one after the other.
+        merges: False if owners need to know which rank requests a row, not only which host.
 
     Raises:
         ValueError: another rank requests different columns.
@@ -160,6 +180,7 @@ def ask(
     most_bytes *= most_bytes <= _MOST_BYTES
     sheet.reserve(most_bytes)
     sent, ids = ids_of_tables([wanted for _, wanted in tables])
+    levels = lane.levels if merges else None
     digest = digest_of([*columns]) % _DIGESTS
     note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | most_bytes << 1 | (max(sent) > sheet.room)))
     came: Tensor | None = None
@@ -168,9 +189,11 @@ def ask(
         if any(note >= 0 for note in lines.notes):  # other ranks had prefetched rows
             lines = task.round(sent, note=note, ids=ids)
         counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
-        if len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
+        if levels is not None:
+            merged = levels.ask([(wanted.rows, wanted.sent) for _, wanted in tables])
+        elif len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
             came = sheet.ids_that_came(counts)
-            if most_bytes and len({each & _FEW for each in theirs}) == 1:
+            if lane.levels is None and most_bytes and len({each & _FEW for each in theirs}) == 1:
                 received, _ = tables_of_ids(came, counts, len(tables))
                 sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
         elif sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all ranks have memory for them
@@ -181,6 +204,9 @@ def ask(
             f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
             "give the same ones"
         )
+    if levels is not None:
+        every = zip(tables, merged, strict=True)
+        return [Route.asked(owners, lane.rank, wanted, *each) for (owners, wanted), each in every]
     if came is None:
         came = task.send(ids, sent, counts)
     asked = zip(*zip(*tables, strict=True), *tables_of_ids(came, counts, len(tables)), strict=True)

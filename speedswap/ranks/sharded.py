@@ -161,6 +161,8 @@ class ShardedStore(RowStore, Files, JointRows):
         wanted: Wanted,
         device: torch.device | None = None,
         columns: Collection[str] = ("weight",),
+        *,
+        merges: bool = True,
     ) -> Route:
         """Request rows from their owners; every rank must call this.
 
@@ -169,15 +171,16 @@ class ShardedStore(RowStore, Files, JointRows):
             wanted: the rows that this rank requests.
             device: the device that weights are fetched to next, if at all.
             columns: the columns to send, in the table's order.
+            merges: as for :func:`speedswap.ranks.route.ask`.
         """
         is_host = device is not None and device.type == "cpu"
         row_bytes = [math.prod(self._weight.row_shape) * self._weight.dtype.itemsize] if is_host else []
         names = [name for name in self.columns if name in columns]
-        return ask(task, [(self.owners, wanted)], row_bytes, names)[0]
+        return ask(task, [(self.owners, wanted)], row_bytes, names, merges=merges)[0]
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Start fetching a later batch's rows from their owners, with other tables' rows; every rank must call this."""
-        if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu":
+        if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu" or self.group.main.levels is not None:
             return super().prefetch(lookup, transfers)
         errand = transfers.common(self.group, partial(LookupsAhead, self.group))
         return errand.add(RowsAhead(self, lookup.ids, errand))
@@ -268,7 +271,7 @@ class ShardedStore(RowStore, Files, JointRows):
     def _send(self, task: Task, rows: Tensor, values: Mapping[str, Tensor]) -> tuple[Route, dict[str, Tensor]]:
         """Send values of rows to their owners; return the route, and the values received for this rank's rows."""
         wanted, places = Wanted.of(self.owners, rows)
-        route = self.ask(task, wanted, columns=values)
+        route = self.ask(task, wanted, columns=values, merges=False)
         came: dict[str, Tensor] = {}
         for name, given in ((name, values[name].detach()) for name in self.columns if name in values):
             ordered = torch.empty_like(given).index_copy_(0, places.to(given.device), given)

@@ -92,7 +92,7 @@ class TableGradients:
 
     def parcel(self) -> Parcel:
         assert self.way is not None
-        return Parcel(self.grad, self.wanted.sent, self.way.route.received)
+        return self.way.route.parcel_back(self.grad)
 
 
 class ShardedStep(RowStep):

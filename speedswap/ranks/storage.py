@@ -54,10 +54,13 @@ class Ranks(Storage):
         group: the ranks, a process group of torch.distributed; all of the job by default.
         reduction: how the ranks' gradients are reduced: ``"mean"``, as DistributedDataParallel does for other layers,
             or ``"sum"``.
+        host: the ranks of this rank's host: how many consecutive ranks each host has, or a process group of those of
+            this host; by default as torchrun's ``LOCAL_RANK`` tells. Ranks of a host merge what they send to other
+            hosts. 1 for none of that.
 
     Raises:
-        ValueError: the reduction or place is unknown; or, when a table is created, this process is not one of the
-            ranks.
+        ValueError: the reduction or place is unknown, or host is below 1; or, when a table is created, this process
+            is not one of the ranks.
 
     Example:
         >>> import speedswap
@@ -68,8 +71,11 @@ class Ranks(Storage):
     each: Storage | str = "auto"
     group: dist.ProcessGroup | None = None
     reduction: str = "mean"
+    host: int | dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.host, int) and self.host < 1:
+            raise ValueError(f"host is {self.host}; give the number of ranks on each host")
         if self.reduction not in _REDUCTIONS:
             raise ValueError(f"reduction is {self.reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
         if isinstance(each := as_storage(self.each), Ranks):
@@ -82,7 +88,7 @@ class Ranks(Storage):
 
     @property
     def ranks(self) -> RankGroup:
-        return RankGroup.of(self.group or dist.group.WORLD)  # type: ignore[arg-type]
+        return RankGroup.of(self.group or dist.group.WORLD, self.host)  # type: ignore[arg-type]
 
     @property
     def own(self) -> Storage:

@@ -1,0 +1,276 @@
+"""Exchange in two levels: ranks of one host merge what they send to another host, and one message carries it.
+
+Any two hosts have one rank each that carries all that passes between them; the ranks of a host take turns, by the other
+host's number. So ids that several ranks of a host request cross the network once, and so do their weights and the sums
+of their gradients. Two hosts exchange one message each way, where a flat exchange has one for any two of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.collectives.messages import Merged, Parcel, Sums, Way, as_bytes, packed, unpacked
+
+if TYPE_CHECKING:
+    from speedswap.collectives.lane import Lane
+
+_Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+
+
+class Asked(NamedTuple):
+    """Rows of one table that hosts request from this rank.
+
+    Attributes:
+        received: how many rows each rank asks for: those of a host count as its first rank's.
+        ids: the rows, each once per host, int64, in the order of hosts.
+        merged: the ways of the rows' values.
+    """
+
+    received: list[int]
+    ids: Tensor
+    merged: Merged
+
+
+class Levels:
+    """The hosts of a lane's ranks.
+
+    Args:
+        lane: the lane, whose connections carry what crosses hosts.
+        hosts: each host's ranks, as indices among the lane's, in the order of their first ranks.
+        local: connections between the ranks of this host.
+
+    Attributes:
+        messages, message_bytes: what this rank has sent to other hosts.
+    """
+
+    def __init__(self, lane: Lane, hosts: Sequence[Sequence[int]], local: dist.ProcessGroup) -> None:
+        self._lane, self._hosts, self._local = lane, hosts, local
+        self._host = next(number for number, ranks in enumerate(hosts) if lane.rank in ranks)
+        self._mine = hosts[self._host]
+        places = range(len(self._mine))
+        self._place = self._mine.index(lane.rank)
+        carries = [[self._carries(place, host) for host in range(len(hosts))] for place in places]
+        self._carried = [host for host in range(len(hosts)) if host != self._host and carries[self._place][host]]
+        # For each rank of this host, the ranks whose rows it gets from the others here: in the order of hosts.
+        self._ranks_by_carrier = [
+            [rank for host, ranks in enumerate(hosts) if carries[place][host] for rank in self._within(place, host)]
+            for place in places
+        ]
+        self._by_carrier = torch.tensor([rank for ranks in self._ranks_by_carrier for rank in ranks])
+        self.messages = self.message_bytes = 0
+
+    @property
+    def _hops(self) -> tuple[_Exchange, ...]:
+        return self._between_ranks, self._across, self._between_ranks
+
+    def _carries(self, place: int, host: int) -> bool:
+        return host == self._host or host % len(self._mine) == place
+
+    def _within(self, place: int, host: int) -> Sequence[int]:
+        """Return the ranks of a host whose rows a rank of this host passes on: on its own host, itself alone."""
+        return [self._mine[place]] if host == self._host else self._hosts[host]
+
+    # ------------------------------------------------------------------ rounds
+
+    def exchange_lines(self, into: Tensor, out: Tensor) -> None:
+        """Send a line to every rank, and receive one from each.
+
+        Args:
+            into: a line from each rank, in rank order, shape (ranks, n).
+            out: a line for each rank.
+        """
+        width, size = out.shape[1], len(self._mine)
+        sizes = [len(ranks) for ranks in self._ranks_by_carrier]
+        ours = self._ranks_by_carrier[self._place]
+        came = self._between_ranks(out[self._by_carrier], [len(ours)] * size, sizes).view(size, len(ours), width)
+        at = {rank: place for place, rank in enumerate(ours)}
+        leaving = {host: came[:, [at[rank] for rank in self._hosts[host]]].contiguous() for host in self._carried}
+        arrived = {host: out.new_empty(len(self._hosts[host]), size, width) for host in self._carried}
+        self._between_hosts(arrived, leaving)
+        own = came[:, at[self._lane.rank]]  # from the ranks of this host
+        rest = [arrived[host] for host in self._carried]
+        given = torch.cat(rest).transpose(0, 1).reshape(-1, width) if rest else out[:0]
+        others = [[rank for rank in ranks if rank not in self._mine] for ranks in self._ranks_by_carrier]
+        passed_on = self._between_ranks(given, [len(each) for each in others], [len(given) // size] * size)
+        into[torch.tensor(self._mine)] = own
+        into[torch.tensor([rank for each in others for rank in each], dtype=torch.int64)] = passed_on
+
+    # ------------------------------------------------------------------ rows
+
+    def ask(self, tables: Sequence[tuple[Tensor, Sequence[int]]]) -> list[Asked]:
+        """Request rows of some tables from their owners, merged by host; every rank must call this.
+
+        Args:
+            tables: for each table, the distinct ids that this rank requests, int64, in the order of their owners; and
+                how many each rank owns.
+        """
+        size, ours = len(self._mine), torch.tensor(self._ranks_by_carrier[self._place])
+        sent = torch.tensor([counts for _, counts in tables])
+        wanted = self._between_ranks(sent.repeat(size, 1), [len(sent)] * size, [len(sent)] * size)
+        wanted = wanted.view(size, *sent.shape)[:, :, ours]  # by asking rank, table, owner
+        carriers = torch.tensor([place for place, each in enumerate(self._ranks_by_carrier) for _ in each])
+        orders = [_moved(counts, self._by_carrier) for counts in sent]
+        firsts = [
+            (_sums_by(counts[self._by_carrier], carriers, size), wanted[:, table].sum(1).tolist())
+            for table, counts in enumerate(sent)
+        ]
+        columns = [ids.view(-1, 1)[order] for (ids, _), order in zip(tables, orders, strict=True)]
+        came = self._send(self._between_ranks, columns, firsts)
+
+        unions, sums, owned = [], [], torch.empty(len(tables), len(ours), dtype=torch.int64)
+        for table, ids in enumerate(came):
+            counts = wanted[:, table].reshape(-1)
+            owner = torch.repeat_interleave(torch.arange(len(ours)).repeat(size), counts)
+            span = int(ids.max()) + 1 if len(ids) else 1
+            union, positions = kernels.unique(ids.view(-1) + owner * span)
+            owned[table] = torch.bincount(union // span, minlength=len(ours))
+            unions.append((union % span).view(-1, 1))
+            sums.append(Sums(positions, len(union)))
+
+        host_of = torch.tensor([next(at for at, each in enumerate(self._hosts) if rank in each) for rank in ours])
+        arriving = torch.zeros(len(self._hosts), len(tables), size, dtype=torch.int64)  # by host, table, owner here
+        arriving[self._host, :, self._place] = owned[:, host_of == self._host].squeeze(1)
+        heads = {host: owned[:, host_of == host].contiguous() for host in self._carried}
+        self._between_hosts({host: arriving[host] for host in self._carried}, heads)
+        seconds = [
+            (_sums_by(counts, host_of, len(self._hosts)), arriving[:, table].sum(1).tolist())
+            for table, counts in enumerate(owned)
+        ]
+        came = self._send(self._across, unions, seconds)
+
+        each = arriving.permute(2, 1, 0).reshape(size * len(tables), -1)
+        coming = self._between_ranks(each, [len(tables)] * size, [len(tables)] * size)
+        coming = coming.view(size, len(tables), -1)  # by carrier, table, host
+        thirds = [
+            (arriving[:, table].sum(0).tolist(), coming[:, table].sum(1).tolist()) for table in range(len(tables))
+        ]
+        to_owners = [_transposed(arriving[:, table]) for table in range(len(tables))]
+        to_hosts = [_transposed(coming[:, table]) for table in range(len(tables))]
+        columns = [ids[order] for ids, order in zip(came, to_owners, strict=True)]
+        came = self._send(self._between_ranks, columns, thirds)
+
+        found = []
+        for table, (ids, order) in enumerate(zip(came, to_hosts, strict=True)):
+            received = [0] * len(self._lane.ranks)
+            for ranks, count in zip(self._hosts, coming[:, table].sum(0).tolist(), strict=True):
+                received[ranks[0]] = count
+            hops = firsts[table], seconds[table], thirds[table]
+            way = Way((orders[table], sums[table], to_owners[table], order), hops)
+            found.append(Asked(received, ids.view(-1)[order], Merged(way)))
+        return found
+
+    def send(self, parcels: Sequence[Parcel]) -> list[Tensor]:
+        """Send the values of rows that were asked for; return those received, on the same devices."""
+        ways, rows = [parcel.way for parcel in parcels], [parcel.rows.detach().cpu() for parcel in parcels]
+        for hop, exchange in enumerate(self._hops):
+            rows = [way.turned(hop, some) for way, some in zip(ways, rows, strict=True) if way is not None]
+            rows = self._send(exchange, rows, [way.counts[hop] for way in ways if way is not None])
+        rows = [way.turned(3, some) for way, some in zip(ways, rows, strict=True) if way is not None]
+        return [some.to(parcel.rows.device) for some, parcel in zip(rows, parcels, strict=True)]
+
+    def narrowed(self, ways: Sequence[Way], chosen: Sequence[Tensor]) -> list[tuple[Way, Tensor]]:
+        """Return ways for some of the rows that owners send back, of which a byte per row tells every rank.
+
+        Args:
+            ways: the ways of all of them, down from their owners.
+            chosen: for each, which of the rows that this rank sends, bool, shape (n,).
+
+        Returns:
+            For each, the way of the chosen rows; and the indices of those that come here among all that do.
+        """
+        marks = [*chosen]
+        turns: list[list[Tensor]] = [[] for _ in ways]
+        counts: list[list[tuple[list[int], list[int]]]] = [[] for _ in ways]
+        for hop in range(4):
+            for place, way in enumerate(ways):
+                turn, indices = way.turns[hop], marks[place].cumsum(0) - 1
+                assert isinstance(turn, Tensor)
+                marks[place] = marks[place][turn]
+                turns[place].append(indices[turn[marks[place]]])
+            if hop < len(self._hops):
+                sent, every = marks, [way.counts[hop] for way in ways]
+                marks = [
+                    some.view(-1) for some in self._send(self._hops[hop], [some.view(-1, 1) for some in sent], every)
+                ]
+                for place, (out, came, (leaving, coming)) in enumerate(zip(sent, marks, every, strict=True)):
+                    counts[place].append((_true_in(out, leaving), _true_in(came, coming)))
+        narrow = [Way(tuple(turn), tuple(some)) for turn, some in zip(turns, counts, strict=True)]
+        return [(way, own.nonzero().squeeze(1)) for way, own in zip(narrow, marks, strict=True)]
+
+    # ------------------------------------------------------------------ one hop
+
+    def _send(
+        self,
+        exchange: _Exchange,
+        rows: Sequence[Tensor],
+        counts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    ) -> list[Tensor]:
+        """Send some tables' rows in one message to each rank of this host, or to each host."""
+        parcels = [Parcel(some, *each) for some, each in zip(rows, counts, strict=True)]
+        whole = packed(parcels)
+        came = exchange(as_bytes(whole.rows.contiguous()), whole.received, whole.sent)
+        return unpacked(came.view(whole.rows.dtype).view(-1, *whole.rows.shape[1:]), parcels)
+
+    def _between_ranks(self, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Send rows to each rank of this host; return those received."""
+        into = rows.new_empty(sum(received), *rows.shape[1:])
+        with self._lane.connected():
+            self._local.alltoall_base(into, rows.contiguous(), [*received], [*sent]).wait()
+        return into
+
+    def _across(self, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Send rows to each host; return those received."""
+        into = rows.new_empty(sum(received), *rows.shape[1:])
+        came, leaving = torch.split(into, [*received]), torch.split(rows, [*sent])
+        came[self._host].copy_(leaving[self._host])
+        self._between_hosts(
+            {host: came[host] for host in self._carried}, {host: leaving[host] for host in self._carried}
+        )
+        return into
+
+    def _between_hosts(self, into: dict[int, Tensor], out: dict[int, Tensor]) -> None:
+        """Exchange a message with each host that this rank carries for; empty ones are not sent."""
+        with self._lane.connected() as group:
+            works = []
+            for host in self._carried:
+                peer = self._hosts[host][self._host % len(self._hosts[host])]
+                if out[host].numel():
+                    works.append(group.send([out[host].view(-1)], peer, 0))
+                    self.messages += 1
+                    self.message_bytes += out[host].nbytes
+                if into[host].numel():
+                    works.append(group.recv([into[host].view(-1)], peer, 0))
+            for work in works:
+                work.wait()
+
+
+def _moved(lengths: Tensor, order: Tensor) -> Tensor:
+    """Return the indices of rows that lie in segments, for another order of the segments.
+
+    Args:
+        lengths: rows per segment.
+        order: the segments in their new order.
+    """
+    before, after = lengths.cumsum(0) - lengths, lengths[order].cumsum(0) - lengths[order]
+    shifts = torch.repeat_interleave(before[order] - after, lengths[order])
+    return torch.arange(len(shifts)) + shifts
+
+
+def _transposed(lengths: Tensor) -> Tensor:
+    """Return the indices of rows whose segments form a matrix, for the order of its columns."""
+    return _moved(lengths.reshape(-1), torch.arange(lengths.numel()).view(lengths.shape).T.reshape(-1))
+
+
+def _sums_by(counts: Tensor, places: Tensor, number: int) -> list[int]:
+    return torch.zeros(number, dtype=torch.int64).index_add_(0, places, counts).tolist()
+
+
+def _true_in(marks: Tensor, counts: Sequence[int]) -> list[int]:
+    """Return how many are true among each peer's."""
+    return [int(part.sum()) for part in torch.split(marks, [*counts])]
