@@ -13,11 +13,12 @@ from speedswap import kernels
 from speedswap._warnings import warn
 from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import PeerError
-from speedswap.ranks.route import LentRows, Route, Wanted, ids_of_tables, starts_of, tables_of_ids
+from speedswap.ranks.route import LentRows, Route, Wanted, ask_ahead, ids_of_tables, starts_of
 from speedswap.tables import Block, Prefetched
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
+    from speedswap.tables.shards.owners import Owners
 
 _CPU = torch.device("cpu")
 _DENSE = torch.contiguous_format
@@ -60,9 +61,8 @@ class LookupsAhead(Errand):
 
     def run(self, task: Task, counts: list[int]) -> None:
         lookups = self._lookups
-        sent, ids = ids_of_tables([each.wanted for each in lookups])
-        received, asked = tables_of_ids(task.send(ids, sent, counts), counts, len(lookups))
-        parcels = [each.lend(some, rows) for each, some, rows in zip(lookups, received, asked, strict=True)]
+        routes = ask_ahead(task, [(each.owners, each.wanted) for each in lookups], counts)
+        parcels = [each.lend(route) for each, route in zip(lookups, routes, strict=True)]
         for each, weights in zip(lookups, task.send_parcels(parcels), strict=True):
             each.receive(weights)
 
@@ -149,6 +149,11 @@ class RowsAhead(Prefetched):
         self.route: Route
         self.block: Block
 
+    @property
+    def owners(self) -> Owners:
+        """The division of the table's rows."""
+        return self._store.owners
+
     def take(self) -> None:
         """Record that a lookup has come, and return None: :meth:`ShardedStore.look_up` has the rows."""
         with self._store.own.lock:
@@ -162,15 +167,9 @@ class RowsAhead(Prefetched):
         store = self._store
         self.wanted, self.local = Wanted.found(store.owners, self._ids, f"table {store.name!r}")
 
-    def lend(self, received: list[int], ids: Tensor) -> Parcel:
-        """Gather the rows requested from this rank, and return their weights.
-
-        Args:
-            received: how many rows each rank asks for.
-            ids: these rows, in rank order.
-        """
-        store = self._store
-        self.route = Route.asked(store.owners, store.group.rank, self.wanted, received, ids)
+    def lend(self, route: Route) -> Parcel:
+        """Gather the rows requested from this rank, and return their weights."""
+        store, self.route = self._store, route
         with store.own.lock:
             store.lent.add(self)
             self.block = store.own.lease(self.route.union, device=_CPU)

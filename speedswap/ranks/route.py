@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import SPARE_IDS, Agreed, Merged, Parcel, Task, as_bytes, digest_of, packed, unpacked
+from speedswap.collectives import SPARE_IDS, Agreed, Asked, Merged, Parcel, Task, as_bytes, digest_of, packed, unpacked
 from speedswap.tables import Block
 from speedswap.tables.shards.owners import Owners
 
@@ -205,12 +205,36 @@ def ask(
             "give the same ones"
         )
     if levels is not None:
-        every = zip(tables, merged, strict=True)
-        return [Route.asked(owners, lane.rank, wanted, *each) for (owners, wanted), each in every]
+        return _merged(task, tables, merged)
     if came is None:
         came = task.send(ids, sent, counts)
+    return _routes(task, tables, came, counts)
+
+
+def ask_ahead(task: Task, tables: Sequence[tuple[Owners, Wanted]], counts: list[int]) -> list[Route]:
+    """Request rows as :func:`ask` does, after a round in which the ranks have told how many numbers they send.
+
+    Args:
+        task, tables: as for :func:`ask`.
+        counts: the count of numbers from each rank.
+    """
+    wanted = [each for _, each in tables]
+    if task.lane.levels is None:
+        sent, ids = ids_of_tables(wanted)
+        return _routes(task, tables, task.send(ids, sent, counts), counts)
+    with task.promised():
+        task.round()
+        return _merged(task, tables, task.lane.levels.ask([(each.rows, each.sent) for each in wanted]))
+
+
+def _routes(task: Task, tables: Sequence[tuple[Owners, Wanted]], came: Tensor, counts: list[int]) -> list[Route]:
     asked = zip(*zip(*tables, strict=True), *tables_of_ids(came, counts, len(tables)), strict=True)
-    return [Route.asked(owners, lane.rank, *some) for owners, *some in asked]
+    return [Route.asked(owners, task.lane.rank, *some) for owners, *some in asked]
+
+
+def _merged(task: Task, tables: Sequence[tuple[Owners, Wanted]], asked: Sequence[Asked]) -> list[Route]:
+    every = zip(tables, asked, strict=True)
+    return [Route.asked(owners, task.lane.rank, wanted, *each) for (owners, wanted), each in every]
 
 
 def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list[Tensor]:
