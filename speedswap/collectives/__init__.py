@@ -3,7 +3,7 @@
 from speedswap.collectives.ahead import Ahead, Errand
 from speedswap.collectives.group import Buckets, RankGroup, begin_step, is_distributed, of_all_ranks, surround_forward
 from speedswap.collectives.lane import SPARE_IDS, Lane
-from speedswap.collectives.levels import Asked
+from speedswap.collectives.levels import Asked, Levels
 from speedswap.collectives.messages import (
     ANYTHING,
     ROOM,
@@ -30,6 +30,7 @@ __all__ = [
     "Errand",
     "Kind",
     "Lane",
+    "Levels",
     "Merged",
     "OwnPace",
     "Parcel",

@@ -174,7 +174,22 @@ class Levels:
         rows = [way.turned(3, some) for way, some in zip(ways, rows, strict=True) if way is not None]
         return [some.to(parcel.rows.device) for some, parcel in zip(rows, parcels, strict=True)]
 
-    def narrowed(self, ways: Sequence[Way], chosen: Sequence[Tensor]) -> list[tuple[Way, Tensor]]:
+    def send_some(self, parcels: Sequence[Parcel], chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Send the values of some of the rows that were asked for.
+
+        Args:
+            parcels: as for :meth:`send`, with the values of all rows.
+            chosen: for each, which of them to send, bool, shape (n,).
+
+        Returns:
+            For each, the indices of the received rows among those that this rank asked for, and their values.
+        """
+        narrowed = self._narrowed([parcel.way for parcel in parcels if parcel.way is not None], chosen)
+        every = zip(parcels, chosen, narrowed, strict=True)
+        came = self.send([Parcel(parcel.rows[some], [], [], way) for parcel, some, (way, _) in every])
+        return [(places, rows) for (_, places), rows in zip(narrowed, came, strict=True)]
+
+    def _narrowed(self, ways: Sequence[Way], chosen: Sequence[Tensor]) -> list[tuple[Way, Tensor]]:
         """Return ways for some of the rows that owners send back, of which a byte per row tells every rank.
 
         Args:

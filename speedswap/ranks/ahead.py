@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._warnings import warn
-from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task, packed, unpacked
+from speedswap.collectives import Errand, Kind, Levels, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import PeerError
 from speedswap.ranks.route import LentRows, Route, Wanted, ask_ahead, ids_of_tables, starts_of
 from speedswap.tables import Block, Prefetched
@@ -100,8 +100,10 @@ class LookupsAhead(Errand):
 
     def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
         agreed = hash((self.time, *(each.place for each in lookups))) & _DIGEST  # the same in every process
+        if (levels := task.lane.levels) is not None:
+            return self._renew_on_hosts(task, lookups, agreed, levels)
         parcels = [each.lend_again() for each in lookups]
-        rows, sent, _ = packed([*_heads_of(parcels), *parcels])
+        rows, sent, *_ = packed([*_heads_of(parcels), *parcels])
         most = sum(len(each.wanted.rows) * some.row_bytes for each, some in zip(lookups, parcels, strict=True))
         most += _INDEX_BYTES * len(parcels) * len(sent)
         into = torch.empty(most // rows.shape[1], rows.shape[1], dtype=torch.uint8, device="cpu")
@@ -115,6 +117,19 @@ class LookupsAhead(Errand):
         if came is not None:
             for each, some, of_ranks in zip(lookups, *_received(came, parcels, lines.counts), strict=True):
                 each.receive_again(some, of_ranks)
+        return True
+
+    def _renew_on_hosts(self, task: Task, lookups: list[RowsAhead], agreed: int, levels: Levels) -> bool:
+        """Bring the rows up to date where the ranks of a host have requested them together."""
+        chosen = [each.refreshed() for each in lookups]
+        with task.promised():
+            notes = task.round(note=2 * agreed + any(some.any() for some in chosen)).notes
+            if any(note // 2 != agreed for note in notes):
+                return False
+            if any(note % 2 for note in notes):
+                parcels = [each.route.parcel(each.block.weight) for each in lookups]
+                for each, some in zip(lookups, levels.send_some(parcels, chosen), strict=True):
+                    each.update(*some)
         return True
 
 
@@ -222,14 +237,9 @@ class RowsAhead(Prefetched):
         self.take()
         return self._weights, self.local, LentRows(self.route, self.block, self._version)
 
-    def lend_again(self) -> Parcel:
-        """Bring the rows that this rank lent up to date.
-
-        Returns:
-            The rows to send to other ranks again, as bytes, shape (k, 8 + row_bytes), in rank order: each row's index
-            among those that the rank requested here, and its weight.
-        """
-        own, route, weight = self._store.own, self.route, self.block.weight
+    def refreshed(self) -> Tensor:
+        """Bring the rows that this rank lent up to date; return which of the requested ones have changed, in order."""
+        own, route = self._store.own, self.route
         has_changed = torch.zeros(len(route.union), dtype=torch.bool)
         with own.lock:
             changed, self._changed = self._changed, []
@@ -241,7 +251,16 @@ class RowsAhead(Prefetched):
                 for name, values in fresh.columns.items():
                     self.block.columns[name].index_copy_(0, places, values)
             self._version = own.version
-        again = has_changed[route.positions].nonzero().squeeze(1)
+        return has_changed[route.positions]
+
+    def lend_again(self) -> Parcel:
+        """Bring the rows that this rank lent up to date.
+
+        Returns:
+            The rows to send to other ranks again, as bytes, shape (k, 8 + row_bytes), in rank order: each row's index
+            among those that the rank requested here, and its weight.
+        """
+        again, route, weight = self.refreshed().nonzero().squeeze(1), self.route, self.block.weight
         starts = starts_of(route.received)
         ends = torch.searchsorted(again, starts + torch.tensor(route.received))
         sent = ends.diff(prepend=ends.new_zeros(1))
@@ -256,8 +275,11 @@ class RowsAhead(Prefetched):
         of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(received))
         # A slice of a single row counts as contiguous, so contiguous() would not copy it.
         numbers, weights = (part.clone(memory_format=_DENSE) for part in rows.tensor_split((_INDEX_BYTES,), dim=1))
-        places = numbers.view(torch.int64).squeeze(1) + of_owner
-        self._weights.index_copy_(0, places, weights.view(self._weights.dtype))
+        self.update(numbers.view(torch.int64).squeeze(1) + of_owner, weights.view(self._weights.dtype))
+
+    def update(self, places: Tensor, weights: Tensor) -> None:
+        """Replace the weights of some of the rows that this rank requested, given by their indices."""
+        self._weights.index_copy_(0, places, weights)
 
 
 def _heads_of(parcels: Sequence[Parcel]) -> list[Parcel]:

@@ -180,7 +180,7 @@ class ShardedStore(RowStore, Files, JointRows):
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Start fetching a later batch's rows from their owners, with other tables' rows; every rank must call this."""
-        if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu" or self.group.main.levels is not None:
+        if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu":
             return super().prefetch(lookup, transfers)
         errand = transfers.common(self.group, partial(LookupsAhead, self.group))
         return errand.add(RowsAhead(self, lookup.ids, errand))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 
 import levels_scenarios as scenarios
+import lookahead_scenarios as lookahead
 import misfit_scenarios as misfits
 import pytest
 import torch
@@ -72,6 +73,17 @@ def test_ranks_on_hosts_train_as_one_process(ranks: RankPool) -> None:
         found = ranks.run(scenarios.on_hosts, size, 2, train_all, cases)
         for number, case in enumerate(cases):
             assert_as_one_process(case, [each[number] for each in found])
+
+
+def test_lookahead_on_hosts_changes_no_bit(ranks: RankPool) -> None:
+    """Rows come ahead, and those that steps change are sent again."""
+    for depths in ranks.run(scenarios.on_hosts, 5, 2, lookahead.compared, (0, 1, 3), sizes=UNEVEN):
+        (rows, losses, taken, _), *others = depths
+        assert taken == 0
+        for other_rows, other_losses, other_taken, _ in others:
+            assert torch.equal(other_rows, rows)
+            assert other_losses == losses
+            assert other_taken >= 3
 
 
 def test_error_of_one_rank_is_raised_on_all_hosts_and_training_goes_on(ranks: RankPool) -> None:
