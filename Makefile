@@ -10,6 +10,7 @@
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
 #   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/;
 #                    `make bench figures RESULTS=benchmarks/results` renews all that the pages show
+#   make docs        the documentation as a site, notebooks executed, links checked; open build/site/index.html
 #   make figures     rewrite the tables of README.md and benchmarks/README.md, and the pictures, from benchmarks/results/
 #   make lint | format | clean
 #
@@ -44,12 +45,12 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
-demo check test test-all torture: export OMP_WAIT_POLICY ?= passive
+demo check test test-all torture docs: export OMP_WAIT_POLICY ?= passive
 
 # Hundreds of processes of the tests import the same files, which Python would compile again for each.
 check test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all torture lint format bench figures gpu-check clean FORCE
+.PHONY: demo check test test-all torture lint format bench figures docs gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -111,6 +112,10 @@ bench: $(VENV)/.stamp-demo
 figures: $(VENV)/.stamp-demo
 	$(BIN)/python tools/readme_figures.py
 
+docs: $(VENV)/.stamp-dev
+	$(BIN)/sphinx-build -W --keep-going -c docs -d build/site.doctrees . build/site
+	$(BIN)/python tools/site_links.py build/site
+
 gpu-check:
 	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --part '$(PARTS)' --commit '$(COMMIT)'
 
@@ -150,5 +155,5 @@ $(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
 
 $(VENV)/.stamp-dev: export SPEEDSWAP_WERROR ?= ON
 $(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
-	$(PIP) install --quiet --editable '.[demo,dev$(CUDA_EXTRA)]' $(TORCH)
+	$(PIP) install --quiet --editable '.[demo,dev,docs$(CUDA_EXTRA)]' $(TORCH)
 	@touch $(VENV)/.stamp-demo $@

@@ -177,9 +177,9 @@ class IdMap(Locked):
             keys: as for :meth:`lookup`.
 
         Returns:
-            rows: int64, of the keys' shape, on their device; on the CPU for strings.
-            renewed: rows that belonged to another key and must be reset with :meth:`Table.reset_rows`; int64, shape
-                (n,), on the CPU. An embedding with ``id_map`` does that itself.
+            The rows, int64, of the keys' shape, on their device (on the CPU for strings); and those of them that belonged
+            to another key and must be reset with :meth:`Table.reset_rows`, int64, shape (n,), on the CPU. An embedding
+            with ``id_map`` does that itself.
 
         Raises:
             IdMapFullError: more keys need a row than rows are free. Nothing was added or counted.

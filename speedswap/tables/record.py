@@ -39,7 +39,7 @@ class Column:
         init: initial values of the rows.
         zero_row: a row that starts as zeros whatever ``init`` says (the padding row).
         stored: float16, bfloat16 or int8, to hold a float32 column in fewer bytes; its blocks stay float32. Each int8
-            row has a scale, max |value| / 127, and an error of at most half of it.
+            row has a scale, ``max |value| / 127``, and an error of at most half of it.
         rounding: how a scatter rounds to ``stored``: ``"nearest"``, or ``"stochastic"``, to either neighbour, so that
             the expected result is the value; not for int8. Initial values and :meth:`Table.write` are always rounded to
             nearest.

@@ -542,7 +542,7 @@ class Table:
                 self.store.commit()  # the scatter is a whole step
 
     def lease(self, rows: Tensor, *, columns: Sequence[str] | None = None, device: torch.device | None = None) -> Block:
-        """Gather rows found by :func:`speedswap.kernels.find_rows`, for :meth:`give_back` or only for reading.
+        """Gather rows found by ``kernels.find_rows``, for :meth:`give_back` or only for reading.
 
         Args:
             rows: rows of the table, int64, shape (n,); unique and ascending for :meth:`give_back`.

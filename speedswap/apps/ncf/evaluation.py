@@ -25,9 +25,9 @@ class Ranking(NamedTuple):
     """Means over the tested users."""
 
     hr: float
-    """HR@10: the share of users whose item is among the ten highest scores."""
+    """``HR@10``: the share of users whose item is among the ten highest scores."""
     ndcg: float
-    """NDCG@10: the same, counting 1 / log2(place + 1), with 1 for the first place."""
+    """``NDCG@10``: the same, counting 1 / log2(place + 1), with 1 for the first place."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def rank(scores: Tensor) -> Tensor:
 
 
 def ranking(places: Tensor, job: Job | None = None) -> Ranking:
-    """Return HR@10 and NDCG@10 of the places, from 0, that all ranks have found."""
+    """Return ``HR@10`` and ``NDCG@10`` of the places, from 0, that all ranks have found."""
     hit = places < TOP
     gain = torch.where(hit, 1 / torch.log2(places.double() + 2), 0.0)
     hits, gains, count = (job or Job()).add_up(hit.double().sum().item(), gain.sum().item(), len(places))

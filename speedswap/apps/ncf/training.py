@@ -111,7 +111,7 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
 
     @property
     def best(self) -> NcfEpoch | None:
-        """The epoch with the best HR@10, of equal ones with the best NDCG@10; None before the first."""
+        """The epoch with the best ``HR@10``, of equal ones with the best ``NDCG@10``; None before the first."""
         return max(self.epochs, key=lambda epoch: (epoch.hr, epoch.ndcg, -epoch.number), default=None)
 
     @property
@@ -212,7 +212,7 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
         }
 
     def draw(self, figure: Figure) -> None:
-        """Plot loss, HR@10 and NDCG@10 over the epochs."""
+        """Plot loss, ``HR@10`` and ``NDCG@10`` over the epochs."""
         left, right = figure.subplots(1, 2)
         numbers = [epoch.number for epoch in self.epochs]
         left.plot(numbers, [epoch.loss for epoch in self.epochs], marker=".")

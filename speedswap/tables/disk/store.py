@@ -32,8 +32,7 @@ class LogStore(LogColumns, Commits):
 
     A row that was never written takes no room: its initial values are computed whenever it is read. Writes since the
     last commit are lost if the process is killed; opening the table restores the rows, attributes and id maps of that
-    commit. Commits are written in the background. :meth:`create` and :func:`speedswap.tables.storage.open_store` make a
-    store.
+    commit. Commits are written in the background. :meth:`create` and :meth:`Table.open` make a store.
     """
 
     # ------------------------------------------------------------------ batches of rows
