@@ -177,8 +177,8 @@ class IdMap(Locked):
             keys: as for :meth:`lookup`.
 
         Returns:
-            The rows, int64, of the keys' shape, on their device (on the CPU for strings); and those of them that belonged
-            to another key and must be reset with :meth:`Table.reset_rows`, int64, shape (n,), on the CPU. An embedding
+            The rows, int64, of the keys' shape, on their device (on the CPU for strings); and those that belonged to
+            another key and must be reset with :meth:`Table.reset_rows`, int64, shape (n,), on the CPU. An embedding
             with ``id_map`` does that itself.
 
         Raises:
