@@ -296,7 +296,8 @@ class BatchSplitter:
             ``loss_fn`` returns ``(loss, aux)``, the loss and the aux of all micro-batches of this process, in the order
             of its samples, detached: tensors concatenated along their first dimension, 0-d tensors stacked, one per
             micro-batch, and containers looked into; anything else is a list with one item per micro-batch. The
-            aux of a whole batch stays in memory, so return logits rather than activations. Micro-batches that count 0 are run without a graph for it.
+            aux of a whole batch stays in memory, so return logits rather than activations. Micro-batches that count 0
+            are run without a graph for it.
 
         Raises:
             CoupledLossError: the loss is declared coupled, or found to be.
