@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speedswap import kernels
-from speedswap.apps.bench import plots, step, transfer
+from speedswap.apps.bench import mine, plots, step, transfer
 from speedswap.apps.bench.measure import write_json
+from speedswap.apps.bench.trainers import OPTIMIZERS
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.options import whole
 
@@ -32,10 +33,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "which",
         nargs="?",
-        choices=("transfer", "step", "all"),
+        choices=("transfer", "step", "all", "mine"),
         default="all",
-        help="rows to the compute device and back; training steps; or both (default)",
+        help="rows to the compute device and back; training steps; both (default); or steps on your own ids",
     )
+    parser.add_argument(
+        "ids", nargs="?", type=Path, metavar="IDS_FILE", help="mine: whole numbers as text, .npy or Parquet"
+    )
+    parser.add_argument("--column", help="mine: of a Parquet file (default: the only one of whole numbers)")
+    parser.add_argument("--dim", type=int, default=64, help="mine: numbers in a row (default: %(default)s)")
+    parser.add_argument("--optimizer", default="adam", help=f"mine: {', '.join(OPTIMIZERS)} (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=65_536, help="mine: ids in a step (default: %(default)s)")
     add_options(parser)
     parser.add_argument("--folder", type=Path, help="transfer: of the temporary tables on disk (default: the system's)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, PNG or SVG by the name")
@@ -52,9 +60,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files asked for; return the exit status."""
-    if args.folder is not None and (args.which == "step" or not args.folder.is_dir()):
+    if args.folder is not None and (args.which in ("step", "mine") or not args.folder.is_dir()):
         raise BenchmarkError(f"folder is {str(args.folder)!r}: give a directory, for transfer or all")
+    if (args.which == "mine") != (args.ids is not None) or (args.which == "mine" and args.plot is not None):
+        raise BenchmarkError("give a file of ids for mine, as in: speedswap bench mine IDS_FILE; without --plot")
     device = prepare(args, args.plot)
+    if args.which == "mine":
+        given = {name: getattr(args, name) for name in ("column", "dim", "optimizer", "batch")}
+        write(args.json, f"mine-{device}", mine.run(device, args.ids, **given))
+        return 0
     found: dict[str, Any] = {}
     if args.which != "step":
         found["transfer"] = transfer.run(device, quick=args.quick, folder=args.folder)

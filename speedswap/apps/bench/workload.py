@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,18 @@ def random_batches(num_rows: int, batch_rows: int, row_bytes: int, device: str, 
         ids = ids[torch.randperm(len(ids), generator=generator)]
     hosts = [ids[i * batch_rows : (i + 1) * batch_rows].clone() for i in range(count)]
     return [IdBatch(host, host.to(device)) for host in hosts]
+
+
+def renumbered(batches: Sequence[IdBatch], lookups: int) -> list[IdBatch]:
+    """Return the first ids of batches, numbered from 0 by their size.
+
+    >>> ids = torch.tensor([70, 5, 70, 9])
+    >>> [batch.host.tolist() for batch in renumbered([IdBatch(ids, ids)], 3)]
+    [[1, 0, 1]]
+    """
+    hosts = [batch.host[:lookups] for batch in batches]
+    _, ids = torch.unique(torch.cat(hosts), return_inverse=True)
+    return [IdBatch(host, host.to(batches[0].near.device)) for host in ids.split(len(hosts[0]))]
 
 
 def zipf_ranks(num_rows: int, count: int, exponent: float, generator: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -248,12 +248,12 @@ def test_a_library_that_fails_is_left_out_with_its_reason(small, monkeypatch):
     def failing(num_rows, dim, optimizer, device):
         raise TypeError("no such argument")
 
-    def one_more(optimizer, device):
+    def one_more(optimizer, device, dense=None):
         return [*contestants(optimizer, device), Contestant("FBGEMM on Tuesday", "other", failing)]
 
     monkeypatch.setattr(step, "contestants", one_more)
     found = step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))
     assert found["trainers"]["FBGEMM on Tuesday"]["skipped"] == "failed: TypeError: no such argument"
-    monkeypatch.setattr(step, "contestants", lambda *_: [Contestant("speedswap", "speedswap", failing)])
+    monkeypatch.setattr(step, "contestants", lambda *_, **__: [Contestant("speedswap", "speedswap", failing)])
     with pytest.raises(TypeError):
         step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))
