@@ -27,7 +27,8 @@ OF_PAGE = {
     "docs/idle-rows.md": ("idle_rows", "idle_quality"),
 }
 """The sections that a page has."""
-PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, *OF_PAGE)
+PLACES_PAGE = "docs/which-place.md"
+PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, PLACES_PAGE, *OF_PAGE)
 RANKS = RESULTS / "ranks-cpu.json"
 Figures = dict[str, Any]
 Rows = Iterator[tuple[str, str, str, str]]
@@ -38,6 +39,8 @@ def blocks(page: str) -> dict[str, str]:
     """Return the text between each pair of marks of a page, by the name in the marks."""
     if page == "README.md":
         return {"chosen": chosen(), "GPU status": readme_gpu.status(RESULTS)}
+    if page == PLACES_PAGE:
+        return {"places": places()}
     if page == readme_ranks.PAGE:
         return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
     names = OF_PAGE.get(page, SECTIONS)
@@ -112,6 +115,51 @@ def chosen() -> str:
     ]
     on = machines([f"{name}-cpu.json" for name in names])
     head = ["| What | speedswap | Compared with | Ratio |", "|---|---|---|---|"]
+    return "\n".join([*head, *(cells(*line) for line in table), "", f"{on}; no GPU."])
+
+
+def places() -> str:
+    """Return what each place costs, and a line on the machines."""
+    names = ("step", "disk", "hot_rows", "ranks")
+    step, disk, hot, ranks = (_read(f"{name}-cpu.json")["results"] for name in names)
+    work, cached = step["workload"], disk["cached"]["seconds"]
+    adam = {name: entry.get("seconds") for name, entry in step["optimizers"]["adam"]["trainers"].items()}
+    size = f"a step with Adam, {work['lookups']:,} lookups in {work['rows']:,} × {work['dim']}"
+    memory = f"{disk['limits']['memory'] / 2**20:.0f} MiB of memory"
+    rows = f"{disk['workload']['rows']:,} rows of {disk['workload']['row_bytes']:,} B"
+    rates = {kind: result["stores"]["speedswap"]["rows_per_second"] for kind, result in disk["ids"].items()}
+    entry = next(iter(ranks["shapes"].values()))
+    shape, alone = entry["shape"], entry["embedding alone"]
+    together, apart = (alone[kind]["2"]["seconds"] for kind in ("ranks", "independent"))
+    table = [
+        ("ordinary memory", size, ms(adam["speedswap"]), f"torch SparseAdam: {ms(adam['torch SparseAdam'])}"),
+        (
+            "a disk, all rows in the cache",
+            "the same step, in another run",
+            ms(cached["disk"]),
+            f"ordinary memory: {ms(cached['pageable'])}",
+        ),
+        (
+            "a disk",
+            f"steps with Zipf's ids, {rows}, {memory}",
+            f"{rates['zipf']:,.0f} rows/s",
+            f"uniform ids: {rates['uniform']:,.0f} rows/s",
+        ),
+        (
+            "pinned, hot rows on the GPU",
+            f"rows of a step that do not cross the bus, with {0.05:.0%} of the table there (counted, not timed)",
+            f"{hot['caches']['0.05']['hits']:.0%}",
+            f"with {0.01:.0%}: {hot['caches']['0.01']['hits']:.0%}",
+        ),
+        (
+            "two processes of one job",
+            f"a step of the embedding alone, {shape['lookups']:,} lookups a rank in {shape['rows']:,} × {shape['dim']}",
+            ms(together),
+            f"two that share nothing: {ms(apart)}",
+        ),
+    ]
+    head = ["| Place | What | Measured | Compared with |", "|---|---|---|---|"]
+    on = machines([f"{name}-cpu.json" for name in names])
     return "\n".join([*head, *(cells(*line) for line in table), "", f"{on}; no GPU."])
 
 
