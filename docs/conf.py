@@ -23,7 +23,8 @@ import speedswap
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 
-project, author, version = "speedswap", "speedswap contributors", speedswap.__version__
+project, version = "speedswap", speedswap.__version__
+author = copyright = "speedswap contributors"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_design", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "colab/*.ipynb"]
