@@ -4,16 +4,19 @@ The GPU is the simulated one of the tests. Kernels that move and pool rows do no
 Ten tables of one collection are trained by fused Adam, plain and with a lookahead. Calls of functions, of Python and of
 C, are those of all threads, the package's and torch's, without what the simulation itself calls. Seconds include the
 simulation, some of whose streams and events are in Python, unlike a GPU's: they serve to compare one version with
-another.
+another. ``--against`` gives that version: a checkout with its compiled part in place, measured by this script in the
+same run, with launches that do nothing as well.
 
-    python benchmarks/bench_host_time.py [--quick] [--json FILE]
+    python benchmarks/bench_host_time.py [--quick] [--json FILE] [--against CHECKOUT]
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,19 +26,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import script
 import torch
 from torch import Tensor
 
 import speedswap
 from speedswap.kernels import finish_transfers
-from speedswap.kernels.cuda.launch import kernel_handle
 
 TABLES, LOOKUPS, ROWS, DIM = 10, 8, 1000, 4
 BLOCKS, STEPS = 20, 20
 _SIMULATION = "simulated_gpu"
 _IDLE = ("gather_w16", "scatter_w16", "pool_float32", "find_starts", "sum_chunks_float32", "join_chunks_float32")
+_CHILD = """
+import runpy, sys
+sys.path.insert(0, "tests")
+import simulated_gpu
+simulated_gpu.switch_on("eager")
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("plain", "lookahead")
 
 
 class Calls:
@@ -92,10 +101,9 @@ def figures(quick: bool) -> dict[str, Any]:
     import simulated_gpu
 
     torch.set_num_threads(1)
-    for kernel in _IDLE:
-        simulated_gpu.call("idle", kernel_handle(0, kernel))
-    found: dict[str, Any] = {"workload": {"tables": TABLES, "lookups": LOOKUPS, "rows": ROWS, "dim": DIM}}
-    for name in ("plain", "lookahead"):
+    launched = _idle_kernels()
+    found: dict[str, Any] = {}
+    for name in KINDS:
         calls = Calls()
         threading.setprofile(calls.count)  # the threads of transfers begin with the first steps
         loop = steps(calls, name == "lookahead")
@@ -104,6 +112,7 @@ def figures(quick: bool) -> dict[str, Any]:
             finish_transfers()
         gc.collect()
         gc.disable()
+        launched.clear()
         with simulated_gpu.counted() as counts:
             calls.counting = True
             calls.here()
@@ -114,7 +123,7 @@ def figures(quick: bool) -> dict[str, Any]:
         found[name] = {
             "python": calls.python,
             "c": calls.c,
-            "launches": counts.launches,
+            "launches": getattr(counts, "launches", len(launched)),
             "waits": len(counts.round_trips),
             "cpu_seconds": min(seconds(loop) for _ in range(2 if quick else BLOCKS)),
         }
@@ -130,24 +139,77 @@ def seconds(loop: Iterator[None]) -> float:
     return (time.process_time() - before) / STEPS
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """Run the benchmark in a process with the simulated GPU, and print its figures.
+def _idle_kernels() -> list[str]:
+    """Make kernels that move and pool rows do nothing; return where launches by CuPy, as there were once, are noted."""
+    import simulated_gpu
+
+    launched: list[str] = []
+    if not hasattr(speedswap.kernels._C, "launch"):  # a version that launches kernels by CuPy has none but these
+        from simulated_gpu.simulated_cupy import RawKernel
+
+        RawKernel.__call__ = lambda self, *_, **__: launched.append(self.name)  # type: ignore[method-assign]
+        return launched
+    from speedswap.kernels.cuda.launch import kernel_handle
+
+    for kernel in _IDLE:
+        simulated_gpu.call("idle", kernel_handle(0, kernel))
+    return launched
+
+
+def of_checkout(root: Path, quick: bool) -> dict[str, Any]:
+    """Return the figures of a checkout, from a process that has its simulated GPU."""
+    command = [sys.executable, "-c", _CHILD, str(Path(__file__).resolve()), *["--quick"] * quick]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def measure(quick: bool, against: Path | None = None) -> dict[str, Any]:
+    """Run the benchmark in processes with the simulated GPU, and print its figures.
+
+    Args:
+        quick: True for fewer steps.
+        against: another checkout.
 
     Returns:
         The figures, as JSON can hold them, ``plain`` and with a ``lookahead``: per step the calls of functions in
         ``python`` and in ``c``, ``launches`` of the package's kernels, ``waits`` of the host for the GPU, and
-        ``cpu_seconds``, the least of several blocks of steps.
+        ``cpu_seconds``, the least of several blocks of steps. With another checkout, its figures and its ``commit`` are
+        under ``against``, and ``ratios`` has its ``calls`` and ``cpu_seconds`` over these.
     """
-    command = [sys.executable, str(ROOT / "tools" / "on_simulated_gpu.py"), __file__, *["--quick"] * quick]
-    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(run.stdout)
-    for name in ("plain", "lookahead"):
-        print(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in found[name].items()), flush=True)
+    found: dict[str, Any] = {"workload": {"tables": TABLES, "lookups": LOOKUPS, "rows": ROWS, "dim": DIM}}
+    found |= of_checkout(ROOT, quick)
+    _print("this version", found)
+    if against is not None:
+        git = ["git", "-C", str(against), "rev-parse", "--short=12", "HEAD"]
+        commit = subprocess.run(git, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        other = of_checkout(against.resolve(), quick)
+        found["against"] = {"commit": commit, **other}
+        found["ratios"] = {name: _ratios(other[name], found[name]) for name in KINDS}
+        _print(commit, other)
+        _print("ratios", found["ratios"])
     return found
 
 
+def _ratios(other: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    calls = (other["python"] + other["c"]) / (ours["python"] + ours["c"])
+    return {"calls": calls, "cpu_seconds": other["cpu_seconds"] / ours["cpu_seconds"]}
+
+
+def _print(what: str, found: dict[str, Any]) -> None:
+    for name in KINDS:
+        figures = ", ".join(f"{key} {value:.4g}" for key, value in found[name].items())
+        print(f"{what}, {name}: {figures}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return script.main("host-time", __doc__, lambda _, quick: measure(quick), argv, cpu_alone=True)
+    import script  # not in a child: another checkout may lack it
+
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--against", type=Path)
+    own, rest = parser.parse_known_args(argv)
+    return script.main("host-time", __doc__, lambda _, quick: measure(quick, own.against), rest, cpu_alone=True)
 
 
 if __name__ == "__main__" and _SIMULATION in sys.modules:
