@@ -89,7 +89,7 @@ def as_read(tensor: Tensor) -> Tensor:
     Raises:
         TypeError: a copy has no memory, as under FakeTensorMode.
     """
-    if tensor.is_neg() or tensor.is_conj():
+    if tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.contiguous()
     if address(tensor) % tensor.dtype.itemsize:

@@ -179,7 +179,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
         For each lookup as :func:`unique` does, with :func:`order_of`; None if an id is out of range.
     """
     flat = [ids.detach().reshape(-1) for ids in lookups]
-    starts = list(accumulate((ids.shape[0] for ids in flat), initial=0))
+    starts = list(accumulate([ids.shape[0] for ids in flat], initial=0))
     device = flat[0].device
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     results = [
@@ -187,7 +187,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     ]
     if not starts[-1]:
         return results
-    bases = [0] if num_rows is None else list(accumulate((count + 1 for count in num_rows), initial=0))
+    bases = [0] if num_rows is None else list(accumulate([count + 1 for count in num_rows], initial=0))
     dtype = flat[0].dtype if num_rows is None else torch.int32 if bases[-1] < 2**31 else torch.int64
     keys, table = flat[0], None
     if num_rows is not None and (len(flat) > 1 or keys.dtype != dtype):  # narrow keys are sorted in half the time

@@ -242,7 +242,7 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
 
 
 def _move(what: Literal["gather", "scatter"], records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
-    count = ids.numel()
+    count = ids.shape[0]
     if not count or not parts:
         return
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":

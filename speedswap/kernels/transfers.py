@@ -296,7 +296,7 @@ def used_here(tensors: Iterable[Tensor]) -> None:
             if here is None or here.device != made.device:
                 here = torch.cuda.current_stream(made.device)
             made.record_stream(here)
-            if (order := order_of(made)) is not None:
+            if made.dtype is torch.int64 and (order := order_of(made)) is not None:
                 order.record_stream(here)
 
 

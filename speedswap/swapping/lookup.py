@@ -66,7 +66,8 @@ def pool(
     """
     order, local = kernels.order_of(local), local.reshape(-1).contiguous()
     if weight.is_cuda and not _needs_torch(weight):
-        return _BagsOnGpu.apply(weight, factors, local, order, offsets, mode, features, counts, is_mean)  # type: ignore[no-any-return, no-untyped-call]
+        bags = local, offsets, mode, features, counts, is_mean
+        return _BagsOnGpu.apply(weight, factors, order, bags)  # type: ignore[no-any-return, no-untyped-call]
     if counts is not None:
         ends = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
         local, offsets, factors = local[counts], ends[offsets], None if factors is None else factors[counts]
@@ -251,11 +252,12 @@ class _BagsOnGpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, factors: Tensor | None, local: Tensor, order: Tensor | None, *of: Any
+        ctx: Any, weight: Tensor, factors: Tensor | None, order: Tensor | None, bags: tuple[Any, ...]
     ) -> Tensor:
-        out, noted = pool_bags(weight, factors, any(ctx.needs_input_grad), local, *of)
+        local, _, _, features, _, _ = bags
+        out, noted = pool_bags(weight, factors, any(ctx.needs_input_grad), *bags)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, local, order, *noted)
-        ctx.num_rows, ctx.features = len(weight), of[2]
+        ctx.num_rows, ctx.features = weight.shape[0], features
         return _own(out)
 
     @staticmethod
@@ -265,4 +267,4 @@ class _BagsOnGpu(torch.autograd.Function):
         of_rows, of_factors, *_ = ctx.needs_input_grad
         to_weight = sum_entries(grad, local, order, ctx.num_rows, ctx.features, *noted) if of_rows else None
         to_factors = dot_bags(weight, local, grad, noted[0], ctx.features) if of_factors else None
-        return to_weight, to_factors, *[None] * 7
+        return to_weight, to_factors, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -112,7 +113,7 @@ class PrefetchedLookup:
         with self.table.lock:
             if self._found_version < 0:
                 # A training lookup may reuse what a lookup in inference mode found.
-                with torch.inference_mode(False):
+                with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                     self._found = self.transfer.take()
                 self._found_version = self.table.version
                 self._rows_version = self._version_of_rows()

@@ -60,7 +60,7 @@ def pool_bags(
         scales = local.new_empty(local.shape, dtype=_as_added(rows.dtype))
     if trains and mode == "max":
         taken = local.new_empty(out.shape)
-    factors, counts, is_mean = (None if each is None else as_read(each.detach()) for each in (factors, counts, is_mean))
+    factors, counts, is_mean = [None if each is None else as_read(each.detach()) for each in (factors, counts, is_mean)]
     argument = _bags(
         rows, local, width, features, rows=rows, offsets=offsets, factors=factors, counts=counts, is_mean=is_mean,
         out=out, places=places, scales=scales, taken=taken, num_bags=num_bags, samples=out.shape[0],

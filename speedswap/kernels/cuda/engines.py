@@ -153,7 +153,7 @@ class Ring:
         some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
         launches: list[_C.Launch] = []
         for each in launch.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
-            blocks = [*zip(each.addresses, each.blocks if in_order else [0] * len(each.blocks), strict=True)]
+            blocks = [(place, row_bytes if in_order else 0) for place, row_bytes in each.blocks()]
             launches.append(
                 (launch.kernel_handle(self._device.index, each.kernel), each.grid, each.threads_per_block, each.stride,
                  each.columns, blocks, each.lanes)
@@ -273,7 +273,7 @@ def move_between(
         device: the GPU.
     """
     stream, count = torch.cuda.current_stream(device), ids.shape[0]
-    direct = round(share * count)
+    direct = count if share == 1 else round(share * count)
     if direct == count:
         _launch(what, records, ids.to(device, torch.int64).contiguous(), parts, device, stream)
         return
@@ -320,7 +320,8 @@ def _launch_in_order(
 ) -> None:
     fence, writes = records.fence, what == "scatter"
     if fence is not None:
-        fence.order(stream, writes=writes, forwarded=_forwarded(records, device))
+        forwarded = _forwarded(records, device) if records.ahead else None
+        fence.order(stream, writes=writes, forwarded=forwarded)
     launch.move(what, records, ids, parts, device, stream)
     if fence is not None and not records.ahead:
         fence.queued(stream, records.owner, writes=writes)

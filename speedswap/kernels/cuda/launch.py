@@ -17,6 +17,7 @@ from speedswap.kernels.cuda.shapes import (
     NOT_HOT,
     PIECE,
     THREADS_PER_BLOCK,
+    BlockNumbers,
     CompactPart,
     block_addresses,
     columns_argument,
@@ -46,8 +47,7 @@ def multiprocessors(device: int) -> int:
 class Planned(NamedTuple):
     """One launch of a move: the kernel's name, grid and thread blocks, and the arguments that describe the columns.
 
-    ``stride`` is that of the records in the kernel's words, ``columns`` its structure. ``blocks`` has each column's
-    bytes per row of its block.
+    ``stride`` is that of the records in the kernel's words, ``columns`` its structure, which describes ``parts``.
     """
 
     kernel: str
@@ -56,13 +56,13 @@ class Planned(NamedTuple):
     stride: int
     columns: bytes
     lanes: int
-    blocks: list[int]
-    is_compact: bool
+    parts: Sequence[BlockNumbers] | Sequence[CompactPart]
 
-    @property
-    def addresses(self) -> range:
-        """The places of the blocks' addresses within ``columns``, in bytes."""
-        return block_addresses(len(self.blocks), compact=self.is_compact)
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the place of the address of each part's block within ``columns``, and the block's bytes per row."""
+        of_rows = [4 * each.width if isinstance(each, CompactPart) else each[3] for each in self.parts]
+        compact = isinstance(self.parts[0], CompactPart)
+        return zip(block_addresses(len(of_rows), compact=compact), of_rows, strict=True)
 
 
 def plan(what: What, records: Records, count: int, parts: Sequence[Part], multiprocessors: int) -> Iterator[Planned]:
@@ -79,7 +79,7 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
         ValueError: a converted column is not aligned to its values, or an int8 one to its scale: no GPU can read it.
     """
     host = records.device.type == "cpu"
-    copied: list[tuple[int, int, int, int]] = []
+    copied: list[BlockNumbers] = []
     converted: dict[torch.dtype, list[CompactPart]] = {}
     moved = 0
     for part in parts:
@@ -91,8 +91,8 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             _require_aligned(records, part.offset, part.stored.dtype)
             compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
             converted.setdefault(part.stored.dtype, []).append(compact)
-    for dtype, columns in converted.items():
-        for some in _by_launch(columns):
+    for dtype in converted:
+        for some in _by_launch(converted[dtype]):
             name = f"{what}_{dtype_name(dtype)}"
             if dtype is torch.int8:
                 shape = int8_shape(count, some, multiprocessors=multiprocessors, host=host)
@@ -103,7 +103,7 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
             yield Planned(
                 name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some, hot),
-                shape.lanes, [4 * part.width for part in some], True,
+                shape.lanes, some,
             )  # fmt: skip
     while copied:
         group, copied = copied[:COLUMNS_PER_LAUNCH], copied[COLUMNS_PER_LAUNCH:]
@@ -113,7 +113,7 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
         hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
         yield Planned(
             f"{what}_w{word_bytes}", grid, threads, records.stride // word_bytes,
-            columns_argument(group, word_bytes, hot), lanes, [width for _, width, _, _ in group], False,
+            columns_argument(group, word_bytes, hot), lanes, group,
         )  # fmt: skip
 
 
@@ -149,16 +149,17 @@ def move(
         device: the GPU.
         stream: a stream of that GPU.
     """
-    limit, count = multiprocessors(index_of(device)), ids.shape[0]
+    limit, count = multiprocessors(index_of(device) if device.index is None else device.index), ids.shape[0]
     if records.device.type == "cpu":
         limit = host_limit(limit)
-    for kernel, grid, threads_per_block, stride, columns, lanes, _, _ in plan(what, records, count, parts, limit):
+    for kernel, grid, threads_per_block, stride, columns, lanes, _ in plan(what, records, count, parts, limit):
         launch_kernel(
             device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
             lanes, 0, 0,
         )  # fmt: skip
 
 
+@functools.cache
 def host_limit(multiprocessors: int) -> int:
     """Return the most multiprocessors that a move of host memory takes of a GPU's, which is at least one.
 

@@ -143,7 +143,8 @@ def number(
     pieces = -(-count // KEYS_PER_THREAD)
     ends = torch.empty(pieces, dtype=torch.int64, device=device)
     found, local = torch.empty_like(order), torch.empty_like(order)
-    launch_threads(f"count_{kind}", device, pieces, keys.data_ptr(), count, ends.data_ptr())
+    at, counts_at = keys.data_ptr(), ends.data_ptr()
+    launch_threads(f"count_{kind}", device, pieces, at, count, counts_at)
     ends.cumsum_(0)
     features, starts = (0, 0) if table is None else (table.features, table.starts)
     waiting = _free[device]
@@ -153,7 +154,7 @@ def number(
             mailbox = torch.empty(max(256, 8 * num_lookups), dtype=torch.int64, pin_memory=True)
     try:
         launch_threads(
-            f"number_{kind}", device, pieces, keys.data_ptr(), order.data_ptr(), count, ends.data_ptr(), features,
+            f"number_{kind}", device, pieces, at, order.data_ptr(), count, counts_at, features,
             starts, num_lookups, found.data_ptr(), local.data_ptr(), mailbox.data_ptr(), waits=True,
         )  # fmt: skip
         return found, local, mailbox[: 4 * num_lookups].view(num_lookups, 4).tolist()

@@ -30,6 +30,7 @@ _NO_BAGS = dict.fromkeys(
     "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split(),
     0,
 )
+_BAGS = struct.Struct(f"{len(_NO_BAGS)}q")
 
 # As in csrc/rows.cuh.
 MOST_IDLE_COLUMNS = 4
@@ -50,7 +51,7 @@ class BlockPart(NamedTuple):
     block_stride: int
 
 
-_Column = tuple[int, int, int, int]
+BlockNumbers = tuple[int, int, int, int]  # those of a BlockPart
 
 
 class CompactPart(NamedTuple):
@@ -72,7 +73,7 @@ class Shape(NamedTuple):
 
 
 def launch_shape(
-    records: int, stride: int, num_rows: int, parts: Sequence[_Column], *, multiprocessors: int, host: bool
+    records: int, stride: int, num_rows: int, parts: Sequence[BlockNumbers], *, multiprocessors: int, host: bool
 ) -> Shape:
     """Choose the shape in which ``num_rows`` rows are gathered or scattered.
 
@@ -94,7 +95,7 @@ def launch_shape(
         width += part_width
     word_bytes = 16 if everything % 16 == 0 else 4 if everything % 4 == 0 else 1  # of WORDS
     words = width // word_bytes
-    lanes = min(32, 1 << (words - 1).bit_length())
+    lanes = 32 if words > 16 else 1 << (words - 1).bit_length()
     return Shape(word_bytes, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
 
 
@@ -129,11 +130,12 @@ def grid_of(threads: int, multiprocessors: int) -> int:
 
 def _grid_and_threads(threads: int, multiprocessors: int, host: bool) -> tuple[int, int]:
     if host:
-        return min(-(-threads // HOST_THREADS_PER_BLOCK), multiprocessors), HOST_THREADS_PER_BLOCK
+        blocks = -(-threads // HOST_THREADS_PER_BLOCK)
+        return blocks if blocks < multiprocessors else multiprocessors, HOST_THREADS_PER_BLOCK
     return grid_of(threads, multiprocessors), THREADS_PER_BLOCK
 
 
-def columns_argument(parts: Sequence[_Column], word_bytes: int, hot: Sequence[int] = NOT_HOT) -> bytes:
+def columns_argument(parts: Sequence[BlockNumbers], word_bytes: int, hot: Sequence[int] = NOT_HOT) -> bytes:
     """Return the kernels' ``Columns``, in words; ``hot`` is their ``Hot``."""
     numbers: list[int] = []
     first = count = 0
@@ -164,7 +166,7 @@ def batches_argument(batches: Sequence[tuple[int, int, int]]) -> bytes:
 def bags_argument(**values: int) -> bytes:
     """Return the kernels' ``Bags``; what is not given is 0."""
     values["shift"] = (values["features"] - 1).bit_length()
-    return struct.pack(f"{len(_NO_BAGS)}q", *{**_NO_BAGS, **values}.values())
+    return _BAGS.pack(*{**_NO_BAGS, **values}.values())
 
 
 def idle_argument(columns: Sequence[int], **values: int) -> bytes:
