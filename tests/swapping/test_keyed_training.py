@@ -272,7 +272,7 @@ def test_evaluation_and_saving_in_between_see_the_present_batch(device: str) -> 
     assert all(torch.equal(ours, plain) for ours, plain in zip(*seen, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:rows of table")
+@pytest.mark.filterwarnings("ignore:SW407")
 @pytest.mark.parametrize("what", ["in order", "reversed", "skipped", "evaluated", "restored", "unannounced", "twice"])
 def test_lookups_out_of_turn_are_those_of_the_plain_loop(what: str, device: str) -> None:
     """Two lookups per step, and: in another order; not at all; a lookahead within; an earlier state; further ones."""

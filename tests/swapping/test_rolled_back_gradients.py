@@ -184,7 +184,7 @@ def trained(case: Case, fails_at: int | None) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.filterwarnings("ignore:rows of table")  # parts of a batch are not what a lookahead was told of
+@pytest.mark.filterwarnings("ignore:SW407")  # parts of a batch are not what a lookahead was told of
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: "-".join(map(str, case)))
 def test_running_out_of_memory_at_any_point_trains_as_torch_does(case: Case) -> None:
     """Not one gradient twice, and none lost: the tables are those of nn.Embedding with whole batches, bit for bit."""

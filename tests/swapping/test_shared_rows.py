@@ -190,7 +190,7 @@ def test_writing_the_table_in_between(gpu: str):
     same_tables(model, plain)
 
 
-@pytest.mark.filterwarnings("ignore:rows of table .* are looked up for training that the lookahead was not told of")
+@pytest.mark.filterwarnings("ignore:SW407")
 def test_lookups_that_were_not_prefetched(gpu: str, monkeypatch: pytest.MonkeyPatch):
     """Their rows are made on the computation's stream, and compared on another stream, which must be recorded."""
     compared: list[Tensor] = []

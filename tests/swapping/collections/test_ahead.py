@@ -167,7 +167,7 @@ def test_other_keys_with_the_same_ids_are_another_lookup(device: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["one", "tuples"])
-@pytest.mark.filterwarnings("ignore:rows of table .* are looked up for training that the lookahead was not told of")
+@pytest.mark.filterwarnings("ignore:SW407")
 def test_features_changed_in_place_after_they_were_announced_are_looked_up_as_they_are(form: str, device: str) -> None:
     results = []
     for depth in (0, 1):
