@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._warnings import warn
 from speedswap.collectives import Errand, Kind, Levels, Parcel, RankGroup, Task, packed, unpacked
-from speedswap.errors import PeerError
-from speedswap.ranks.route import LentRows, Route, Wanted, ask_ahead, ids_of_tables, starts_of
+from speedswap.errors import IdError, PeerError
+from speedswap.ranks.route import LentRows, Route, Wanted, ask, ask_ahead, ids_of_tables, send_back, starts_of
 from speedswap.tables import Block, Prefetched
 
 if TYPE_CHECKING:
@@ -133,6 +133,50 @@ class LookupsAhead(Errand):
         return True
 
 
+class LookupsTogether(LookupsAhead):
+    """Lookups of a step that are known when the first of them comes, which fetches the rows of all.
+
+    Args:
+        group: the ranks.
+        forget: called if other ranks know of others, or an id is outside its table.
+    """
+
+    def __init__(self, group: RankGroup, forget: Callable[[], None]) -> None:
+        super().__init__(group)
+        self._forget = forget
+        self._is_fetched = False
+        self.is_done = True
+        self._is_over.set()
+
+    def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
+        if not self._is_fetched:
+            self._is_fetched = self._fetch(task, lookups)
+            if not self._is_fetched:
+                self._forget()
+            return self._is_fetched
+        return super()._renew(task, lookups)
+
+    def _fetch(self, task: Task, lookups: list[RowsAhead]) -> bool:
+        try:
+            for each in lookups:
+                each.prepare()
+        except IdError:
+            return False  # its lookup raises it
+        tables = hash(tuple(each.number for each in lookups))
+        routes = ask(
+            task,
+            [(each.owners, each.wanted) for each in lookups],
+            [each.row_bytes for each in lookups],
+            together=tables,
+        )
+        if routes is None:
+            return False
+        parcels = [each.lend(route) for each, route in zip(lookups, routes, strict=True)]
+        for each, weights in zip(lookups, send_back(task, parcels), strict=True):
+            each.receive(weights)
+        return True
+
+
 class RowsAhead(Prefetched):
     """A batch's rows being fetched from their owners, and the rows that this rank lends for other ranks' batches.
 
@@ -146,11 +190,13 @@ class RowsAhead(Prefetched):
 
     Attributes:
         number: the table's number, the same on every rank.
+        row_bytes: bytes of a row of weights.
         place: the index among the errand's lookups.
     """
 
     def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead) -> None:
         self.number = store.number
+        self.row_bytes = store.row_bytes
         self.place = 0
         self._store = store
         self._ids = ids
@@ -187,8 +233,13 @@ class RowsAhead(Prefetched):
         store, self.route = self._store, route
         with store.own.lock:
             store.lent.add(self)
-            self.block = store.own.lease(self.route.union, device=_CPU)
-        return self.route.parcel(self.block.weight)
+            self.block, self._version = store.own.lease(route.union, device=_CPU), store.own.version
+        return route.parcel(self.block.weight)
+
+    def is_of(self, ids: Tensor) -> bool:
+        """Return whether the rows are those of a lookup of some ids."""
+        rows = self.wanted.rows.index_select(0, self.local.reshape(-1))
+        return rows.numel() == ids.numel() and torch.equal(rows, ids.reshape(-1).long())
 
     def receive(self, weights: Tensor) -> None:
         """Take the weights of the rows that this rank requested."""
@@ -235,7 +286,9 @@ class RowsAhead(Prefetched):
     def taken(self) -> tuple[Tensor, Tensor, LentRows]:
         """Take the rows, which are current; see :meth:`ShardedStore.look_up`."""
         self.take()
-        return self._weights, self.local, LentRows(self.route, self.block, self._version)
+        found = self._weights, self.local, LentRows(self.route, self.block, self._version)
+        del self._weights, self.block  # the lookup's graph tells when they are no longer needed
+        return found
 
     def refreshed(self) -> Tensor:
         """Bring the rows that this rank lent up to date; return which of the requested ones have changed, in order."""

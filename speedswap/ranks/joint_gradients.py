@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from speedswap._warnings import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task
 from speedswap.errors import RanksError
+from speedswap.ranks.foreseen import Foreseen
 from speedswap.ranks.route import LentRows, ask
 from speedswap.swapping.optimizers import settings_of
 
@@ -57,6 +58,7 @@ class JointGradients:
 
     Attributes:
         looked_up_alone: tables with lookups in separate rounds since the last step.
+        foreseen: what lookups are known to follow others.
     """
 
     kind = Kind.GRADIENTS
@@ -65,6 +67,7 @@ class JointGradients:
         self._group = group
         self._steps: weakref.WeakValueDictionary[int, ShardedStep] = weakref.WeakValueDictionary()
         self.looked_up_alone: set[int] = set()
+        self.foreseen = Foreseen()
         self._told: set[int] = set()  # tables covered by the last exchange, not read since
         self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, for tables not asked about yet
 
@@ -80,6 +83,10 @@ class JointGradients:
         number = self._group.add(step)
         self._steps[number] = step
         return number
+
+    def step(self, number: int) -> ShardedStep | None:
+        """Return a live table's training step."""
+        return self._steps.get(number)
 
     def steps(self) -> list[ShardedStep]:
         """Return the training steps of live tables, in creation order."""
@@ -122,13 +129,14 @@ class JointGradients:
     def begin_step(self) -> None:
         """Forget earlier answers before an optimizer's step, or a part of it; every rank must call this."""
         self._told, self._zeroed = set(), {}
-        count, self.looked_up_alone = len(self.looked_up_alone), set()
+        self.foreseen.begin_pass()
+        count, self.looked_up_alone = len(self.looked_up_alone - self.foreseen.followers), set()
         if count >= _MANY_TABLES and len(self._group) > 1:
             warn_once(
                 "SW403",
                 f"{count} tables of ranks were looked up one after the other in a step, with two rounds of all "
-                "ranks for each; put them into an EmbeddingCollection or EmbeddingBagCollection, which looks up tables "
-                "of one width together, or take the batches from speedswap.lookahead",
+                "ranks for each; put them into an EmbeddingCollection or EmbeddingBagCollection, which looks up its "
+                "tables together, or take the batches from speedswap.lookahead",
             )
 
     def is_zeroed(self, number: int) -> bool:
@@ -194,6 +202,7 @@ class JointGradients:
         anew = [each for each in outgoing if each.way is None]
         if anew:
             routes = ask(task, [(each.step.store.owners, each.wanted) for each in anew])
+            assert routes is not None
             for each, route in zip(anew, routes, strict=True):
                 table = each.step.table
                 each.way = LentRows(route, table.lease(route.union, device=each.grad.device), table.version)

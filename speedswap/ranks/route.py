@@ -20,6 +20,7 @@ from speedswap.tables.shards.owners import Owners
 # no room for the ids.
 _BITS = 32
 _FEW = (1 << _BITS) - 1
+_TOGETHER = 1 << 61  # or of several lookups' tables in place of the columns
 _DIGEST_AT = 14
 _DIGESTS = 1 << (_BITS - _DIGEST_AT)
 _MOST_BYTES = 4096  # of a row sent along with a line
@@ -163,7 +164,8 @@ def ask(
     columns: Sequence[str] = ("weight",),
     *,
     merges: bool = True,
-) -> list[Route]:
+    together: int | None = None,
+) -> list[Route] | None:
     """Request rows of one or several tables from their owners in one exchange; every rank must call this.
 
     Args:
@@ -172,6 +174,10 @@ def ask(
         row_bytes: bytes per row of each table, if :func:`bring` is called next, once, with rows in host memory.
         columns: the columns to send, one after the other.
         merges: False if owners need to know which rank requests a row, not only which host.
+        together: identifies the lookups if these are several; None for one lookup, to which others may come with more.
+
+    Returns:
+        The routes; None if other ranks have come with other lookups: then all do.
 
     Raises:
         ValueError: another rank requests different columns.
@@ -181,14 +187,20 @@ def ask(
     sheet.reserve(most_bytes)
     sent, ids = ids_of_tables([wanted for _, wanted in tables])
     levels = lane.levels if merges else None
-    digest = digest_of([*columns]) % _DIGESTS
-    note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | most_bytes << 1 | (max(sent) > sheet.room)))
+    digest = (digest_of([*columns]) if together is None else together) % _DIGESTS
+    flags = (together is not None) * _TOGETHER | most_bytes << 1 | (max(sent) > sheet.room)
+    note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | flags))
     came: Tensor | None = None
     with task.promised():
         lines = task.round(sent, note=note, ids=ids)
-        if any(note >= 0 for note in lines.notes):  # other ranks had prefetched rows
+        is_other = [each >= 0 or bool((-each - 1) & _TOGETHER) for each in lines.notes]
+        if together is None and any(is_other):  # other ranks had prefetched rows, or ask for those of more lookups
             lines = task.round(sent, note=note, ids=ids)
         counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
+        if together is not None:
+            theirs = [each ^ _TOGETHER for each in theirs]
+            if not all(0 <= each < _TOGETHER and (each & _FEW) >> _DIGEST_AT == digest for each in theirs):
+                return None
         if levels is not None:
             merged = levels.ask([(wanted.rows, wanted.sent) for _, wanted in tables])
         elif len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
@@ -248,7 +260,11 @@ def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list
     Returns:
         For each table, shape (n, …), in the order of ``wanted``.
     """
-    parcels = [route.parcel(some) for route, some in zip(routes, values, strict=True)]
+    return send_back(task, [route.parcel(some) for route, some in zip(routes, values, strict=True)])
+
+
+def send_back(task: Task, parcels: Sequence[Parcel]) -> list[Tensor]:
+    """Send the parcels of requested rows, after :func:`ask`; return the received rows of each."""
     sheet = task.lane.sheet
     if sheet.agreed is None:
         return task.send_parcels(parcels)

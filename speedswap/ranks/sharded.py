@@ -56,6 +56,7 @@ class ShardedStore(RowStore, Files, JointRows):
         own: the table of this rank's rows.
         lent: rows lent ahead of their step, which record later changes; guarded by the lock of ``own``.
         number: the table's number within the group, the same on every rank.
+        row_bytes: bytes of a row of weights.
     """
 
     group: RankGroup
@@ -80,6 +81,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self.notes.listeners.append(partial(_note_lent, self.lent))
         self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
+        self.row_bytes = math.prod(weight.row_shape) * weight.dtype.itemsize
         self.number = group.add(self)
         for each, found in self.notes.id_maps.items():
             if found.part is not None:  # in files
@@ -174,9 +176,10 @@ class ShardedStore(RowStore, Files, JointRows):
             merges: as for :func:`speedswap.ranks.route.ask`.
         """
         is_host = device is not None and device.type == "cpu"
-        row_bytes = [math.prod(self._weight.row_shape) * self._weight.dtype.itemsize] if is_host else []
         names = [name for name in self.columns if name in columns]
-        return ask(task, [(self.owners, wanted)], row_bytes, names, merges=merges)[0]
+        routes = ask(task, [(self.owners, wanted)], [self.row_bytes] if is_host else [], names, merges=merges)
+        assert routes is not None
+        return routes[0]
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Start fetching a later batch's rows from their owners, with other tables' rows; every rank must call this."""

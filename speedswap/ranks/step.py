@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from speedswap import kernels
 from speedswap.collectives import Kind, Parcel, RankGroup
 from speedswap.errors import LostUpdateError
-from speedswap.ranks.ahead import RowsAhead
+from speedswap.ranks.ahead import LookupsTogether, RowsAhead
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
 from speedswap.ranks.keys import ShardedKeys
@@ -124,6 +124,7 @@ class ShardedStep(RowStep):
         self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and gradient to be sent to the owners
         self._answered: set[TrainedLookup] = set()  # lookups whose gradient it includes
+        self._came: list[RowsAhead] = []  # with the rows of another lookup
         self._renewals = 0
         self._anew: list[tuple[int, Tensor]] = []  # rows of each reset since the last step
         self._optimizer_steps = 0  # steps of any optimizer, at the first of these lookups
@@ -158,6 +159,8 @@ class ShardedStep(RowStep):
                 weights, way, ahead = came.to(request.device), None, None
             else:
                 ahead, missed = self._rows_ahead(request)
+                if ahead is None and missed is None:
+                    ahead = self._with_those_after(request)
                 weights, local, way = self.store.look_up(
                     request.ids_of, request.device, training=True, ahead=ahead, missed=missed
                 )
@@ -180,7 +183,37 @@ class ShardedStep(RowStep):
         announced = [(each, each.transfer) for each in self.announced or () if isinstance(each.transfer, RowsAhead)]
         waiting = [(each, rows) for each, rows in announced if not rows.is_taken]
         found = next((rows for each, rows in waiting if each.matches(request.given, request.device)), None)
-        return found, next((rows for _, rows in waiting if found is None and rows.is_current), None)
+        came = [rows for rows in self._came if not rows.is_taken]
+        if came and found is None and request.device.type == "cpu":
+            ids = request.ids_of()
+            found = next((rows for rows in came if rows.is_of(ids)), None)
+            if found is None:
+                self._gradients.foreseen.forget_follower(self.number)
+        waits = [*(rows for _, rows in waiting), *came]
+        return found, next((rows for rows in waits if found is None and rows.is_current), None)
+
+    def _with_those_after(self, request: Request) -> RowsAhead | None:
+        """Return a lookup's rows, to be fetched with those of lookups known to follow it; None if none are."""
+        foreseen, after = self._gradients.foreseen, [*request.followed_by]
+        if request.device.type != "cpu" or len(self.group) == 1:
+            return None
+        ids = request.ids_of()
+        learnt = foreseen.after(self.number, ids)
+        foreseen.note(self.number, ids)
+        after = [*after, *((self._gradients.step(number), some) for number, some in learnt)]
+        lookups = [(step, some) for step, some in after if step is not None and step.group is self.group]
+        if not lookups:
+            return None
+        errand = LookupsTogether(self.group, functools.partial(foreseen.forget, self.number))
+        first, *others = [errand.add(RowsAhead(step.store, some, errand)) for step, some in [(self, ids), *lookups]]
+        errand.let_go()
+        for step, _ in lookups:
+            if not all(rows.is_taken for rows in step._came):
+                foreseen.leave_out(step.number)
+            step._came = []
+        for (step, _), rows in zip(lookups, others, strict=True):
+            step._came.append(rows)
+        return first
 
     def begin_lookahead(self, depth: int) -> None:
         self.group.require_same_settings("lookahead", {"depth": depth}, Kind.BEGIN)

@@ -25,12 +25,14 @@ class Request:
         ids_of: returns the ids, int32 or int64, any shape, on that device; called if none were announced.
         found_of: returns their rows and each id's index among them, where those of several lookups are found together;
             or None.
+        followed_by: the lookups that the caller makes next in tables of ranks: the training steps, each with its ids.
     """
 
     given: tuple[Tensor, ...]
     device: torch.device
     ids_of: Callable[[], Tensor]
     found_of: Callable[[], tuple[Tensor, Tensor]] | None = None
+    followed_by: Sequence[tuple[Any, Tensor]] = ()
 
     @classmethod
     def of(cls, request: Request | Tensor) -> Request:

@@ -337,7 +337,11 @@ class TableCollection(nn.Module, Generic[Config]):
         try:
             ids_of = functools.partial(found.rows, index, checked=True)
             found_of = functools.partial(found.found, index) if found.slots.has_several_groups else None
-            return group._look_up(Request(given, device, ids_of, found_of))
+            request = Request(given, device, ids_of, found_of)
+            if group._step.is_sharded and index == 0:
+                groups = [*enumerate(found.slots.groups)][1:]
+                request.followed_by = [(each._step, found.rows(place, checked=True)) for place, each in groups]
+            return group._look_up(request)
         except IdError as error:
             wrong = found.outside(error.with_traceback(None))
         raise wrong

@@ -1,0 +1,42 @@
+"""Lookups of separate tables of ranks share the rounds of one."""
+
+from __future__ import annotations
+
+import pytest
+import sharing_scenarios as scenarios
+import torch
+from rank_pool import RankPool
+
+
+@pytest.mark.parametrize("kind", ["columns", "one", "collection"])
+def test_step_of_any_number_of_tables_takes_four_rounds(ranks: RankPool, kind: str) -> None:
+    """Tables looked up with columns of a batch or with the same ids, and a collection of several widths."""
+    counts = (1, 3, 10)
+    found = [ranks.run(scenarios.steady, 2, count, kind) for count in counts]
+    assert [each[0][:2] for each in found] == [(4, 1)] * len(counts)
+    assert all(rounds == found[0][0][0] for each in found for rounds, _, _ in each)
+
+
+def test_rows_of_a_table_that_is_left_out_stop_coming(ranks: RankPool) -> None:
+    without, left_out = (ranks.run(scenarios.steady, 2, *given) for given in ((3, "columns"), (4, "left out")))
+    assert left_out == without
+
+
+def test_loops_that_change_their_ways_change_no_bit(ranks: RankPool) -> None:
+    apart, shared = (ranks.run(scenarios.departing, 3, shares=shares) for shares in (False, True))
+    for (rows, rounds), (rows_shared, rounds_shared) in zip(apart, shared, strict=True):
+        assert all(map(torch.equal, rows, rows_shared))
+        assert rounds[6] == 2 * 4 + 3
+        assert rounds_shared[6] == 2 + 3
+        assert rounds_shared == shared[0][1]
+
+
+@pytest.mark.parametrize("how", ["id", "exception"])
+def test_failure_between_lookups_that_share_rounds(ranks: RankPool, how: str) -> None:
+    """All ranks raise, no table changes, and all go on together."""
+    found = ranks.run(scenarios.failing, 3, how)
+    for rank, (raised, steps, rows) in enumerate(found):
+        expected = ["IdError"] if how == "id" else ["ValueError", "PeerError"]
+        assert raised == (expected if rank == 1 else ["PeerError"])
+        assert steps == 6
+        assert all(map(torch.equal, rows, found[0][2]))
