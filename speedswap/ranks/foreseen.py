@@ -82,7 +82,7 @@ class Foreseen:
         return [(other, some) for other, some in found if some is not None and self._left_out[other] < _MOST_FAILURES]
 
     def leave_out(self, number: int) -> None:
-        """Record that a lookup has not followed, whose rows came in vain."""
+        """Record that a lookup did not follow, so that its rows came for nothing."""
         self._left_out[number] += 1
 
     @property
