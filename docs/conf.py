@@ -29,7 +29,7 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_de
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "benchmarks/README.md", "colab/*.ipynb"]
 exclude_patterns = [".*", "**/.*", "build", "bench-output", "demo-output"]
-smartquotes = False
+smartquotes_action = "D"  # dashes
 
 # Members of our own base classes, but not those of torch's and Python's.
 NOT_OURS = "Module, Optimizer, AveragedModel, TorchDispatchMode, BaseException, OSError, tuple, list, dict, Mapping"
@@ -47,6 +47,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_output_stderr = "remove"  # progress bars
+nb_merge_streams = True
 
 html_theme = "furo"
 html_title = "speedswap"
@@ -79,7 +80,8 @@ def as_on_github(app: Sphinx, page: str, source: list[str]) -> None:
 
     def images(found: re.Match[str]) -> str:
         dark, light, rest = found.groups()
-        return f'<img class="only-light" src="{light}"{rest}>\n<img class="only-dark" src="{dark}"{rest}>'
+        both = f'<img class="only-light" src="{light}"{rest}>\n<img class="only-dark" src="{dark}"{rest}>'
+        return f'<div class="picture">\n{both}\n</div>'
 
     picture = r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)"([^>]*)>\s*</picture>'
     source[0] = re.sub(picture, images, re.sub(r"\[([^][]+)\]\(([\w./-]+)\)", link, source[0]))
