@@ -55,6 +55,10 @@ class Errand:
     def let_go(self) -> None:
         """Release what only the work needed; it is over."""
 
+    def end(self) -> None:
+        """Record that it is over."""
+        self._is_over.set()
+
     def wait(self) -> None:
         """Wait until it is done, has failed or is cancelled."""
         self._is_over.wait()
@@ -129,7 +133,7 @@ class Ahead:
             errand.error = error
         finally:
             errand.let_go()
-            errand._is_over.set()
+            errand.end()
 
     def _do(self, errand: Errand) -> None:
         failure: BaseException | None = None

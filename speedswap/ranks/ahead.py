@@ -146,7 +146,7 @@ class LookupsTogether(LookupsAhead):
         self._forget = forget
         self._is_fetched = False
         self.is_done = True
-        self._is_over.set()
+        self.end()
 
     def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
         if not self._is_fetched:
