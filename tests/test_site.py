@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -23,8 +24,11 @@ INTERNAL = {"collectives", "kernels", "ranks", "swapping", "tables.shards"}  # w
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, as ``make docs`` builds it, but with the notebooks' stored outputs."""
-    for package in ("sphinx", "furo", "myst_nb", "sphinx_design", "sphinx_copybutton"):
-        pytest.importorskip(package, reason="needs the packages of the extra docs")
+    missing = [
+        name for name in ("sphinx", "furo", "myst_nb", "sphinx_design", "sphinx_copybutton") if not find_spec(name)
+    ]
+    if missing:
+        pytest.skip(f"needs the packages of the extra docs: {', '.join(missing)}")
     out = tmp_path_factory.mktemp("site")
     quick = ["-D", "nb_execution_mode=off", "-D", "toc_object_entries=0", "-d", str(out / "doctrees")]
     words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", *quick, "-c", "docs", ".", str(out / "html")]
@@ -68,7 +72,7 @@ def names_of(module: str, name: str) -> set[str]:
     """Return the full names under which a public name may be documented."""
     value = getattr(importlib.import_module(module), name)
     names = {f"{module}.{name}", f"{module.rpartition('.')[0]}.{name}"}
-    if getattr(speedswap, name, None) is value:
+    if vars(speedswap).get(name) is value:
         names.add(f"speedswap.{name}")
     if isinstance(value, ModuleType):
         names.add(value.__name__)
