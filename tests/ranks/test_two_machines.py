@@ -114,7 +114,7 @@ def result(log: Path) -> str:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, machines: Started) -> str:
-    """What the job prints at its end if nothing happens."""
+    """Return what the job prints at its end if nothing happens."""
     (tmp_path / "alone").mkdir()
     start(machines, FIRST, tmp_path / "alone", "log")
     assert machines[-1].wait(SECONDS) == 0
