@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +14,8 @@ from torch import Tensor
 from speedswap._install import pip_install
 from speedswap.apps.bench import step
 from speedswap.apps.bench.measure import Peer, lacking
-from speedswap.apps.bench.trainers import COLUMNS
-from speedswap.apps.bench.workload import IdBatch
+from speedswap.apps.bench.trainers import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS
+from speedswap.apps.bench.workload import IdBatch, renumbered
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import PARQUET, opened
 from speedswap.apps.options import WIDEST, one_of, whole
@@ -24,7 +23,6 @@ from speedswap.apps.options import WIDEST, one_of, whole
 _MOST_IDS = 1 << 23
 _STEPS, _LOOPS = 8, 5
 _NPY = b"\x93NUMPY"
-_TOO_LARGE = 1 << 63
 
 
 def run(device: str, path: Path, *, column: str | None, dim: int, optimizer: str, batch: int) -> dict[str, Any]:
@@ -65,7 +63,8 @@ def run(device: str, path: Path, *, column: str | None, dim: int, optimizer: str
     batches *= -(-_STEPS // len(batches))
     plan = step.StepPlan(rows, dim, batch, _STEPS, _LOOPS, {}, (), ())
     others = {"FBGEMM": Peer(None, "not plain torch")}
-    found = step.compare(optimizer, device, plan, others, batches, of_user=True)
+    sample = renumbered(batches[:VERIFIED_STEPS], VERIFIED_LOOKUPS)
+    found = step.compare(optimizer, device, plan, others, batches, sample)
     step.show_steps(optimizer, found)
     seconds = {name: one["seconds"] for name, one in found["trainers"].items() if "seconds" in one}
     fastest = min((name for name in seconds if name.startswith("torch")), key=seconds.__getitem__)
@@ -91,15 +90,19 @@ def read_ids(path: Path, column: str | None = None) -> Tensor:
         kind = file.peek(len(_NPY))[: len(_NPY)]
         if column is not None and not kind.startswith(PARQUET):
             raise BenchmarkError(f"column is {column!r}, but {path} is not Parquet: leave it out")
-        if kind == _NPY or kind.startswith(PARQUET):
-            try:
-                values = _of_array(path) if kind == _NPY else _of_parquet(path, column)
-            except BenchmarkError:
-                raise
-            except ValueError as error:  # NumPy's and pyarrow's
-                raise BenchmarkError(f"the file of ids {path} is damaged: {error}") from error
-        else:
-            values = np.fromiter(islice(_of_text(file, path), _MOST_IDS), np.int64)
+        try:
+            if kind == _NPY:
+                values = _of_array(path)
+            elif kind.startswith(PARQUET):
+                values = _of_parquet(path, column)
+            else:
+                words = (word for line in file for word in line.replace(b",", b" ").split())
+                values = np.fromiter(map(int, islice(words, _MOST_IDS)), np.int64)
+        except BenchmarkError:
+            raise
+        except (ValueError, OverflowError) as error:  # also NumPy's and pyarrow's
+            remedy = "give whole numbers of 64 bits; speedswap.IdMap makes rows of any keys"
+            raise BenchmarkError(f"the file of ids {path} cannot be used ({error}): {remedy}") from error
     if not len(values):
         raise BenchmarkError(f"{path} has no ids: give a file with whole numbers")
     if (wrong := values < 0).any():
@@ -133,17 +136,3 @@ def _of_parquet(path: Path, column: str | None) -> npt.NDArray[np.int64]:
             if count >= _MOST_IDS:
                 break
     return np.concatenate(pieces)[:_MOST_IDS]
-
-
-def _of_text(file: IO[bytes], path: Path) -> Iterator[int]:
-    for number, line in enumerate(file, 1):
-        for word in line.replace(b",", b" ").split():
-            try:
-                value = int(word)
-            except ValueError:
-                value = _TOO_LARGE
-            if not -_TOO_LARGE <= value < _TOO_LARGE:
-                shown = word[:40].decode(errors="replace")
-                where = f"line {number:,} of {path} has {shown!r}"
-                raise BenchmarkError(f"{where}: give whole numbers of 64 bits (speedswap.IdMap makes rows of any keys)")
-            yield value

@@ -17,18 +17,8 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.apps.bench import swap
 from speedswap.apps.bench.measure import Peer, in_ms, lacking, show_peers, steps_in_turn
-from speedswap.apps.bench.trainers import (
-    COLUMNS,
-    OPTIMIZERS,
-    VERIFIED_LOOKUPS,
-    VERIFIED_STEPS,
-    Ours,
-    Trainer,
-    contestants,
-    step_peers,
-    verify,
-)
-from speedswap.apps.bench.workload import IdBatch, renumbered, zipf_batches
+from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
+from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 
 _LOOPS = 8  # loops with different ids
@@ -117,26 +107,21 @@ def compare(
     plan: StepPlan,
     peers: Mapping[str, Peer],
     batches: Sequence[IdBatch],
-    *,
-    of_user: bool = False,
+    sample: Sequence[IdBatch] | None = None,
 ) -> dict[str, Any]:
     """Compare the trainers of one optimizer: each is verified, then all are timed in turn.
 
     Args:
         optimizer, device, plan, batches: of the steps.
         peers: the libraries; those that are missing are left out.
-        of_user: the ids are a user's: verify with the first batches, and compare with torch's dense optimizer too.
+        sample: batches of a user's ids to verify with; torch's dense optimizer is compared too then.
 
     Returns:
         ``trainers``: by name the ``package`` and median ``seconds`` of a step, or why it was ``skipped``;
         ``time_over``: the time of each of ours over that of each peer, below 1 where ours is faster.
     """
-    everyone = [
-        one
-        for one in contestants(optimizer, device, dense=of_user or None)
-        if one.package not in peers or peers[one.package].present
-    ]
-    sample = renumbered(batches[:VERIFIED_STEPS], VERIFIED_LOOKUPS) if of_user else None
+    known = contestants(optimizer, device, dense=optimizer == "adam" or sample is not None)
+    everyone = [one for one in known if one.package not in peers or peers[one.package].present]
     grad = torch.randn(plan.lookups, plan.dim, device=device)
     trainers: dict[str, dict[str, Any]] = {one.name: {"package": one.package} for one in everyone}
     # A dense step takes tens of times as long: a few of them tell as much.

@@ -208,13 +208,13 @@ class Contestant:
 COLUMNS = {"sgd": 1, "adagrad": 2, "adam": 3}
 
 
-def contestants(optimizer: str, device: str, *, dense: bool | None = None) -> Iterator[Contestant]:
+def contestants(optimizer: str, device: str, *, dense: bool = True) -> Iterator[Contestant]:
     """Yield the trainers of this optimizer: ours first. Some torch releases lack a fused implementation of it.
 
     Args:
         optimizer: one of :data:`OPTIMIZERS`.
         device: of the computation.
-        dense: whether torch's dense optimizer is one of them; by default only Adam.
+        dense: whether torch's dense optimizer is one of them.
     """
     for ahead, fused in product((False, True), repeat=2):
         name = ", ".join(["speedswap", *(["fused"] if fused else []), *(["lookahead"] if ahead else [])])
@@ -223,7 +223,7 @@ def contestants(optimizer: str, device: str, *, dense: bool | None = None) -> It
     on_gpu = "" if device == "cpu" else ", on the GPU"
     for home, where in {"cpu": "", device: on_gpu}.items():
         yield Contestant(sparse + where, "torch", partial(Torch, sparse=True, home=home))
-    if optimizer == "adam" if dense is None else dense:
+    if dense:
         name = f"torch {DENSE[optimizer].__name__}, dense{on_gpu}"
         yield Contestant(name, "torch", partial(Torch, sparse=False, home=device), dense=True)
     if optimizer != "adam" or on_gpu:  # which FBGEMM's CPU build lacks

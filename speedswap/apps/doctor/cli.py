@@ -19,7 +19,7 @@ from speedswap.apps.options import ROW_BY_ROW
 from speedswap.apps.output import check_scratch
 
 _WIDTH = 80
-_MARKS = {"broken": "BROKEN", "slow": "slow", "ok": "ok"}
+_ROWS = "10_000_000"  # of the samples' table, if none is asked about
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,10 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Examine, measure, print; return the exit status."""
-    rows = None if args.rows is None else _whole("rows", args.rows)
-    spec = TableSpec(
-        10**7 if rows is None else rows, _whole("dim", args.dim), args.optimizer, _whole("batch", args.batch)
-    )
+    rows, dim, batch = (_whole(name, getattr(args, name) or _ROWS) for name in ("rows", "dim", "batch"))
+    spec = TableSpec(rows, dim, args.optimizer, batch)
     found = [*examine(spec.batch)]
     folder: Path | None = args.path or Path()
     try:
@@ -59,16 +57,16 @@ def run(args: argparse.Namespace) -> int:
     rates = Rates.measured(spec, folder)
     if folder is not None and rates.reads is not None:
         found.append(of_disk(folder, rates.reads, rates.access))
-    options = [] if rows is None else [*estimate(spec, rates, folder)]
+    options = [*estimate(spec, rates, folder)]
     if args.json:
         document: dict[str, Any] = {"findings": [each._asdict() for each in found], "rates": asdict(rates)}
-        if rows is not None:
+        if args.rows:
             document["table"] = {**asdict(spec), "bytes": rows * rates.record_bytes}
             document |= {"places": [each._asdict() for each in options], "recommended": _best(options).name}
         print(json.dumps(document, indent=1))
     else:
         lines = [*_of_findings(found), "", *_of_rates(spec, rates)]
-        print("\n".join(lines if rows is None else [*lines, "", *_of_places(spec, rates, options)]))
+        print("\n".join([*lines, "", *_of_places(spec, rates, options)] if args.rows else lines))
     return int(any(each.level == "broken" for each in found))
 
 
@@ -89,9 +87,8 @@ def _whole(name: str, text: str) -> int:
 
 
 def _of_findings(found: Sequence[Finding]) -> Iterator[str]:
-    for each in sorted(found, key=lambda each: [*_MARKS].index(each.level)):
-        lead = f"{_MARKS[each.level]:<8}{each.what:<15}"
-        yield textwrap.fill(each.says, _WIDTH, initial_indent=lead, subsequent_indent=" " * 23)
+    for each in sorted(found, key=lambda each: ("broken", "slow", "ok").index(each.level)):
+        yield textwrap.fill(f"{each.level:<8}{each.what:<15}{each.says}", _WIDTH, subsequent_indent=" " * 23)
         if each.remedy:
             yield f"{'':<23}→ {each.remedy}"
     counts = Counter(each.level for each in found)

@@ -10,16 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from speedswap import kernels
-from speedswap._machine import (
-    available_bytes,
-    cores,
-    file_system,
-    group_bytes,
-    lockable_bytes,
-    pages,
-    physical_bytes,
-)
+from speedswap import _machine, kernels
 from speedswap._words import size_in_words
 from speedswap.apps.info import cupy_problems, driver_version, installed_cupys, without_gpu
 from speedswap.apps.ranks import is_launched
@@ -56,21 +47,20 @@ def examine(batch: int) -> Iterator[Finding]:
     if nodes > 1:
         says = f"memory is divided between {nodes} nodes; that of another node is slower"
         yield Finding("slow", "NUMA", says, "numactl --interleave=all python train.py")
-    if pages().endswith("never"):
+    if _machine.pages().endswith("never"):
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         yield Finding("slow", "huge pages", "off: random rows take two accesses to memory in place of one", remedy)
     else:
-        yield Finding("ok", "huge pages", pages().rpartition(": ")[2])
-    limited = group_bytes() is not None and ", all that the container's limit leaves"
-    yield Finding(
-        "ok", "memory", f"{size_in_words(available_bytes())} free of {size_in_words(physical_bytes())}{limited or ''}"
-    )
+        yield Finding("ok", "huge pages", _machine.pages().rpartition(": ")[2])
+    free, limited = size_in_words(_machine.available_bytes()), _machine.group_bytes() is not None
+    says = f"{free} free of {size_in_words(_machine.physical_bytes())}"
+    yield Finding("ok", "memory", says + (", all that the container's limit leaves" if limited else ""))
     yield _shared_memory(batch)
     yield from _gpu()
 
 
 def _threads() -> Finding:
-    share, used = cores(), kernels.get_num_threads()
+    share, used = _machine.cores(), kernels.get_num_threads()
     says = f"{used} on {share:g} cores"
     if used > math.ceil(share):
         return Finding(
@@ -84,7 +74,7 @@ def _threads() -> Finding:
 def _shared_memory(batch: int) -> Finding:
     if not _SHARED_MEMORY.is_dir():
         return Finding("ok", "/dev/shm", "none")
-    free, workers = shutil.disk_usage(_SHARED_MEMORY).free, math.ceil(cores())
+    free, workers = shutil.disk_usage(_SHARED_MEMORY).free, math.ceil(_machine.cores())
     need = 2 * workers * batch * 8  # each worker is two batches ahead
     says = f"{size_in_words(free)} free"
     if need <= free:
@@ -110,8 +100,8 @@ def _gpu() -> Iterator[Finding]:
             yield Finding("broken", "CUDA kernels", says or remedy, remedy if says else "speedswap info")
     else:
         yield Finding("ok", "CUDA kernels", reason)
-    limit = lockable_bytes()
-    if limit is not None and limit < available_bytes():
+    limit = _machine.lockable_bytes()
+    if limit is not None and limit < _machine.available_bytes():
         says = f"{size_in_words(limit)} may be locked; some systems pin no more, and the table is staged then"
         yield Finding("slow", "locked memory", says, "ulimit -l unlimited (docker run --ulimit memlock=-1 …)")
 
@@ -124,7 +114,7 @@ def of_disk(path: Path, rows_per_second: float, access: str) -> Finding:
         rows_per_second: random rows of a table on disk that were read there.
         access: how they were read, as a table's details say it.
     """
-    kind, free = file_system(path), shutil.disk_usage(path).free
+    kind, free = _machine.file_system(path), shutil.disk_usage(path).free
     says = f"{path}: {kind or 'unknown file system'}, {size_in_words(free)} free, {rows_per_second:,.0f} random rows/s"
     if kind in _IN_MEMORY:
         return Finding("slow", "disk", f"{says}: this is memory", "give a directory on a disk: --path DIR")

@@ -94,20 +94,16 @@ class Rates:
     def measured(cls, spec: TableSpec, folder: Path | None) -> Rates:
         """Measure with samples of a table: half a GiB in memory, a quarter in a temporary directory in ``folder``."""
         record = spec.record_bytes()
-        fitting = min(_MEMORY_SAMPLE, available_bytes() // 8) // record
-        rows = max(2, min(spec.rows, fitting))
+        rows = max(2, min(spec.rows, _MEMORY_SAMPLE // record, available_bytes() // 8 // record))
         gather, scatter, step = _seconds(spec, rows, record, "pageable", "cpu")
-        lookups = _lookups(spec, rows)
-        more: dict[str, float] = {}
+        own = max(0.0, step - gather - scatter)
+        bus: tuple[float, float] | tuple[None, None] = (None, None)
         if kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none"):
-            _, _, step = _seconds(spec, rows, record, "device", "cuda")
-            more = _links()
-            own = step
-        else:
-            own = max(0.0, step - gather - scatter)
-        moved = lookups * record
-        disk = {} if folder is None else _of_disk(spec, record, folder)
-        return cls(record, moved / gather, moved / scatter, own / lookups, **disk, **more)  # type: ignore[arg-type]
+            (_, _, own), bus = _seconds(spec, rows, record, "device", "cuda"), _links()
+        reads, writes, access = (None, None, "") if folder is None else _of_disk(spec, record, folder)
+        moved = _lookups(spec, rows) * record
+        own /= _lookups(spec, rows)
+        return cls(record, moved / gather, moved / scatter, own, reads, writes, access, *bus)
 
 
 def _lookups(spec: TableSpec, rows: int) -> int:
@@ -117,30 +113,28 @@ def _lookups(spec: TableSpec, rows: int) -> int:
 def _seconds(spec: TableSpec, rows: int, record: int, storage: str, device: str) -> tuple[float, float, float]:
     """Return the seconds of a gather, a scatter and a step, each of distinct random rows."""
     items, optimizer = spec.training(rows, storage, device)
-    count = _lookups(spec, rows)
-    batches = [kernels.unique(batch.near)[0] for batch in random_batches(rows, count, record, device)]
-    grad = torch.ones(count, spec.dim, device=device)
+    drawn = random_batches(rows, _lookups(spec, rows), record, device)
+    batches = [kernels.unique(batch.near)[0] for batch in drawn]
     values = items.table.lease(batches[0]).columns
+    grad = torch.ones_like(values["weight"])
+
+    def gather(call: int) -> None:
+        items.table.lease(batches[call % len(batches)])
+
+    def scatter(call: int) -> None:
+        items.table.give_back(Block(batches[call % len(batches)], {}), values)
 
     def step(call: int) -> None:
         items(batches[call % len(batches)]).backward(grad)
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds = in_turn(
-        {
-            "gather": lambda call: items.table.lease(batches[call % len(batches)]),
-            "scatter": lambda call: items.table.give_back(Block(batches[call % len(batches)], {}), values),
-            "step": step,
-        },
-        repeats=3,
-        warm_up=1,
-    )
+    seconds = in_turn({way: way for way in (gather, scatter, step)}, repeats=3, warm_up=1)
     items.table.close()
-    return seconds["gather"], seconds["scatter"], seconds["step"]
+    return seconds[gather], seconds[scatter], seconds[step]
 
 
-def _of_disk(spec: TableSpec, record: int, folder: Path) -> dict[str, float | str]:
+def _of_disk(spec: TableSpec, record: int, folder: Path) -> tuple[float, float, str]:
     """Write rows of a table on disk for a while, then read some of them at random."""
     rows = max(2, min(_DISK_SAMPLE, shutil.disk_usage(folder).free // 4) // record)
     with ExitStack() as stack:
@@ -151,9 +145,8 @@ def _of_disk(spec: TableSpec, record: int, folder: Path) -> dict[str, float | st
         stack.callback(items.table.close)
         values, written, begin = torch.rand(min(rows, 4096), spec.dim), 0, time.perf_counter()
         while written < rows and time.perf_counter() - begin < _WRITE_SECONDS:
-            some = values[: rows - written]
-            items.table.write(written, some)
-            written += len(some)
+            items.table.write(written, values[: rows - written])
+            written = min(rows, written + len(values))
         items.table.drain()
         wrote = time.perf_counter() - begin
         generator, count, spent = torch.Generator().manual_seed(0), 64, 0.0
@@ -163,16 +156,14 @@ def _of_disk(spec: TableSpec, record: int, folder: Path) -> dict[str, float | st
             items.table.gather(ids)
             took = time.perf_counter() - begin
             spent, count = spent + took, min(4 * count, _lookups(spec, written))
-        cached = min(1.0, _CACHE_BYTES / (written * record))
+        missed = 1 - min(1.0, _CACHE_BYTES / (written * record))
         access = items.table.store.files.details()["access"]  # type: ignore[union-attr]
-    return {"reads": len(ids) * (1 - cached) / took, "writes": written * record / wrote, "access": access}
+    return len(ids) * missed / took, written * record / wrote, access
 
 
-def _links() -> dict[str, float]:
-    """Return the bytes per second of copies between pinned memory and the GPU."""
+def _links() -> tuple[float, float]:
+    """Return the bytes per second of copies from pinned memory to the GPU, and back."""
     host = torch.empty(_LINK_SAMPLE, dtype=torch.uint8, pin_memory=True)
     near = host.to("cuda")
-    seconds = in_turn(
-        {"to_gpu": lambda call: near.copy_(host), "from_gpu": lambda call: host.copy_(near)}, repeats=5, warm_up=1
-    )
-    return {name: _LINK_SAMPLE / took for name, took in seconds.items()}
+    seconds = in_turn({"to": lambda call: near.copy_(host), "from": lambda call: host.copy_(near)}, repeats=5)
+    return _LINK_SAMPLE / seconds["to"], _LINK_SAMPLE / seconds["from"]

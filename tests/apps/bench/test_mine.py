@@ -80,15 +80,18 @@ def test_a_column_of_several_is_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
-        (b"1 2\n3,user_7\n", "line 2 of {} has 'user_7': give whole numbers"),
-        (b"1 2\n\xff\xfe\n", "line 2 of {} has"),
-        (b"1.5", "line 1 of {} has '1.5': give whole numbers"),
-        (b"3 9223372036854775808", "has '9223372036854775808': give whole numbers of 64 bits"),
+        (
+            b"1 2\n3,user_7\n",
+            "the file of ids {} cannot be used (invalid literal for int() with base 10: b'user_7'): give",
+        ),
+        (b"1 2\n\xff\xfe\n", "the file of ids {} cannot be used"),
+        (b"1.5", "b'1.5'): give whole numbers"),
+        (b"3 9223372036854775808", "give whole numbers of 64 bits"),
         (b"5\n6\n-1\n", "id 2 of {} is -1: leave out ids below 0"),
         (b"", "{} has no ids: give a file with whole numbers"),
         (b" \n,\n", "{} has no ids"),
-        (b"\x93NUMPY and no more", "the file of ids {} is damaged"),
-        (b"PAR1 and no more", "the file of ids {} is damaged"),
+        (b"\x93NUMPY and no more", "the file of ids {} cannot be used"),
+        (b"PAR1 and no more", "the file of ids {} cannot be used"),
         (b"\x1f\x8b and no more", "the file of ids {} is not a whole gzip file"),
         (None, "the file of ids {} cannot be read: No such file"),
     ],
@@ -189,7 +192,7 @@ def test_trainers_are_verified_with_the_users_ids(monkeypatch):
     plan = step.StepPlan(50, 8, 50, 4, 1, {}, (), ())
 
     def compared(ids):
-        return step.compare("sgd", "cpu", plan, {}, [IdBatch(ids, ids)] * 4, of_user=True)
+        return step.compare("sgd", "cpu", plan, {}, [IdBatch(ids, ids)] * 4, [IdBatch(ids, ids)] * 3)
 
     mistaken = [*contestants("sgd", "cpu"), Contestant("forgetful", "other", partial(Forgetful, storage="pageable"))]
     monkeypatch.setattr(step, "contestants", lambda optimizer, device, dense=None: mistaken)
