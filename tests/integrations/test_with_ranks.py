@@ -45,8 +45,20 @@ resumed, parallel, optimizer, loader = prepared()
 load("apart", parallel, optimizer)
 train(resumed, parallel, optimizer, loader)
 """
+TRAINER = """
+def sharded():
+    model = speedswap.ignore_in_ddp(converted(speedswap.Ranks()))
+    return model
+
+arguments("apart", 8)  # the processes meet
+through, resumed = sharded(), sharded()
+train(through)
+train(resumed, "apart/checkpoint-4")
+through, resumed = through.model, resumed.model
+through.items, resumed.items = through.embed_tokens, resumed.embed_tokens
+"""
 SAME = """
-ids = torch.arange(100_000)
+ids = torch.arange(5000)
 print("tables agree" if torch.equal(resumed.items.read(ids), through.items.read(ids)) else "other", flush=True)
 """
 
@@ -61,4 +73,10 @@ def test_lightnings_ddp_saves_and_resumes(tmp_path: Path, in_a_folder: None) -> 
 def test_accelerates_processes_save_and_resume(tmp_path: Path, in_a_folder: None) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "train.py").write_text(code_of("accelerate", "class Scores(", "def save(") + ACCELERATE + SAME)
+    assert torchrun(2, ["train.py"]).count("tables agree") == 2
+
+
+def test_trainers_processes_save_and_resume(tmp_path: Path, in_a_folder: None) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(code_of("trainer", "def converted", "class TableCheckpoints") + TRAINER + SAME)
     assert torchrun(2, ["train.py"]).count("tables agree") == 2
