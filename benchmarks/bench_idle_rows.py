@@ -4,6 +4,7 @@ python benchmarks/bench_idle_rows.py [--device cpu|cuda] [--quick] [--json FILE]
 
 A million rows of 128 floats; a step looks up 65,536 ids of Zipf's distribution. Each optimizer's three trainings take
 turns, first 300 steps unmeasured, so that rows come from all ages. Dense is ``nn.Embedding`` with torch's optimizer.
+Then what an exponential average of the rows adds to a lazy Adam step, and torch's to one of SparseAdam.
 """
 
 from __future__ import annotations
@@ -39,10 +40,15 @@ def batches(rows: int, count: int, device: str) -> Iterator[Tensor]:
 
 
 def training(
-    module: nn.Module, make: Callable[[Any], optim.Optimizer], ids: Iterator[Tensor], idle_rows: str = ""
+    module: nn.Module,
+    make: Callable[[Any], optim.Optimizer],
+    ids: Iterator[Tensor],
+    idle_rows: str = "",
+    average: Callable[[nn.Module], optim.swa_utils.AveragedModel] | None = None,
 ) -> Callable[[], float]:
     """Return a function that takes a step and returns its seconds."""
     optimizer = make(module.parameters())
+    averaged = None if average is None else average(module)
     if idle_rows:
         speedswap.attach(optimizer, module, idle_rows=idle_rows)
 
@@ -52,6 +58,8 @@ def training(
         optimizer.zero_grad()
         module(batch).sum().backward()
         optimizer.step()
+        if averaged is not None:
+            averaged.update_parameters(module)
         return _now(batch) - begun
 
     return step
@@ -93,6 +101,36 @@ def measure(device: str, quick: bool) -> dict[str, Any]:
             f"nn.Embedding {milliseconds['torch']:8.2f} ms   dense / lazy {ratios['dense / lazy']:.2f}   "
             f"dense / nn.Embedding {ratios['dense / torch']:.3f}"
         )
+    found["averages"] = _averages(rows, batch, device, warm, steps, dense_steps)
+    return found
+
+
+def _averages(rows: int, batch: int, device: str, warm: int, steps: int, dense_steps: int) -> dict[str, float]:
+    """Time lazy steps of Adam without and with averages; return milliseconds."""
+
+    def torchs(module: nn.Module) -> optim.swa_utils.AveragedModel:
+        return optim.swa_utils.AveragedModel(module, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.999))
+
+    def step_of(name: str) -> Callable[[], float]:
+        ids, average = batches(rows, batch, device), None
+        if name.startswith("torch"):
+            module, make = nn.Embedding(rows, DIM, sparse=True, device=device), optim.SparseAdam
+            average = torchs if name.endswith("averaged") else None
+        else:
+            module, make = speedswap.Embedding(rows, DIM, seed=0, device=device), OPTIMIZERS["Adam"]
+            average = (lambda each: speedswap.optim.Averaged(each, decay=0.999)) if name.endswith("averaged") else None
+        return training(module, make, ids, average=average)
+
+    found = {}
+    for pair, unmeasured, measured in (("speedswap", warm, steps), ("torch", 1, dense_steps)):
+        taken = {name: step_of(name) for name in (pair, f"{pair} averaged")}
+        for step in taken.values():
+            for _ in range(unmeasured):
+                step()
+        seconds = [{name: step() for name, step in taken.items()} for _ in range(measured)]
+        found |= {name: statistics.median(each[name] for each in seconds) * 1e3 for name in taken}
+        del taken, step
+    print("Adam with averages: " + "   ".join(f"{name} {took:.2f} ms" for name, took in found.items()))
     return found
 
 

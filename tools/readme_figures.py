@@ -566,6 +566,15 @@ def idle_rows(found: Figures) -> Rows:
         lazy, dense, theirs = (entry["ms"][kind] / 1e3 for kind in ("lazy", "dense", "torch"))
         what = f'{name} with `idle_rows="dense"`, {size}; lazily {ms(lazy, 0)}'
         yield what, ms(dense, 0), f"`nn.Embedding`: {ms(theirs, 0)}", f"{theirs / dense:.1f}"
+    if "averages" in found:
+        took = {name: each / 1e3 for name, each in found["averages"].items()}
+        without, ours, plain, theirs = took.values()
+        yield (
+            f"lazy Adam with an exponential average; without {ms(without, 0)}",
+            ms(ours, 0),
+            f"SparseAdam with AveragedModel {ms(theirs, 0)}; without {ms(plain, 0)}",
+            f"{theirs / ours:.1f}",
+        )
 
 
 def idle_quality(found: Figures) -> Rows:
