@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,33 @@ def test_averages_of_lightning_are_refused_with_ours() -> None:
     page = run_page("lightning", "class Scores(")
     with pytest.raises(WeightError, match=r"speedswap\.optim\.Averaged\(model\)"):
         fitted(page["Scores"](), max_epochs=1, callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])
+
+
+def test_fabric_saves_and_resumes() -> None:
+    """In its own files, and in checkpoints of ours, which an optimizer that Fabric has not wrapped loads too."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(speedswap.Embedding(100, 4), torch.nn.Linear(4, 1))
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def run(model: Any, optimizer: Any, steps: range) -> torch.Tensor:
+        for step in steps:
+            optimizer.zero_grad()
+            fabric.backward(model(torch.tensor([step, 2 * step + 1])).square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+        rows: torch.Tensor = model.module[0].read()
+        return rows
+
+    model, optimizer = fabric.setup(*made())
+    run(model, optimizer, range(3))
+    fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer})
+    speedswap.save_checkpoint("ours", model.module, optimizer)
+    through = run(model, optimizer, range(3, 6))
+    theirs, ours = fabric.setup(*made()), made()
+    fabric.load("fabric.ckpt", {"model": theirs[0], "optimizer": theirs[1]})
+    speedswap.load_checkpoint("ours", *ours)
+    for again in (theirs, fabric.setup(*ours)):
+        assert torch.equal(run(*again, range(3, 6)), through)
