@@ -21,7 +21,7 @@
 # MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
 # PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
 # SPEEDSWAP_WERROR=OFF     take no compiler's warning for an error, where the tests are installed
-# SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
+# SPEEDSWAP_CUDA=ON|OFF    compile the CUDA kernels for all GPUs, or not at build (AUTO: for those of this machine, if nvcc is found)
 
 PYTHON ?= python3
 TORCH := torch==2.13.0

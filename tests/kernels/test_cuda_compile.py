@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,10 +124,17 @@ def test_the_ptx_is_what_was_meant(nvrtc: Nvrtc):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_compiles_without_warnings(tmp_path: Path):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 103, 120])
+def test_nvcc_compiles_without_warnings(tmp_path: Path, arch: int):
+    """For each architecture that the wheels' fatbin is for."""
+    known = subprocess.run(["nvcc", "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
+    if f"compute_{arch}" not in known:
+        assert arch != 90
+        pytest.skip(f"this nvcc does not know sm_{arch}")
     fatbin = tmp_path / "rows.fatbin"
     command = ["nvcc", "-fatbin", "-std=c++17", "-fmad=false", "-allow-unsupported-compiler", "-Werror", "all-warnings"]
-    targets = ["-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_90,code=compute_90"]
+    targets = ["-gencode", f"arch=compute_{arch},code=[sm_{arch},compute_{arch}]"]
     subprocess.run([*command, *targets, "-x", "cu", str(CSRC / "rows.cuh"), "-o", str(fatbin)], check=True)
     assert fatbin.stat().st_size > 10_000
 
@@ -150,19 +159,53 @@ def test_the_kernels_need_no_header(name: str):
     assert "#include" not in modules.source().split("#else")[0]
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
-def test_the_fatbin_has_ptx_of_the_oldest_architecture_too(tmp_path: Path):
-    """GPUs between those that are named, as sm_87 and sm_110, are older than the newest PTX."""
+@pytest.fixture(scope="module")
+def configure(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Run CMake with the given SPEEDSWAP_CUDA, an nvcc and two kinds of GPUs; return the build folder."""
+    if shutil.which("cmake") is None:
+        pytest.skip("needs CMake")
     pybind11 = pytest.importorskip("pybind11")
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text("#!/bin/sh\nprintf 'compute_75\\ncompute_87\\ncompute_90\\ncompute_110\\ncompute_120\\n'\n")
-    nvcc.chmod(0o755)
-    settings = [f"-DNVCC={nvcc}", "-DSPEEDSWAP_CUDA=ON", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
-    command = ["cmake", "-S", str(CSRC.parent), "-B", str(tmp_path / "build"), "-G", "Unix Makefiles", *settings]
-    subprocess.run([*command, f"-DPython_EXECUTABLE={sys.executable}"], check=True, stdout=subprocess.DEVNULL)
-    rules = (tmp_path / "build/CMakeFiles/fatbin.dir/build.make").read_text()
-    targets = re.findall(r"arch=compute_(\d+),code=(\w+)", rules)
-    assert targets == [
+    folder = tmp_path_factory.mktemp("configure")
+    for name, prints in {
+        "nvcc": r"compute_75\ncompute_87\ncompute_90\ncompute_110\ncompute_120\n",
+        "nvidia-smi": r"9.0\n7.5\n9.0\n6.1\n",
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\nprintf '{prints}'\n")
+        (folder / name).chmod(0o755)
+    settings = [f"-DNVCC={folder / 'nvcc'}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+    command = ["cmake", "-S", str(CSRC.parent), "-B", str(folder / "build"), "-G", "Unix Makefiles", *settings]
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+    def run(cuda: str) -> Path:
+        words = [*command, f"-DPython_EXECUTABLE={sys.executable}", f"-DSPEEDSWAP_CUDA={cuda}"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=env)
+        return folder / "build"
+
+    return run
+
+
+def targets_in(build: Path) -> list[tuple[str, str]]:
+    rules = (build / "CMakeFiles/fatbin.dir/build.make").read_text()
+    return re.findall(r"arch=compute_(\d+),code=(\w+)", rules)
+
+
+def test_the_fatbin_has_ptx_of_the_oldest_architecture_too(configure: Callable[[str], Path]):
+    """GPUs between those that are named, as sm_87 and sm_110, are older than the newest PTX."""
+    assert targets_in(configure("ON")) == [
         *((arch, f"sm_{arch}") for arch in ("75", "90", "120")),
         *((arch, f"compute_{arch}") for arch in ("75", "120")),
     ]
+
+
+def test_an_install_compiles_kernels_for_the_gpus_of_its_machine(configure: Callable[[str], Path]):
+    """Each kind once; none that this nvcc does not know."""
+    assert targets_in(configure("AUTO")) == [
+        *((arch, f"sm_{arch}") for arch in ("75", "90")),
+        *((arch, f"compute_{arch}") for arch in ("75", "90")),
+    ]
+
+
+def test_wheels_share_a_fatbin_that_was_compiled_once(configure: Callable[[str], Path], tmp_path: Path):
+    fatbin = tmp_path / "shared.fatbin"
+    installed = (configure(str(fatbin)) / "cmake_install.cmake").read_text()
+    assert re.search(rf'RENAME "rows.fatbin" FILES "{fatbin}"', installed)

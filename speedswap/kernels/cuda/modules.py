@@ -191,7 +191,7 @@ def fatbin() -> Path:
     """
     path = _beside_compiled_part("rows.fatbin")
     if not path.exists():
-        raise FileNotFoundError("no fatbin was built: nvcc was not found, or SPEEDSWAP_CUDA was OFF")
+        raise FileNotFoundError("no fatbin was built: nvcc or a GPU was missing then, or SPEEDSWAP_CUDA was OFF")
     return path
 
 
