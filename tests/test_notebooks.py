@@ -27,19 +27,20 @@ def first_cell(notebook: Path) -> str:
 
 
 class Shell:
-    """Stands for IPython: notes the magic commands."""
+    """Stands for IPython: notes the magic commands, with variables in braces replaced."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.variables: dict[str, Any] = {"get_ipython": lambda: self}
 
-    def run_line_magic(self, *words: str) -> None:
-        self.asked.append(words[:2])  # type: ignore[arg-type]
+    def run_line_magic(self, name: str, line: str) -> None:
+        self.asked.append((name, line.format_map(self.variables)))
 
 
 def run_first_cell() -> list[tuple[str, str]]:
     shell = Shell()
     cell = TransformerManager().transform_cell(first_cell(NOTEBOOKS[0]))
-    exec(compile(cell, "cell", "exec"), {"get_ipython": lambda: shell})
+    exec(compile(cell, "cell", "exec"), shell.variables)
     return shell.asked
 
 
@@ -48,10 +49,30 @@ def test_all_notebooks_begin_alike():
     assert len({first_cell(notebook) for notebook in NOTEBOOKS}) == 1
 
 
-def test_where_speedswap_is_missing_it_installs_the_clone(monkeypatch):
+@pytest.fixture
+def missing(monkeypatch):
     importlib.import_module("speedswap.cli")  # the cell imports it where find_spec finds nothing
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert run_first_cell() == [("pip", 'install --quiet "..[demo]"')]
+
+
+@pytest.mark.usefixtures("missing")
+def test_where_speedswap_is_missing_it_installs_the_clone(monkeypatch):
+    monkeypatch.chdir(ROOT / "colab")
+    assert run_first_cell() == [("pip", f'install --quiet "{ROOT}[demo]"')]
+
+
+@pytest.mark.usefixtures("missing")
+@pytest.mark.parametrize(
+    "name", ["speedswap-1.0-cp311-cp311-manylinux_2_28_x86_64.whl", "speedswap-1.0.tar.gz", "speedswap-main.zip"]
+)
+def test_notebook_that_is_uploaded_alone_installs_the_file_beside_it(monkeypatch, tmp_path, name):
+    """In Colab it has a folder to itself, /content."""
+    folder = tmp_path / "content"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "speedswap-notes").mkdir()
+    (folder / name).touch()
+    assert run_first_cell() == [("pip", f'install --quiet "{folder / name}[demo]"')]
 
 
 def test_where_speedswap_is_installed_it_only_says_what_it_found(capsys):
@@ -60,6 +81,15 @@ def test_where_speedswap_is_installed_it_only_says_what_it_found(capsys):
     printed = capsys.readouterr().out
     assert {"kernels", "GPU"} <= set(printed.splitlines())
     assert re.search(r"^  CuPy +\S", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.usefixtures("missing")
+def test_notebook_alone_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        AssertionError, match="put a clone, an archive or a wheel of speedswap into this notebook's folder"
+    ):
+        run_first_cell()
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
