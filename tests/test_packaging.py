@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,18 @@ def test_readme_names_the_commands_of_the_build():
     """The continuous build and newcomers read them from the page."""
     text = (ROOT / "README.md").read_text()
     assert re.findall(r"^make \w+", text, flags=re.MULTILINE) == ["make demo", "make test"]
+
+
+def test_continuous_build_runs_what_the_readme_says():
+    assert "make test" in re.findall(r"- run: (.*)", (ROOT / ".github/workflows/ci.yml").read_text())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_wheels_are_built_for_every_python_that_is_promised():
+    """By cibuildwheel, from the oldest that the package takes to the newest that it names."""
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(settings["project"]["classifiers"]))
+    assert f">=3.{named[0]}" == settings["project"]["requires-python"]
+    assert settings["tool"]["cibuildwheel"]["build"].split() == [f"cp3{minor}-*" for minor in named]
