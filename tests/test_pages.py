@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import concept_pictures
 import pytest
+
+import speedswap
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = "cheat-sheet contrastive export gpu growing-ids index many-tables resume warnings".split()
@@ -18,6 +22,16 @@ def test_snippets_run(page: str) -> None:
     code = ON_GITHUB.findall((DOCS / f"{page}.md").read_text())
     assert code
     exec(compile("import torch, speedswap\n" + "\n".join(code), f"{page}.md", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", "coming-from concepts faq export gpu index which-place cheat-sheet".split())
+def test_names_of_ours_exist(page: str) -> None:
+    for name in re.findall(r"\bspeedswap(?:\.[A-Za-z_]\w*)+", (DOCS / f"{page}.md").read_text()):
+        value: Any = speedswap
+        for part in name.split(".")[1:]:
+            if not hasattr(value, part):
+                importlib.import_module(f"{value.__name__}.{part}")
+            value = getattr(value, part)
 
 
 def test_pictures_of_concepts_are_as_drawn() -> None:
