@@ -392,12 +392,10 @@ class BatchAttempts(Attempts):
     def __post_init__(self) -> None:
         super().__init__(self.size)
         self._known = self.sizes.known
-        self._whole = max(packing.whole for packing in self.packings)
-        self.rungs = self.rungs if self._whole else ()
+        self._largest = max(self.packings, key=lambda packing: packing.whole)
+        self.rungs = self.rungs if self._largest.whole else ()
         self.parts: list[Parts] = []
         self._gauge: LimitedMemory | AllocatorGauge | None = None
-        # Ranks side by side escalate together, with all samples.
-        self._is_selective = not self.packings[0].is_even and not self.ranks.in_step
 
     def predict(self, device: torch.device) -> None:
         """Let micro-batches of samples of different cost be no larger than their memory allows, as far as known."""
@@ -412,14 +410,6 @@ class BatchAttempts(Attempts):
         packing.model = self._known.model
         self._gauge = AllocatorGauge(device) if is_gpu else None
 
-    def agree_on_size(self, largest: SamplePacking) -> None:
-        """Adopt the size that the ranks begin with, each with its largest packing."""
-        self.size = self.sizes.agree(self.size, self.ranks.begin(self._told(self.size), largest))
-
-    def _told(self, size: int) -> int:
-        """Return what to tell other ranks of a size: nothing if only some samples escalate, which others may lack."""
-        return self._whole if size < 1 and self._is_selective else size
-
     def divided(self) -> list[Parts]:
         """Return the micro-batches of the present attempt, for each packing."""
         self.parts = [Parts(packing, self.ranks.parts(packing, self.size), self._gauge) for packing in self.packings]
@@ -429,7 +419,7 @@ class BatchAttempts(Attempts):
     def attempt(self) -> Iterator[None]:
         """Surround one attempt: its ranks meet at the end, and exceeding its memory is an out-of-memory error."""
         with self.ranks.attempt(self.size) as self.size:
-            for packing in self.packings if self._is_selective else ():
+            for packing in self.packings if self._largest.is_selective else ():
                 packing.alone = self._known.alone
             escalates = any(packing.escalating(self.size) for packing in self.packings)
             calls = list(zip(self.functions, self.packings, strict=False))
@@ -466,9 +456,9 @@ class BatchAttempts(Attempts):
             less = proven if 0 < proven < largest else largest // 2
             if samples == 1:
                 less = min(largest - 1, self.size, 0)
-            if self._is_selective and samples == 1 and largest > 0:
+            if self._largest.is_selective and samples == 1 and largest > 0:
                 known.leave_alone(largest)
-            elif self._is_selective and samples > 1 and known.escalates:
+            elif self._largest.is_selective and samples > 1 and known.escalates:
                 known.alone, less = known.alone._replace(limit=less), min(self.size, 0)
             smaller = known.failed(largest, less if samples < 2 else None) if was_trial else less
             known.shrink(smaller, failed=largest)
@@ -523,9 +513,13 @@ class BatchAttempts(Attempts):
         if largest := max((part.cost for parts in self.parts for part in parts.each), default=0):
             sizes.size = min(self.size, largest) if self.size < 1 else largest
         known.largest[self.work] = max(known.largest.get(self.work, 0), self.size)
-        if self._is_selective and known.escalates and not any(packing.escalating(0) for packing in self.packings):
+        if (
+            self._largest.is_selective
+            and known.escalates
+            and not any(packing.escalating(0) for packing in self.packings)
+        ):
             known.end_trial(due_again=True)  # without those samples it says nothing about them
-        elif count and not sizes.is_fixed and known.fitted(self.size, self._whole):
+        elif count and not sizes.is_fixed and known.fitted(self.size, self._largest.whole):
             assert sizes.size is not None
             assert before is not None
             sizes.report(before, sizes.size, "it fits")
@@ -545,7 +539,7 @@ class BatchAttempts(Attempts):
             The loss of all ranks together, and whether the loss function returned an aux on any.
         """
         with self.changes.restored_on_error():
-            agreed, somewhere = self.ranks.end(self._told(self.size), self._whole, gives_aux)
+            agreed, somewhere = self.ranks.end(self.size, self._largest, gives_aux)
             self.fitted(count=count)
             self.sizes.agree(self.size, agreed)
             return self.ranks.reduce(loss, average=average), somewhere

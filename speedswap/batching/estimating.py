@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import LBFGS, Optimizer
 
+from speedswap._words import size_in_words
 from speedswap.batching.functions import name_of
 from speedswap.batching.memory import LimitedMemory, storages
 from speedswap.batching.nested import Batch
@@ -194,23 +196,17 @@ class MemoryEstimate:
                 "and the optimizer's state; give more memory, offload activations, or choose an optimizer with less "
                 "state"
             )
-        low, high = 1, 2
-        while high < _MOST and self.total(high) <= budget_bytes:
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.total(middle) <= budget_bytes else (low, middle)
-        return low
+        return bisect_right(range(1, _MOST), budget_bytes, key=self.total)
 
     def table(self, micro_batch_sizes: Sequence[int] = (1, 8, 64, 512)) -> str:
         """Return the parts and their sum as text, one column per size."""
         lines = [["micro-batch size", *map(str, micro_batch_sizes)]]
         for name in ("parameters", "buffers", "gradients", "optimizer_state"):
-            lines.append([name.replace("_", " "), *[_readable(getattr(self, name))] * len(micro_batch_sizes)])
+            lines.append([name.replace("_", " "), *[size_in_words(getattr(self, name))] * len(micro_batch_sizes)])
         for name in ("inputs", "activations", "temporaries", "total"):
-            lines.append([name, *(_readable(getattr(self, name)(size)) for size in micro_batch_sizes)])
+            lines.append([name, *(size_in_words(getattr(self, name)(size)) for size in micro_batch_sizes)])
         if self.context:
-            lines.append(["beside torch", *[_readable(self.context)] * len(micro_batch_sizes)])
+            lines.append(["beside torch", *[size_in_words(self.context)] * len(micro_batch_sizes)])
         return "\n".join(f"{name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in lines)
 
     def __str__(self) -> str:
@@ -289,18 +285,6 @@ def estimate_memory(
         _passes=passes(runs, at_start),
         _step=at_step + _small_change(at_step),
     )
-
-
-def _readable(nbytes: int) -> str:
-    """Return bytes in the largest unit that they fill.
-
-    >>> _readable(1023), _readable(3 << 19)
-    ('1023 B', '1.50 MiB')
-    """
-    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**exponent:
-            return f"{nbytes / 1024**exponent:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,17 +59,20 @@ class SamplePacking:
     Args:
         batch: the batch.
         costs: of each sample, positive; None where each costs 1.
+        side_by_side: whether all ranks run the same passes.
 
     Attributes:
         batch: the same.
+        is_selective: whether the costliest samples escalate without the others.
         whole: the cost of the batch as one micro-batch.
         alone: the samples that escalate, with a limit below 1.
         model: what micro-batches take; None where that is not known.
         nbytes: the memory for one.
     """
 
-    def __init__(self, batch: Batch, costs: Sequence[int] | None = None) -> None:
+    def __init__(self, batch: Batch, costs: Sequence[int] | None = None, *, side_by_side: bool = False) -> None:
         self.batch = batch
+        self.is_selective = costs is not None and not side_by_side
         self.whole = batch.size
         self.alone = Alone()
         self.model: MemoryModel | None = None
@@ -133,11 +137,9 @@ class SamplePacking:
         """Return the sizes of ``count`` micro-batches, the costliest of which costs as little as possible."""
         if not costs:
             return []
-        low, high = 1, len(costs) * costs[0]
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if len(self._packed(costs, middle, count)) <= count else (middle + 1, high)
-        sizes = self._packed(costs, low)
+        limits = range(1, len(costs) * costs[0])
+        place = bisect_left(limits, True, key=lambda limit: len(self._packed(costs, limit, count)) <= count)
+        sizes = self._packed(costs, place + 1)
         while len(sizes) < count:
             place = sizes.index(max(sizes))
             sizes[place : place + 1] = even_sizes(sizes[place], 2)

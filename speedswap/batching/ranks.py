@@ -71,7 +71,7 @@ class TrainingRanks:
         """Surround a forward pass that adds nothing on this rank; where ``in_step``, a backward pass follows it."""
         return nullcontext()
 
-    def end(self, size: int, whole: int, gives_aux: bool) -> tuple[int, bool]:
+    def end(self, size: int, packing: SamplePacking, gives_aux: bool) -> tuple[int, bool]:
         """Agree, after the last pass, that all ranks have succeeded, and on the size for the next batch.
 
         Returns:
@@ -107,7 +107,7 @@ class Peers(TrainingRanks):
 
     def _agree(self, stage: int, size: int, packing: SamplePacking) -> tuple[int, float, list[float]]:
         """Exchange sizes; return the size to use, the smallest limit of any rank, and each rank's batch size."""
-        limit = _limit(size, packing.whole)
+        limit = _limit(size, packing)
         lines = self._exchange.round(stage, limit, packing.batch.size, len(self.parameters))
         if any(line[2] != lines[0][2] for line in lines):
             raise PeerError("the ranks train different numbers of parameters; freeze the same ones everywhere")
@@ -118,8 +118,8 @@ class Peers(TrainingRanks):
     def samples(self, batch_size: int) -> float:
         return self._samples
 
-    def end(self, size: int, whole: int, gives_aux: bool) -> tuple[int, bool]:
-        lines = self._exchange.round(END, _limit(size, whole), float(gives_aux))
+    def end(self, size: int, packing: SamplePacking, gives_aux: bool) -> tuple[int, bool]:
+        lines = self._exchange.round(END, _limit(size, packing), float(gives_aux))
         return _at_most(size, min(line[0] for line in lines)), any(line[1] for line in lines)
 
     def _give_rows(self, average: bool) -> None:
@@ -144,8 +144,10 @@ class Peers(TrainingRanks):
         return everywhere
 
 
-def _limit(size: int, whole: int) -> float:
-    return size if size < whole else math.inf
+def _limit(size: int, packing: SamplePacking) -> float:
+    """Return the limit for other ranks: none where all fits, or where only samples escalate that they may lack."""
+    fits = size >= packing.whole or (size < 1 and packing.is_selective)
+    return math.inf if fits else size
 
 
 def _at_most(size: int, limit: float) -> int:

@@ -491,13 +491,18 @@ class BatchSplitter:
         key = (*map(key_of, functions), *(batch.signature() for batch in batches))
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
         self._device = next((parameter.device for parameter in parameters), batches[0].device)
-        packings = [SamplePacking(batch, costs_of(batch, self._cost) if self._is_packed else None) for batch in batches]
+        packings = [
+            SamplePacking(
+                batch, costs_of(batch, self._cost) if self._is_packed else None, side_by_side=self._ranks.in_step
+            )
+            for batch in batches
+        ]
         largest = max(packings, key=lambda packing: packing.whole)
         sizes = self._sizes_of(work)
         size = sizes.choose(key, largest.whole, self._device)
-        attempts = self._attempts(work, size, functions, packings)
         if work == "backward" or self._ranks.in_step:
-            attempts.agree_on_size(largest)
+            size = sizes.agree(size, self._ranks.begin(size, largest))
+        attempts = self._attempts(work, size, functions, packings)
         if not self._ranks.in_step:  # there all ranks have the same number
             attempts.predict(self._device)
         return attempts

@@ -563,6 +563,23 @@ def check_the_groups_all_reduces_are_left_alone(rank, world_size):
         assert total == sum(range(world_size))
 
 
+def check_buffers_of_the_first_rank_are_there_again_in_a_second_attempt(rank, world_size):
+    """Fail once on the last rank, after DistributedDataParallel's buffers have come from the first one."""
+    inputs, targets = data([4] * world_size)
+    ddp, splitter = split(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double().eval(), check=False)
+    ddp.module[0].running_mean.fill_(float(rank))
+    seen = []
+
+    def loss_fn(x, y):
+        seen.append(float(ddp.module[0].running_mean[0]))
+        if rank == world_size - 1 and len(x) > 2:
+            raise torch.OutOfMemoryError(CUDA_TEXT)
+        return ce(ddp, x, y)
+
+    splitter.backward(loss_fn, inputs[rank], targets[rank])
+    assert seen == [0.0] * (3 if rank == world_size - 1 else 1), seen
+
+
 def check_ranks_agree_on_the_rung(rank, world_size):
     """Check that one rank whose sample does not fit escalates alone, and that all begin the next batch on its rung."""
     inputs, targets = data([3] * world_size)
