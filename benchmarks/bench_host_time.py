@@ -43,6 +43,7 @@ import simulated_gpu
 simulated_gpu.switch_on("eager")
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
+_COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>"}  # calls up to Python 3.11, and not since
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("plain", "lookahead")
 
@@ -72,7 +73,7 @@ class Calls:
         elif event == "call" and (depth or _SIMULATION in frame.f_code.co_filename):
             self._thread.depth = depth + 1
         elif event in ("call", "c_call") and not depth and self.counting:
-            self.python += event == "call"
+            self.python += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
             self.c += event == "c_call"
         if self.counting is None:
             sys.setprofile(None)
@@ -165,6 +166,12 @@ def of_checkout(root: Path, quick: bool) -> dict[str, Any]:
     return found
 
 
+def commit_of(root: Path) -> str:
+    """Return the commit of a checkout, in 12 digits."""
+    git = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(git, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
 def measure(quick: bool, against: Path | None = None) -> dict[str, Any]:
     """Run the benchmark in processes with the simulated GPU, and print its figures.
 
@@ -182,9 +189,7 @@ def measure(quick: bool, against: Path | None = None) -> dict[str, Any]:
     found |= of_checkout(ROOT, quick)
     _print("this version", found)
     if against is not None:
-        git = ["git", "-C", str(against), "rev-parse", "--short=12", "HEAD"]
-        commit = subprocess.run(git, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-        other = of_checkout(against.resolve(), quick)
+        commit, other = commit_of(against), of_checkout(against.resolve(), quick)
         found["against"] = {"commit": commit, **other}
         found["ratios"] = {name: _ratios(other[name], found[name]) for name in KINDS}
         _print(commit, other)

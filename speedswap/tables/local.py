@@ -297,7 +297,11 @@ class LocalStore(RowStore):
             forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
             self._written = True
             write = PendingWrite(block, blocks, forms)
-            self._scatter_later(write, [(group, self._parts(fields, blocks)) for group, fields in groups], transfers)
+            moves = [
+                (group, [kernels.Part(fields[name].offset, blocks[name], forms[name]) for name in fields])
+                for group, fields in groups
+            ]
+            self._scatter_later(write, moves, transfers)
             self.notes.writes += 1
             self._pending.add_write(write)
             return
