@@ -559,6 +559,23 @@ def softmax(found: Figures) -> Rows:
             yield f"{what}: {name}", ms(took), f"{first}: {ms(theirs)}", f"{theirs / took:.1f}"
 
 
+def host_time(found: Figures) -> Rows:
+    """Compare the host's part of a step on a GPU with that of an earlier version."""
+    work, then = found["workload"], found["against"]
+    for name, what in (("plain", "a training step"), ("lookahead", "the same with lookahead")):
+        ours, theirs, ratios = found[name], then[name], found["ratios"][name]
+        size = f"{what}, {work['tables']} tables, fused Adam"
+        calls, before = (each["python"] + each["c"] for each in (ours, theirs))
+        yield (
+            f"calls of Python and C, {size}: {ours['launches']} launches, {ours['waits']} wait",
+            f"{calls:,}",
+            f"commit {then['commit']}: {before:,}",
+            f"{ratios['calls']:.2f}",
+        )
+        seconds, earlier = ms(ours["cpu_seconds"], 2), ms(theirs["cpu_seconds"], 2)
+        yield f"processor time, {size}", seconds, f"commit {then['commit']}: {earlier}", f"{ratios['cpu_seconds']:.2f}"
+
+
 def idle_rows(found: Figures) -> Rows:
     """Compare steps that idle rows take later with lazy steps and with torch's dense ones."""
     size = f"{found['ids']:,} ids, {found['rows']:,} × {found['dim']}"
@@ -629,6 +646,7 @@ SECTIONS: dict[str, Callable[[Figures], Rows]] = {
         idle_rows,
         idle_quality,
         ngram_memory,
+        host_time,
     )
 }
 
