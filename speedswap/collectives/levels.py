@@ -63,6 +63,13 @@ class Levels:
             for place in places
         ]
         self._by_carrier = torch.tensor([rank for ranks in self._ranks_by_carrier for rank in ranks])
+        # Of a round: where each host's ranks are among those of this carrier, and what comes from other hosts.
+        at = {rank: place for place, rank in enumerate(self._ranks_by_carrier[self._place])}
+        self._own_column = at[lane.rank]
+        self._columns = {host: torch.tensor([at[rank] for rank in hosts[host]]) for host in self._carried}
+        from_others = [[rank for rank in ranks if rank not in self._mine] for ranks in self._ranks_by_carrier]
+        self._counts_of_others = [len(ranks) for ranks in from_others]
+        self._others = torch.tensor([rank for ranks in from_others for rank in ranks], dtype=torch.int64)
         self.messages = self.message_bytes = 0
 
     @property
@@ -87,19 +94,14 @@ class Levels:
         """
         width, size = out.shape[1], len(self._mine)
         sizes = [len(ranks) for ranks in self._ranks_by_carrier]
-        ours = self._ranks_by_carrier[self._place]
-        came = self._between_ranks(out[self._by_carrier], [len(ours)] * size, sizes).view(size, len(ours), width)
-        at = {rank: place for place, rank in enumerate(ours)}
-        leaving = {host: came[:, [at[rank] for rank in self._hosts[host]]].contiguous() for host in self._carried}
-        arrived = {host: out.new_empty(len(self._hosts[host]), size, width) for host in self._carried}
+        came = self._between_ranks(out[self._by_carrier], [sizes[self._place]] * size, sizes).view(size, -1, width)
+        leaving = {host: came[:, columns].contiguous() for host, columns in self._columns.items()}
+        arrived = {host: out.new_empty(len(columns), size, width) for host, columns in self._columns.items()}
         self._between_hosts(arrived, leaving)
-        own = came[:, at[self._lane.rank]]  # from the ranks of this host
-        rest = [arrived[host] for host in self._carried]
-        given = torch.cat(rest).transpose(0, 1).reshape(-1, width) if rest else out[:0]
-        others = [[rank for rank in ranks if rank not in self._mine] for ranks in self._ranks_by_carrier]
-        passed_on = self._between_ranks(given, [len(each) for each in others], [len(given) // size] * size)
-        into[torch.tensor(self._mine)] = own
-        into[torch.tensor([rank for each in others for rank in each], dtype=torch.int64)] = passed_on
+        passed_on = torch.cat([out.new_empty(0, size, width), *arrived.values()]).transpose(0, 1).reshape(-1, width)
+        counts = [self._counts_of_others[self._place]] * size
+        into[torch.tensor(self._mine)] = came[:, self._own_column]  # from the ranks of this host
+        into[self._others] = self._between_ranks(passed_on, self._counts_of_others, counts)
 
     # ------------------------------------------------------------------ rows
 
@@ -110,6 +112,7 @@ class Levels:
             tables: for each table, the distinct ids that this rank requests, int64, in the order of their owners; and
                 how many each rank owns.
         """
+        # To the carriers, after a message that tells every rank of this host how many ids come.
         size, ours = len(self._mine), torch.tensor(self._ranks_by_carrier[self._place])
         sent = torch.tensor([counts for _, counts in tables])
         wanted = self._between_ranks(sent.repeat(size, 1), [len(sent)] * size, [len(sent)] * size)
@@ -123,6 +126,7 @@ class Levels:
         columns = [ids.view(-1, 1)[order] for (ids, _), order in zip(tables, orders, strict=True)]
         came = self._send(self._between_ranks, columns, firsts)
 
+        # Every id once for each owner.
         unions, sums, owned = [], [], torch.empty(len(tables), len(ours), dtype=torch.int64)
         for table, ids in enumerate(came):
             counts = wanted[:, table].reshape(-1)
@@ -133,6 +137,7 @@ class Levels:
             unions.append((union % span).view(-1, 1))
             sums.append(Sums(positions, len(union)))
 
+        # Across, after a message with the numbers of ids.
         host_of = torch.tensor([next(at for at, each in enumerate(self._hosts) if rank in each) for rank in ours])
         arriving = torch.zeros(len(self._hosts), len(tables), size, dtype=torch.int64)  # by host, table, owner here
         arriving[self._host, :, self._place] = owned[:, host_of == self._host].squeeze(1)
@@ -144,6 +149,7 @@ class Levels:
         ]
         came = self._send(self._across, unions, seconds)
 
+        # To the owners, likewise; they order the ids by host.
         each = arriving.permute(2, 1, 0).reshape(size * len(tables), -1)
         coming = self._between_ranks(each, [len(tables)] * size, [len(tables)] * size)
         coming = coming.view(size, len(tables), -1)  # by carrier, table, host
@@ -229,6 +235,8 @@ class Levels:
         """Send some tables' rows in one message to each rank of this host, or to each host."""
         parcels = [Parcel(some, *each) for some, each in zip(rows, counts, strict=True)]
         whole = packed(parcels)
+        own = whole.sent[self._host if exchange == self._across else self._place]
+        self._lane.payload_bytes += (sum(whole.sent) - own) * whole.row_bytes
         came = exchange(as_bytes(whole.rows.contiguous()), whole.received, whole.sent)
         return unpacked(came.view(whole.rows.dtype).view(-1, *whole.rows.shape[1:]), parcels)
 
