@@ -304,6 +304,20 @@ def test_a_path_that_is_none_is_broken_and_the_rest_is_said(short, tmp_path, cap
     assert "import speedswap" in out
 
 
+def test_a_full_disk_is_not_measured(short, monkeypatch, tmp_path, capsys):
+    usage = type("Usage", (), {"free": 4 * 2**20})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    main(["doctor", "--path", str(tmp_path), "--batch", "1"])
+    assert "4.0 MiB free are too few to measure" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("dim", [1, 4000])
+def test_rows_of_every_size_are_read_from_the_disk(short, monkeypatch, tmp_path, dim):
+    """However slow the disk: more is written than the cache holds."""
+    monkeypatch.setattr("speedswap.apps.doctor.rates._WRITE_SECONDS", 0.0)
+    assert Rates.measured(TableSpec(100, dim, "adam", 10), tmp_path).reads > 0
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_path_without_the_right_to_write_is_broken(short, tmp_path, capsys):
     tmp_path.chmod(0o500)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         found.append(Finding("slow" if args.path is None else "broken", "disk", says, remedy))
         folder = None
     rates = Rates.measured(spec, folder)
-    if folder is not None and rates.reads is not None:
+    if folder is not None:
         found.append(of_disk(folder, rates.reads, rates.access))
     options = [*estimate(spec, rates, folder)]
     if args.json:

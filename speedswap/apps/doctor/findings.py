@@ -106,15 +106,18 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("slow", "locked memory", says, "ulimit -l unlimited (docker run --ulimit memlock=-1 …)")
 
 
-def of_disk(path: Path, rows_per_second: float, access: str) -> Finding:
+def of_disk(path: Path, rows_per_second: float | None, access: str) -> Finding:
     """Return the finding about a directory and its file system.
 
     Args:
         path: the directory.
-        rows_per_second: random rows of a table on disk that were read there.
+        rows_per_second: random rows of a table on disk that were read there; None if there was no room for it.
         access: how they were read, as a table's details say it.
     """
     kind, free = _machine.file_system(path), shutil.disk_usage(path).free
+    if rows_per_second is None:
+        says = f"{path}: {size_in_words(free)} free are too few to measure, and for most tables"
+        return Finding("slow", "disk", says, "make room, or give another directory: --path DIR")
     says = f"{path}: {kind or 'unknown file system'}, {size_in_words(free)} free, {rows_per_second:,.0f} random rows/s"
     if kind in _IN_MEMORY:
         return Finding("slow", "disk", f"{says}: this is memory", "give a directory on a disk: --path DIR")

@@ -21,7 +21,7 @@ from speedswap.apps.options import WIDEST, named_optimizer, whole
 from speedswap.tables import Block, Storage
 
 _MEMORY_SAMPLE, _DISK_SAMPLE, _LINK_SAMPLE = 1 << 29, 1 << 28, 1 << 26  # bytes
-_CACHE_BYTES = 16 << 20  # of the table on disk, so that its rows are read from there
+_CACHE_BYTES = 4 << 20  # of the table on disk, most of whose rows are not in it
 _MOST_LOOKUPS = 65_536
 _WRITE_SECONDS, _READ_SECONDS = 1.5, 1.0
 
@@ -100,7 +100,9 @@ class Rates:
         bus: tuple[float, float] | tuple[None, None] = (None, None)
         if kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none"):
             (_, _, own), bus = _seconds(spec, rows, record, "device", "cuda"), _links()
-        reads, writes, access = (None, None, "") if folder is None else _of_disk(spec, record, folder)
+        reads, writes, access = None, None, ""
+        if folder is not None and shutil.disk_usage(folder).free > 4 * _DISK_SAMPLE:
+            reads, writes, access = _of_disk(spec, record, folder)
         moved = _lookups(spec, rows) * record
         own /= _lookups(spec, rows)
         return cls(record, moved / gather, moved / scatter, own, reads, writes, access, *bus)
@@ -136,15 +138,15 @@ def _seconds(spec: TableSpec, rows: int, record: int, storage: str, device: str)
 
 def _of_disk(spec: TableSpec, record: int, folder: Path) -> tuple[float, float, str]:
     """Write rows of a table on disk for a while, then read some of them at random."""
-    rows = max(2, min(_DISK_SAMPLE, shutil.disk_usage(folder).free // 4) // record)
+    rows, least = _DISK_SAMPLE // record, 4 * _CACHE_BYTES // record
     with ExitStack() as stack:
         scratch, remove = scratch_folder(stack, folder)
         stack.callback(remove)
         place = speedswap.Disk(scratch / "items", cache_bytes=_CACHE_BYTES, scratch=True)
         items, _ = spec.training(rows, place, "cpu")
         stack.callback(items.table.close)
-        values, written, begin = torch.rand(min(rows, 4096), spec.dim), 0, time.perf_counter()
-        while written < rows and time.perf_counter() - begin < _WRITE_SECONDS:
+        values, written, begin = torch.rand(max(1, least // 4), spec.dim), 0, time.perf_counter()
+        while written < rows and (written < least or time.perf_counter() - begin < _WRITE_SECONDS):
             items.table.write(written, values[: rows - written])
             written = min(rows, written + len(values))
         items.table.drain()
@@ -156,7 +158,7 @@ def _of_disk(spec: TableSpec, record: int, folder: Path) -> tuple[float, float, 
             items.table.gather(ids)
             took = time.perf_counter() - begin
             spent, count = spent + took, min(4 * count, _lookups(spec, written))
-        missed = 1 - min(1.0, _CACHE_BYTES / (written * record))
+        missed = 1 - _CACHE_BYTES / (written * record)
         access = items.table.store.files.details()["access"]  # type: ignore[union-attr]
     return len(ids) * missed / took, written * record / wrote, access
 
