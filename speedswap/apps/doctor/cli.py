@@ -107,7 +107,7 @@ def _of_rates(spec: TableSpec, rates: Rates) -> Iterator[str]:
         "the GPU to pinned memory": rates.from_gpu,
     }.items():
         if rate is not None:
-            yield f"  {name:<28}{rate / 1e9:8.2f} GB/s"
+            yield f"  {name:<28}{rate / 1e6:8,.0f} MB/s"
 
 
 def _of_places(spec: TableSpec, rates: Rates, options: Sequence[PlaceEstimate]) -> Iterator[str]:
