@@ -122,6 +122,7 @@ def test_mlflow_gets_figures_of_tables(tmp_path: Path) -> None:
 
 @pytest.mark.release
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # Ray starts in a minute on a quiet machine with two cores, and in five on a busy one
 def test_rays_workers_own_a_table_together() -> None:
     needs("ray")
     pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
