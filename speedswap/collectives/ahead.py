@@ -11,7 +11,7 @@ import torch
 
 from speedswap._threads import EndingThread
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.messages import ANYTHING, FAILED, OK, Kind, Line
+from speedswap.collectives.messages import ANYTHING, FAILED, NO_COUNT, OK, Kind, Line
 from speedswap.collectives.task import Task
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
@@ -157,7 +157,7 @@ class Ahead:
 
     def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line]:
         """Exchange lines with the ranks that are at the same time; return no lines if one has moved past it."""
-        line = Line(errand.kind, errand.about, 0, 0, FAILED if failed else OK, 0, 0, errand.time, 0)
+        line = Line(errand.kind, errand.about, 0, 0, FAILED if failed else OK, 0, NO_COUNT, errand.time, 0)
         while True:
             lines = self.lane.exchange_lines(line, counts)
             times = [each.note for each in lines]

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from speedswap.collectives.levels import Levels
-from speedswap.collectives.messages import ANYTHING, Kind, Line, Sheet, purpose_of
+from speedswap.collectives.messages import ANYTHING, NO_COUNT, Kind, Line, Sheet, purpose_of
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
 from speedswap.kernels import deferred_interrupts
 
 SPARE_IDS = 1 << 20
+_LEANS = 2  # rounds without counts after which the next one like them is expected to have none
 _ROOM_ON_HOSTS = 32  # numbers; ids are merged, and so not sent with a round
 
 
@@ -87,6 +88,9 @@ class Lane:
         self._is_in_call = False
         self._broken: str | None = None
         self._process = os.getpid()
+        self._leans: Counter[object] = Counter()  # rounds in a row without counts, by what has come before them
+        self._last: object = None  # the line of the last round, and of the one under way
+        self._next: object = None
         self.sheet = Sheet(len(self.ranks))
         with torch.inference_mode(False):
             self.spare = torch.empty(SPARE_IDS, dtype=torch.int64, device="cpu")  # takes no memory until it is written
@@ -198,10 +202,49 @@ class Lane:
             return lines
         if (agreed := self.sheet.agreed) is not None:
             self.payload_bytes += (sum(agreed.sent) - agreed.sent[self.rank]) * agreed.row_bytes
-        into, out, received, sent = self.sheet.fill(lines, ids)
+        before = self._last
+        is_lean = self._leans[before] >= _LEANS and self.levels is None and agreed is None
+        memory = self.sheet.fill(lines, ids)
+        self._next = line[:4]
         self.rounds += 1
-        self._exchange(self._group, into, out, received, sent)
-        return self.sheet.lines()
+        with self._unless_lean() if is_lean else nullcontext():
+            found = self._gather(line._replace(amount=NO_COUNT if counts is None else 0)) if is_lean else None
+            if found is None or any(each.amount != NO_COUNT for each in found):
+                self._exchange(self._group, *memory)
+                found = self.sheet.lines()
+        self._leans[before] = 0 if any(each.amount != NO_COUNT for each in found) else self._leans[before] + 1
+        if len({each[:4] for each in found}) > 1:
+            self._leans.clear()
+            self._last = None
+        return found
+
+    @contextmanager
+    def _unless_lean(self) -> Iterator[None]:
+        """Surround a round that may take two exchanges: a failure between them ends the ranks' work."""
+        with deferred_interrupts():
+            try:
+                yield
+            except BaseException as error:
+                self.shut(f"a round was left unfinished ({error!r}); start the ranks again")
+                raise
+
+    def _gather(self, line: Line) -> list[Line]:
+        """Send a line to every rank, in as many messages as the number of ranks has binary digits.
+
+        Each message passes on the lines that have come so far (Bruck et al. 1997, section 3).
+        """
+        size = len(self.ranks)
+        lines = torch.tensor([line] * size, device="cpu")  # the next ranks' after this one's
+        with self.connected() as group:
+            held = 1
+            while held < size:
+                some = min(held, size - held)
+                came = group.recv([lines[held : held + some]], (self.rank + held) % size, 0)
+                group.send([lines[:some]], (self.rank - held) % size, 0).wait()
+                came.wait()
+                held += some
+        self._last = self._next
+        return [Line(*lines[(rank - self.rank) % size].tolist()) for rank in range(size)]
 
     def set_hosts(self, hosts: Sequence[Sequence[int]], process_group: dist.ProcessGroup) -> None:
         """Exchange in two levels from now on, unless hosts have one rank each or there is one host; on every rank.
@@ -237,7 +280,7 @@ class Lane:
                     assert group is not None
                     group.alltoall_base(into, out, received, sent).wait()
             # Not earlier: a rank that fails before this point sends a line of the agreed size.
-            self.sheet.came, self.sheet.agreed = self.sheet.agreed, None
+            self.sheet.came, self.sheet.agreed, self._last = self.sheet.agreed, None, self._next
 
     @contextmanager
     def connected(self) -> Iterator[Any]:

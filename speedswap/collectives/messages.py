@@ -20,6 +20,7 @@ _HASHED_BYTES = 1 << 10  # together: the threads of the CPU loops share a piece'
 ROOM = 2048  # ids per round, over all ranks
 ANYTHING = -1  # the object's number for a task without a table or map
 OK, FAILED, TORN, CALLS = range(4)  # statuses
+NO_COUNT = -1  # the amount of a line without one
 ANYWHERE = -1  # the stage of a failed rank
 
 _EVALUATION = (
@@ -109,7 +110,7 @@ class Line(NamedTuple):
         stage: number of rounds of the task so far.
         status: the rank's status, such as failed; or that it calls the others to a lookup that they need not meet for.
         step: the rank's count of training steps: those completed by all, and those that it began and left.
-        amount: a count for the receiving rank.
+        amount: a count for the receiving rank, or NO_COUNT.
         note: a number for all ranks.
         pending: amount of work that the rank has begun and that all ranks must finish together.
     """

@@ -18,6 +18,7 @@ from speedswap.collectives.messages import (
     CALLS,
     FAILED,
     KINDS,
+    NO_COUNT,
     OK,
     TORN,
     Kind,
@@ -301,7 +302,7 @@ class Task:
 
     def _line(self, stage: int, status: int, note: int) -> Line:
         pending = 0 if self.lane.pending is None else len(self.lane.pending)
-        return Line(self.kind, self._about, self._part, stage, status, self.lane.step, 0, note, pending)
+        return Line(self.kind, self._about, self._part, stage, status, self.lane.step, NO_COUNT, note, pending)
 
     def _meet(self, counts: Sequence[int] | None, note: int, ids: Tensor | None = None) -> list[Line] | None:
         """Run one round; return its lines, or None if :attr:`_join` and another round must follow."""
