@@ -47,7 +47,7 @@ def test_ctrl_c_leaves_no_memory_registered(
     mapping = pinning.anonymous(8192)
     monkeypatch.setattr(pinning, "anonymous", lambda nbytes: mapping)
     interrupted = 0
-    for line in range(1, 200):
+    for line in range(1, 1000):
         try:
             with interrupted_at(line):
                 memory = PinnedMemory(8192)
