@@ -175,7 +175,7 @@ def test_streams_are_used_while_their_gpu_is_current(device: str, monkeypatch: p
             table.scatter(rows, ones * 2, commit=commit)
         assert prefetched.take() is not None
         table.drain()
-    assert len(entered) > 4
+    assert len(entered) >= 2  # of the staged engine; the threads of transfers set theirs for good
     assert all(entered)
 
 
