@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from places import owned
 from ranks import trainers
+from ranks.counting import counted
 from ranks.processes import Here
 from ranks.stages import recorded, timed_stages
 from ranks.trainers import Dense, Ours, Shape
 
 import speedswap
 from speedswap.collectives import RankGroup
+from speedswap.collectives.group import _groups as ranks_of_groups
 
 _here = Here(0, {})
 
@@ -74,3 +76,16 @@ def verify_broken(group, shape):
     """Verify a wrong trainer."""
     trainers.TRAINERS["broken"] = Broken
     trainers.verify(Here(group.rank(), {group.size(): group}), "broken", group.size(), shape, False)
+
+
+def traffic_of_a_step(group, per_host, rows, dim, ids_of_ranks):
+    """Train one step on hosts of some ranks; return rounds, bytes of a round's line, and what this rank has sent."""
+    ranks_of_groups.pop(group, None)  # whose hosts an earlier training has settled
+    ids = ids_of_ranks[group.rank()]
+    items = speedswap.Embedding(rows, dim, storage=speedswap.Ranks(group=group, host=per_host))
+    optimizer, lane = torch.optim.Adagrad(items.parameters()), RankGroup.of(group).main
+    rounds = lane.rounds
+    with counted(group.rank(), group.size()) as traffic:
+        items(ids).sum().backward()
+        optimizer.step()
+    return lane.rounds - rounds, lane.sheet.line_bytes, traffic

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +16,7 @@ import step_scenarios as scenarios
 import torch
 from bench_ranks import Plan
 from rank_pool import RankPool, RanksFailed
+from ranks.hops import Hosts, asked_of
 from ranks.predicting import CLUSTER, Workload, efficiency
 from ranks.processes import Processes
 from ranks.simulator import Costs, Load, Message, Protocol, Protocols, expected_load, features, load_of, payload
@@ -62,6 +65,12 @@ def protocols(ranks):
 
 
 @pytest.fixture(scope="module")
+def pool():
+    with closing(RankPool(6)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def protocol(protocols):
     return protocols.many
 
@@ -85,6 +94,22 @@ def test_the_simulator_counts_the_rounds_and_bytes_of_real_ranks(ranks: RankPool
     assert [(rounds, sent) for _, rounds, sent in real] == [
         (sum(protocol.rounds), payload(messages, load, dim)) for load in loads
     ]
+
+
+@pytest.mark.parametrize(("number", "per_host", "ids_of"), [
+    (3, 1, many), (5, 1, many),  # weights of few ids go along with rounds, in a flat exchange
+    *((number, per_host, ids_of) for number, per_host in ((4, 2), (5, 2), (6, 3)) for ids_of in (zipf, one_owner, many)),
+])  # fmt: skip
+def test_the_simulator_counts_what_ranks_on_hosts_send_to_each_other(protocols, pool, number, per_host, ids_of):
+    """Every rank's messages and bytes to every other one, by the calls to gloo; with one rank per host they are flat."""
+    dim, ids, hosts = 4 + number, ids_of(number), Hosts(number, per_host, in_levels=per_host > 1)
+    real = pool.run(scenarios.traffic_of_a_step, number, per_host, ROWS, dim, ids)
+    (rounds, line_bytes) = {each[:2] for each in real}.pop()
+    protocol = replace(protocols.many, line_bytes=line_bytes)
+    assert rounds == sum(protocol.rounds)
+    found = hosts.step(protocol, asked_of(Owners(ROWS, number), ids, per_host), dim)
+    for name in ("messages", "bytes"):
+        assert torch.stack([getattr(each[2], name) for each in real]).tolist() == getattr(found, name).tolist(), name
 
 
 @pytest.mark.parametrize("count", [1, 6])

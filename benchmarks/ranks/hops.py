@@ -1,0 +1,140 @@
+"""The exchange between ranks on hosts, flat and in two levels: who sends how many messages and bytes to whom.
+
+Of each hop a matrix: what each rank, a row, sends to each other one, a column. A test holds them to what ranks send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ranks.simulator import Protocol
+from speedswap.tables.shards import Owners
+
+__all__ = ["Asked", "Hop", "Hosts", "asked_of", "expected_asked"]
+
+_NUMBER_BYTES = 8
+
+
+class Hop(NamedTuple):
+    """What each rank sends to each other one, shape (ranks, ranks), with zeros for itself."""
+
+    messages: Tensor
+    bytes: Tensor
+
+    @classmethod
+    def total(cls, hops: Sequence[Hop]) -> Hop:
+        """Return the sums over some hops."""
+        return cls(*(sum(each[1:], each[0]) for each in zip(*hops, strict=True)))
+
+
+class Asked(NamedTuple):
+    """Distinct rows that each rank asks of each owner, shape (ranks, ranks); and each host, shape (hosts, ranks)."""
+
+    by_rank: Tensor
+    by_host: Tensor
+
+
+def asked_of(owners: Owners, ids: Sequence[Tensor], per_host: int) -> Asked:
+    """Return what ranks ask of owners, given each rank's ids; ``per_host`` ranks are a host."""
+    ranks = len(ids)
+
+    def counts(some: Sequence[Tensor]) -> Tensor:
+        return torch.stack([torch.bincount(owners.of(each.unique()), minlength=ranks) for each in some])
+
+    return Asked(counts(ids), counts([torch.cat([*ids[at : at + per_host]]) for at in range(0, ranks, per_host)]))
+
+
+def expected_asked(owner: Tensor, ranks: int, chance: Tensor, per_host: int) -> Asked:
+    """Return the expectation of what ranks ask of owners.
+
+    Args:
+        owner: of each row.
+        ranks: their number, a multiple of ``per_host``.
+        chance: that a rank asks for a row, for each row, the same on all ranks.
+        per_host: ranks of a host.
+    """
+
+    def counts(chances: Tensor, number: int) -> Tensor:
+        return torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, chances).expand(number, -1)
+
+    on_host = -torch.expm1(per_host * torch.log1p(-chance.clamp(max=1 - 1e-12)))
+    return Asked(counts(chance, ranks), counts(on_host, ranks // per_host))
+
+
+class Hosts:
+    """Ranks on hosts.
+
+    Args:
+        ranks: their number.
+        per_host: ranks of a host, in order; the last may have fewer.
+        in_levels: False for a flat exchange.
+    """
+
+    def __init__(self, ranks: int, per_host: int, *, in_levels: bool) -> None:
+        self.ranks, self.per_host, self.in_levels = ranks, per_host, in_levels
+        self.host = torch.arange(ranks) // per_host
+        self.sizes = self.host.bincount()
+        numbers = torch.arange(len(self.sizes))
+        # The rank of each host (row) that carries what passes to and from each other one (column).
+        self._carrier = per_host * numbers.unsqueeze(1) + numbers % self.sizes.unsqueeze(1)
+        self._is_near = self.host.unsqueeze(1) == self.host
+        self._is_other = ~torch.eye(ranks, dtype=torch.bool)
+
+    def hops(self, asked: Asked, row_bytes: float, *, to_owners: bool = True) -> list[Hop]:
+        """Return the hops of rows, or of numbers, from those that ask for them to their owners, or back."""
+        if not self.in_levels:
+            return [self._hop(asked.by_rank if to_owners else asked.by_rank.T, row_bytes, self._is_other)]
+        owner = torch.arange(self.ranks)
+        via = torch.where(self._is_near, owner, self._carrier[self.host][:, self.host])
+        first = torch.zeros_like(asked.by_rank).scatter_add_(1, via, asked.by_rank)
+        from_host = torch.arange(len(self.sizes)).unsqueeze(1).expand_as(asked.by_host)
+        to_host = self.host.expand_as(asked.by_host)
+        sender, taker = self._carrier[from_host, to_host], self._carrier[to_host, from_host]
+        away = asked.by_host * (from_host != to_host)
+        second, third = (
+            torch.zeros_like(asked.by_rank).index_put_(places, away, accumulate=True)
+            for places in ((sender, taker), (taker, owner.expand_as(away)))
+        )
+        hops = [first, second, third] if to_owners else [third.T, second.T, first.T]
+        near = self._is_near & self._is_other
+        return [
+            self._hop(rows, row_bytes, near if place != 1 else rows > 0) for place, rows in enumerate(hops)
+        ]
+
+    def _hop(self, rows: Tensor, row_bytes: float, messages: Tensor) -> Hop:
+        return Hop(messages.to(rows.dtype), rows * self._is_other * row_bytes)
+
+    def round(self, line_bytes: int) -> list[Hop]:
+        """Return the hops of a round: a line from every rank to every other one, of which none are merged."""
+        every = torch.ones(self.ranks, self.ranks, dtype=torch.int64)
+        return self.hops(Asked(every, self.sizes.unsqueeze(1).expand(-1, self.ranks).contiguous()), line_bytes)
+
+    def heads(self) -> list[Hop]:
+        """Return the hops of what precedes a table's ids in two levels: how many come."""
+        if not self.in_levels:
+            return []
+        every = torch.ones(self.ranks, self.ranks, dtype=torch.int64)
+        near, one = self._is_near & self._is_other, torch.zeros_like(every)
+        hosts = torch.arange(len(self.sizes))
+        pairs = [(a, b) for a in hosts for b in hosts if a != b]
+        for a, b in pairs:
+            one[self._carrier[a, b], self._carrier[b, a]] = self.sizes[b]
+        return [
+            Hop(near.long(), near * self.ranks * _NUMBER_BYTES),
+            Hop((one > 0).long(), one * _NUMBER_BYTES),
+            Hop(near.long(), near * len(self.sizes) * _NUMBER_BYTES),
+        ]
+
+    def step(self, protocol: Protocol, asked: Asked, dim: int) -> Hop:
+        """Return all that a step without lookahead sends, in one table whose rows are messages apart from rounds."""
+        found = sum(protocol.rounds) * self.round(protocol.line_bytes)
+        for one in (message for part in protocol.messages for message in part):
+            row_bytes = one.row_bytes * (dim if one.is_row else 1)
+            found += self.hops(asked, row_bytes, to_owners=one.to_owners)
+            if not one.is_row:
+                found += self.heads()
+        return Hop.total(found)
