@@ -2,8 +2,8 @@
 
 Every trainer is verified, then all take turns: embedding alone and with dense work, plain and with lookahead, large and
 small steps; bytes and their floor, time by stage; TorchRec's row-wise tables too, where torchrec is installed.
-A model of the step is fitted to a part of the figures, held to the others, and asked for up to 1,024 ranks.
-docs/design/sharding-costs.md says more.
+A model of the step is fitted to a part of the figures and held to the others. docs/design/sharding-costs.md says more;
+bench_rank_counts.py counts messages, and asks the model for up to 1,024 ranks.
 
     python benchmarks/bench_ranks.py [--quick] [--json FILE]
 """
@@ -23,9 +23,8 @@ import torch
 from ranks import probes, trainers
 from ranks.balance import by_order
 from ranks.fitting import fit
-from ranks.predicting import Workload, predictions
 from ranks.processes import Processes
-from ranks.simulator import Protocol, Protocols
+from ranks.simulator import Protocols
 from ranks.trainers import Dense, Shape
 
 from speedswap.apps.bench.measure import Peer, find_peer, in_ms
@@ -47,7 +46,6 @@ class Plan:
         fitted: further shapes that the model is fitted to.
         held_out: shapes that it has not seen.
         steps, repeats: steps of a timed loop, and number of loops.
-        predicted: the workload for which the model is asked for more ranks.
         balance: rows and lookups for which the owners' load is computed, and numbers of ranks.
     """
 
@@ -57,7 +55,6 @@ class Plan:
     held_out: Sequence[Shape]
     steps: int
     repeats: int
-    predicted: Workload
     balance: tuple[int, int, Sequence[int]]
 
     @classmethod
@@ -65,12 +62,12 @@ class Plan:
         if quick:
             small = {"small": (Shape(5000, 8, 256), 1.0)}
             fitted, held_out = [Shape(5000, 16, 1024)], [Shape(5000, 16, 512)]
-            return cls((1, 2), small, fitted, held_out, 5, 2, Workload(40_000, 4096), (40_000, 4096, (64,)))
+            return cls((1, 2), small, fitted, held_out, 5, 2, (40_000, 4096, (64,)))
         rows = 200_000
         shapes = {"small": (Shape(rows, 32, 2048), 5.0), "large": (Shape(rows, 128, 16_384), 30.0)}
         fitted = [Shape(rows, 128, 2048), Shape(rows, 32, 16_384), Shape(rows, 64, 4096), Shape(rows, 128, 32_768)]
         balance = (4_000_000, 65_536, (64, 1024))
-        return cls((1, 2, 4), shapes, fitted, [Shape(rows, 64, 12_288)], 9, 7, Workload(), balance)
+        return cls((1, 2, 4), shapes, fitted, [Shape(rows, 64, 12_288)], 9, 7, balance)
 
 
 def measure(plan: Plan, ask: Ask, ask_peer: Ask) -> dict[str, Any]:
@@ -82,8 +79,7 @@ def measure(plan: Plan, ask: Ask, ask_peer: Ask) -> dict[str, Any]:
         ask_peer: the same for TorchRec, which needs a separate job for each number of ranks.
 
     Returns:
-        The figures, as JSON can hold them: ``verified``, ``shapes``, ``model``, ``prediction``, ``balance``,
-        ``acceptance``.
+        The figures, as JSON can hold them: ``verified``, ``shapes``, ``model``, ``balance``, ``acceptance``.
 
     Raises:
         WrongResultError: a trainer differs from one process.
@@ -100,9 +96,8 @@ def measure(plan: Plan, ask: Ask, ask_peer: Ask) -> dict[str, Any]:
         messages = [message for part in protocol.messages for message in part]
         apart = sum(message.is_apart for message in messages)
         print(f"a step: with {size} ids {sum(protocol.rounds)} rounds, {apart} messages apart from them")
-    protocol = protocols[max(plan.ranks)].many
     found["protocol"] = {str(ranks): each.to_json() for ranks, each in protocols.items()}
-    found["rounds"] = rounds_took = _rounds(ask, protocols)
+    found["rounds"] = _rounds(ask, protocols)
     found["shapes"] = {
         name: _compare(plan, ask, ask_peer if peer.present else None, shape, ms)
         for name, (shape, ms) in plan.shapes.items()
@@ -111,7 +106,6 @@ def measure(plan: Plan, ask: Ask, ask_peer: Ask) -> dict[str, Any]:
     fitted += [(shape, _timed_alone(plan, ask, shape)) for shape in plan.fitted]
     held_out = [(shape, _timed_alone(plan, ask, shape)) for shape in plan.held_out]
     found["model"] = fit(protocols, fitted, held_out)
-    found["prediction"] = predictions(protocol, rounds_took["peer_processor_seconds"], plan.predicted)
     rows, lookups, numbers = plan.balance
     found["balance"] = {"rows": rows, "lookups": lookups, "zipf_exponent": trainers.EXPONENT}
     found["balance"]["ranks"] = {str(ranks): by_order(rows, lookups, ranks) for ranks in numbers}
@@ -135,14 +129,8 @@ def _verified(plan: Plan, ask: Ask, ask_peer: Ask, peer: Peer) -> list[dict[str,
 
 
 def _protocols(ranks: int, ask: Ask) -> Protocols:
-    return Protocols(*(_protocol(ranks, ask, Shape(20_000, 16, lookups)) for lookups in (256, 16_384)), ROOM)
-
-
-def _protocol(ranks: int, ask: Ask, shape: Shape) -> Protocol:
-    ask(ranks, trainers.make, "speedswap", "recorded", ranks, shape, 1)
-    step = ask(ranks, probes.record, "recorded", ranks)[0]
-    ask(ranks, trainers.drop)
-    return Protocol.of(step.sent, shape.dim, step.asked_of)
+    few, many = (probes.protocol(ask, ranks, Shape(20_000, 16, lookups)) for lookups in (256, 16_384))
+    return Protocols(few, many, ROOM)
 
 
 def _rounds(ask: Ask, protocols: Mapping[int, Protocols]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ OF_PAGE = {
 """The sections that a page has."""
 PLACES_PAGE = "docs/which-place.md"
 PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, PLACES_PAGE, *OF_PAGE)
-RANKS = RESULTS / "ranks-cpu.json"
+RANKS, RANK_COUNTS = RESULTS / "ranks-cpu.json", RESULTS / "rank_counts-cpu.json"
 Figures = dict[str, Any]
 Rows = Iterator[tuple[str, str, str, str]]
 HEAD = ("| What | speedswap | Compared with | Ratio | Source |", "|---|---|---|---|---|")
@@ -42,7 +42,7 @@ def blocks(page: str) -> dict[str, str]:
     if page == PLACES_PAGE:
         return {"places": places()}
     if page == readme_ranks.PAGE:
-        return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
+        return readme_ranks.blocks(*(_read(path.name)["results"] for path in (RANKS, RANK_COUNTS)))
     names = OF_PAGE.get(page, SECTIONS)
     sections = {name: section(name) for name in names if (RESULTS / f"{name}-cpu.json").exists()}
     return sections if page in OF_PAGE else {**sections, "GPU": readme_gpu.table(RESULTS)}
@@ -693,8 +693,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, text in drawn().items():
         (PICTURES / name).write_text(text)
-    if RANKS.exists():
-        (ROOT / readme_ranks.PICTURE).write_text(readme_ranks.picture(_read(RANKS.name)["results"]))
+    (ROOT / readme_ranks.PICTURE).write_text(readme_ranks.picture(_read(RANK_COUNTS.name)["results"]))
 
 
 if __name__ == "__main__":

@@ -13,17 +13,25 @@ __all__ = ["PAGE", "PICTURE", "blocks", "picture"]
 
 PAGE = "docs/design/sharding-costs.md"
 PICTURE = "docs/design/sharding-costs.svg"
+_COUNTED = ("1 embedding", "a collection of 10")
 _STAGES = ("rounds", "payload", "ids", "gather", "sums", "scatter", "rest")
 
 
-def blocks(found: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of the page on costs, by the names in its marks."""
+def blocks(found: dict[str, Any], counted: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the page on costs, by the names in its marks.
+
+    Args:
+        found: of ranks-cpu.json.
+        counted: of rank_counts-cpu.json.
+    """
     return {
         "ranks bytes": _bytes(found),
         "ranks stages": _stages(found),
         "ranks model": _model(found["model"]),
-        "ranks prediction": _prediction(found["prediction"]),
-        "ranks widths": _widths(found["prediction"]["widest"]),
+        "ranks rounds": _rounds(counted["counts"]),
+        "ranks counts": _counts(counted["counts"]),
+        "ranks network": _network(counted["network"] or []),
+        "ranks prediction": _prediction(counted["prediction"]),
         "ranks balance": _balance(found["balance"]),
     }
 
@@ -80,24 +88,56 @@ def _model(model: dict[str, Any]) -> str:
     return _table(["Lookups × width", "Ranks", "", "Measured", "Model", "Off by"], rows)
 
 
+def _rounds(counts: list[dict[str, Any]]) -> str:
+    """Return each model's rounds, which must not depend on the number of ranks and hosts."""
+    rows = []
+    for model in dict.fromkeys(line["model"] for line in counts):
+        cells = [model]
+        for ahead in (False, True):
+            ((rounds, in_thread),) = {
+                (line["rounds"], line["rounds_ahead"])
+                for line in counts
+                if line["model"] == model and line["lookahead"] == ahead
+            }
+            cells += [f"{rounds:g}", f"{in_thread:g}"] if ahead else [f"{rounds:g}"]
+        rows.append(cells)
+    return _table(["Model", "Rounds of a step", "with lookahead", "and in its thread"], rows)
+
+
+def _counts(counts: list[dict[str, Any]]) -> str:
+    rows = []
+    plain = [line for line in counts if not line["lookahead"] and line["model"] in _COUNTED]
+    for two in (line for line in plain if line["per_host"] > 1):
+        same = (line for line in plain if all(line[key] == two[key] for key in ("model", "ranks")))
+        flat = next(line for line in same if line["per_host"] == 1)
+        host = str(two["per_host"])
+        of = [line["hosts"][host] for line in (flat, two)]
+        cells = [two["model"], f"{two['ranks']}", host]
+        cells += [f"{each[name]:.0f}" for name in ("messages_near", "messages_away") for each in of]
+        cells += [f"{each['bytes_away'] / 1000:.1f}" for each in of]
+        rows.append([*cells, *(f"{1000 * line['processor_seconds']:.0f}" for line in (flat, two))])
+    both = [f"{what}{how}" for what in ("Within a host", "Between hosts", "kB between hosts", "ms of processor")
+            for how in (", flat", ", two levels")]  # fmt: skip
+    return _table(["Model", "Ranks", "Per host", *both], rows)
+
+
+def _network(lines: list[dict[str, Any]]) -> str:
+    rows = []
+    for line in lines:
+        how = "flat" if line["host"] == 1 else "two levels"
+        numbers = [f"{line[name]:,.0f}" for name in ("counted", "on_card")]
+        rows.append([f"{line['lookups']:,}", how, *numbers, f"{line['on_card'] / line['counted'] - 1:.0%}"])
+    return _table(["Lookups of a rank", "Exchange", "Bytes given to gloo", "Bytes on the network", "More by"], rows)
+
+
 def _prediction(prediction: dict[str, Any]) -> str:
-    widest, curves = prediction["widest"], prediction["efficiency"]
-    numbers = [ranks for ranks in next(iter(curves.values())) if int(ranks) in (4, 16, 64, 256, 1024)]
-    rows = [
-        [name.replace("as measured", f"{1e6 * prediction['measured_peer_seconds']:.0f} µs a peer, as measured here")]
-        + [f"{curve[ranks]:.2f}" for ranks in numbers]
-        + [f"{widest[name]:,}"]
-        for name, curve in curves.items()
-    ]
-    return _table(["Speed of a rank over one process", *(f"{int(n):,}" for n in numbers), "0.9 up to"], rows)
-
-
-def _widths(widest: dict[str, int]) -> str:
-    fast, slow = (widest[f"rounds {micros} µs a peer, 5 ms, lookahead"] for micros in (1, 5))
-    return (
-        f"With 5 ms of dense work and lookahead, a rank keeps 0.9 of its speed up to {fast:,} ranks where a round\n"
-        f"takes 1 µs for each peer, as between GPUs, and up to {slow:,} where it takes 5 µs."
-    )
+    rows, curves = [], prediction["curves"]
+    numbers = [ranks for ranks in curves[0]["efficiency"] if int(ranks) in (4, 16, 64, 256, 1024)]
+    for curve in curves:
+        name = ", ".join(filter(None, (curve["way"], curve["varied"])))
+        speeds = [f"{curve['efficiency'][ranks]:.2f}" for ranks in numbers]
+        rows.append([name, f"{curve['dense_ms']} ms", "yes" if curve["lookahead"] else "no", *speeds])
+    return _table(["Exchange", "Dense work", "Lookahead", *(f"{int(n):,}" for n in numbers)], rows)
 
 
 def _balance(balance: dict[str, Any]) -> str:
@@ -112,23 +152,24 @@ def _balance(balance: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------------- the picture
 
-_WIDTH, _HEIGHT, _PANEL, _LEFT, _TOP, _BOTTOM = 880, 400, 330, 50, 70, 300
+_WIDTH, _HEIGHT, _PANEL, _LEFT, _TOP, _BOTTOM = 880, 410, 330, 50, 70, 300
 _COLORS = ("#0969da", "#80b9f5", "#bc4c00", "#e8a06c", "#59636e")
 _TEXT, _MUTED, _LINE = "#1f2328", "#59636e", "#d0d7de"
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Draw the predicted speed of a rank over that of one process, by the number of ranks."""
-    curves = found["prediction"]["efficiency"]
-    first = {name: curve for name, curve in curves.items() if name.startswith(("embedding alone", "5 ms"))}
-    second = {name.removesuffix(", 5 ms, lookahead"): curve for name, curve in curves.items() if "peer" in name}
+    """Draw the predicted speed of a rank over that of one process, by the number of ranks: of rank_counts-cpu.json."""
+    panels: list[dict[str, dict[str, float]]] = []
+    for ahead in (False, True):
+        curves = [each for each in found["prediction"]["curves"] if not each["varied"] and each["dense_ms"] == 20]
+        panels.append({each["way"]: each["efficiency"] for each in curves if each["lookahead"] == ahead})
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
         f'height="{_HEIGHT}" font-family="Helvetica, Arial, sans-serif" role="img">',
         "<title>Predicted speed of a rank over that of one process, by the number of ranks</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8" fill="#ffffff"/>',
-        *_panel(_LEFT, "Speed of a rank over one process, predicted", first),
-        *_panel(_LEFT + _WIDTH / 2, "By the time of a round for each peer; 5 ms, lookahead", second),
+        *_panel(_LEFT, "Predicted speed, 20 ms of dense work", panels[0]),
+        *_panel(_LEFT + _WIDTH / 2, "The same with lookahead", panels[1]),
         "</svg>",
         "",
     ]
@@ -153,9 +194,9 @@ def _panel(left: float, title: str, curves: dict[str, dict[str, float]]) -> list
     for ranks in numbers[::2]:
         parts.append(_words(x(ranks), _BOTTOM + 18, f"{ranks:,}", _MUTED, 11, "middle"))
     for place, (name, curve) in enumerate(curves.items()):
-        color, height = _COLORS[place], _BOTTOM + 38 + 18 * (place // 2)
+        color, height = _COLORS[place], _BOTTOM + 38 + 18 * place
         parts.append(_path([(x(int(ranks)), y(speed)) for ranks, speed in curve.items()], color, 2.2))
-        start = left - 20 + (_PANEL + 20) / 2 * (place % 2)
+        start = left - 20
         parts.append(_path([(start, height - 4), (start + 16, height - 4)], color, 3))
         parts.append(_words(start + 22, height, name, _TEXT, 11))
     return parts

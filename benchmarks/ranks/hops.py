@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ranks.simulator import Protocol
+from speedswap.collectives.messages import Line
 from speedswap.tables.shards import Owners
 
 __all__ = ["Asked", "Hop", "Hosts", "asked_of", "expected_asked"]
 
 _NUMBER_BYTES = 8
+LINE_BYTES = _NUMBER_BYTES * len(Line._fields)
 
 
 class Hop(NamedTuple):
@@ -101,9 +103,7 @@ class Hosts:
         )
         hops = [first, second, third] if to_owners else [third.T, second.T, first.T]
         near = self._is_near & self._is_other
-        return [
-            self._hop(rows, row_bytes, near if place != 1 else rows > 0) for place, rows in enumerate(hops)
-        ]
+        return [self._hop(rows, row_bytes, near if place != 1 else rows > 0) for place, rows in enumerate(hops)]
 
     def _hop(self, rows: Tensor, row_bytes: float, messages: Tensor) -> Hop:
         return Hop(messages.to(rows.dtype), rows * self._is_other * row_bytes)
@@ -112,6 +112,16 @@ class Hosts:
         """Return the hops of a round: a line from every rank to every other one, of which none are merged."""
         every = torch.ones(self.ranks, self.ranks, dtype=torch.int64)
         return self.hops(Asked(every, self.sizes.unsqueeze(1).expand(-1, self.ranks).contiguous()), line_bytes)
+
+    def lean_round(self) -> list[Hop]:
+        """Return the hops of a round that carries lines alone, flat: each passes on the lines that have come so far."""
+        held, hops, rank = 1, [], torch.arange(self.ranks)
+        while held < self.ranks:
+            messages = torch.zeros(self.ranks, self.ranks, dtype=torch.int64)
+            messages[rank, (rank - held) % self.ranks] = 1
+            hops.append(Hop(messages, messages * min(held, self.ranks - held) * LINE_BYTES))
+            held += held
+        return hops
 
     def heads(self) -> list[Hop]:
         """Return the hops of what precedes a table's ids in two levels: how many come."""
@@ -130,8 +140,17 @@ class Hosts:
         ]
 
     def step(self, protocol: Protocol, asked: Asked, dim: int) -> Hop:
-        """Return all that a step without lookahead sends, in one table whose rows are messages apart from rounds."""
-        found = sum(protocol.rounds) * self.round(protocol.line_bytes)
+        """Return all that a step without lookahead sends, after the first ones.
+
+        Args:
+            protocol: of the step, with rows as messages apart from rounds.
+            asked: the rows.
+            dim: the width of a row of float32.
+        """
+        lean = 0 if self.in_levels else sum(protocol.lean)
+        found = (sum(protocol.rounds) - lean) * self.round(protocol.line_bytes)
+        if lean:
+            found += lean * self.lean_round()
         for one in (message for part in protocol.messages for message in part):
             row_bytes = one.row_bytes * (dim if one.is_row else 1)
             found += self.hops(asked, row_bytes, to_owners=one.to_owners)

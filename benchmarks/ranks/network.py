@@ -64,13 +64,19 @@ def measured() -> list[dict[str, Any]] | None:
         if not is_possible:
             return None
         return [
-            {"host": host, "lookups": lookups, **_run(host, lookups)} for lookups in LOOKUPS for host in (1, PER_MACHINE)
+            {"host": host, "lookups": lookups, **_run(host, lookups)}
+            for lookups in LOOKUPS
+            for host in (1, PER_MACHINE)
         ]
 
 
 def _run(host: int, lookups: int) -> dict[str, float]:
     folder, root = Path(__file__).resolve().parents[1], Path(speedswap.__file__).parents[1]
-    own = {"GLOO_SOCKET_IFNAME": "card", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (folder, root)))}
+    own = {
+        "GLOO_SOCKET_IFNAME": "card",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, root))),
+    }
     machines = [machine for machine in _MACHINES for _ in range(PER_MACHINE)]
     ranks = [
         subprocess.Popen(

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from ranks.simulator import Load, Message, Protocol, expected_load, payload
+import torch
 
-__all__ = ["CLUSTER", "Cluster", "Workload", "efficiency", "predictions"]
+from ranks.balance import asked
+from ranks.hops import LINE_BYTES, Asked, Hop, Hosts, expected_asked
+from ranks.simulator import Protocol, expected_load
+from speedswap.tables.shards import Owners
+
+__all__ = ["CLUSTER", "WAYS", "Cluster", "Way", "Workload", "efficiency", "predictions", "seconds"]
 
 RANKS = tuple(1 << power for power in range(11))
-_EXPONENTS = {"uniform": 0.0, "Zipf 1.05": 1.05, "Zipf 1.3": 1.3}
-_PEER_SECONDS = (1e-6, 5e-6, 20e-6, 50e-6)
-_ENOUGH = 0.9  # of one rank's speed
+_AHEAD = 1  # rounds that a lookahead adds: one in its thread, one to renew rows in their turn
+_NUMBER_BYTES, _MARK_BYTES = 8, 1
+
+
+class Way(NamedTuple):
+    """What rounds, ids and rows go through.
+
+    Attributes:
+        in_levels: True for rounds and ids in two levels.
+        rows_in_levels: the same for rows.
+        rows_bandwidth: of a rank's rows if they go through host memory; None for rows between GPUs.
+    """
+
+    in_levels: bool = False
+    rows_in_levels: bool = False
+    rows_bandwidth: float | None = None
+
+
+WAYS = {
+    "flat, rows between GPUs": Way(),
+    "two levels, rows at 5 GB/s": Way(True, True, 5e9),
+    "two levels for rounds and ids, rows flat between GPUs": Way(True),
+    "two levels, rows between GPUs": Way(True, True),
+}
+"""By name; a group with NCCL has the first, with ``host=`` the second; the others are not built."""
+_BUILT = "two levels, rows at 5 GB/s"
+_BANDWIDTH_HERE = 0.7e9  # the byte that is fitted in ranks-cpu.json
+_AS_HERE = "rows at 0.7 GB/s, as fitted here"
 
 
 @dataclass(frozen=True)
@@ -23,9 +54,9 @@ class Cluster:
     Attributes:
         step_seconds: of kernels and Python, whatever the batch.
         host_bandwidth: between a GPU and its host's memory: PCIe 4 ×16.
-        round_seconds, round_peer_seconds: of a round through the hosts' memory, and of each peer in it.
-        rows_seconds: of an exchange between GPUs: 58 µs on 8 × H20 (nccl-tests#314).
-        rows_peer_seconds: of each peer in it; assumed.
+        round_seconds, round_peer_seconds: of a hop through the hosts' memory, and of each message that a rank sends.
+        rows_seconds: of a hop between GPUs: 58 µs on 8 × H20 (nccl-tests#314).
+        rows_peer_seconds: of each message in it; assumed.
         link_bandwidth: of a GPU to those of its host (nccl#2169).
         net_bandwidth: of a GPU to those of other hosts (nccl#1138, #1792).
         gpus: of a host.
@@ -41,30 +72,32 @@ class Cluster:
     net_bandwidth: float = 20e9
     gpus: int = 8
 
-    def lookup_or_rest(self, protocol: Protocol, part: int, load: Load, dim: int) -> float:
-        """Return the seconds that ranks exchange, in a step's lookup (0) or in the rest of it (1)."""
-        peers = load.ranks - 1
-        messages = protocol.messages[part]
-        rounds = protocol.rounds[part] + sum(not one.is_row for one in messages)  # ids go through host memory too
-        seconds = rounds * (self.round_seconds + self.round_peer_seconds * peers)
-        seconds += payload([one for one in messages if not one.is_row], load, dim) / self.net_bandwidth
-        for one in messages:
-            if one.is_row:
-                seconds += self.rows_seconds + self.rows_peer_seconds * peers + self.moving([one], load, dim)
-        return seconds
+    def numbers(self, hops: Sequence[Hop]) -> float:
+        """Return the seconds of a round, or of ids."""
+        bandwidth = self.net_bandwidth
+        return sum(self._hop(hop, self.round_seconds, self.round_peer_seconds, bandwidth, bandwidth) for hop in hops)
 
-    def moving(self, messages: Iterable[Message], load: Load, dim: int) -> float:
-        """Return the seconds that bytes take: to GPUs of the host, and to the others."""
-        if load.ranks == 1:
-            return 0.0
-        away = payload(messages, load, dim)
-        near = min(self.gpus, load.ranks) - 1
-        share = near / (load.ranks - 1)
-        return max(away * share / self.link_bandwidth, away * (1 - share) / self.net_bandwidth)
+    def rows(self, hops: Sequence[Hop], way: Way) -> float:
+        """Return the seconds of rows; those through host memory are copied from a GPU and to one."""
+        if way.rows_bandwidth is None:
+            constants = self.rows_seconds, self.rows_peer_seconds, self.link_bandwidth, self.net_bandwidth
+            return sum(self._hop(hop, *constants) for hop in hops)
+        constants = self.round_seconds, self.round_peer_seconds, way.rows_bandwidth, way.rows_bandwidth
+        copied = float(hops[0].bytes.sum(1).max() + hops[-1].bytes.sum(0).max())
+        return sum(self._hop(hop, *constants) for hop in hops) + copied / self.host_bandwidth
 
-    def swapping(self, load: Load, record_bytes: int) -> float:
-        """Return the seconds in which an owner gathers its rows, or scatters them."""
-        return load.union * record_bytes / self.host_bandwidth
+    def _hop(self, hop: Hop, fixed: float, message: float, link: float, net: float) -> float:
+        """Return the seconds of the rank that has most to send or receive, within its host and to others at once."""
+        host = torch.arange(len(hop.bytes)) // self.gpus
+        is_near = host.unsqueeze(1) == host
+        near, away = (max(float(some.sum(axis).max()) for axis in (0, 1)) for some in _divided(hop.bytes, is_near))
+        messages = int(hop.messages.sum(1).max())
+        return (fixed + message * messages + max(near / link, away / net)) * (messages > 0)
+
+
+def _divided(values: torch.Tensor, chosen: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield values * chosen
+    yield values * ~chosen
 
 
 CLUSTER = Cluster()
@@ -81,78 +114,97 @@ class Workload(NamedTuple):
     dense_seconds: float = 0.0
 
 
-def seconds(cluster: Cluster, protocol: Protocol, work: Workload, load: Load, *, ahead: bool) -> float:
+@functools.cache
+def _asked(rows: int, ranks: int, lookups: int, exponent: float, per_host: int) -> Asked:
+    owner = Owners(rows, ranks).of(torch.arange(rows))
+    return expected_asked(owner, ranks, asked(rows, lookups, exponent), min(per_host, ranks))
+
+
+def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, ranks: int, *, ahead: bool) -> float:
     """Return the seconds of a step.
 
     Args:
+        protocol: of a step whose ids do not fit into a round's messages.
+        ranks: their number, a multiple of the GPUs of a host or less.
         ahead: True with lookahead: the next batch's lookup runs during the step, and rows that the step has changed
             are sent again.
     """
-    record_bytes = 4 * work.dim * work.columns
-    lookup = cluster.swapping(load, record_bytes) + cluster.lookup_or_rest(protocol, 0, load, work.dim)
-    rest = cluster.swapping(load, record_bytes) + cluster.lookup_or_rest(protocol, 1, load, work.dim)
-    if load.ranks == 1:  # a single process has no protocol
-        lookup = rest = cluster.swapping(load, record_bytes)
-    step = cluster.step_seconds + work.dense_seconds
+    load = expected_load(work.rows, ranks, work.lookups, work.exponent)
+    swap = load.union * 4 * work.dim * work.columns / cluster.host_bandwidth
+    alone = cluster.step_seconds + work.dense_seconds
+    if ranks == 1:  # a single process has no protocol
+        return max(alone + swap, swap) if ahead else alone + 2 * swap
+    is_on_hosts = ranks > cluster.gpus  # one host is flat
+    hosts, rows_on = (
+        Hosts(ranks, cluster.gpus, in_levels=is_on_hosts and in_levels)
+        for in_levels in (way.in_levels, way.rows_in_levels)
+    )
+    every = _asked(work.rows, ranks, work.lookups, work.exponent, cluster.gpus)
+    line_bytes = LINE_BYTES + _NUMBER_BYTES * min(2048 // ranks, 32 if hosts.in_levels else 2048)
+    full = cluster.numbers(hosts.round(line_bytes))
+    lean = full if hosts.in_levels else cluster.numbers(hosts.lean_round())
+
+    def of(part: int) -> float:
+        took = (protocol.rounds[part] - protocol.lean[part]) * full + protocol.lean[part] * lean
+        for one in protocol.messages[part]:
+            if one.is_row:
+                hops = rows_on.hops(every, one.row_bytes * work.dim, to_owners=one.to_owners)
+                took += cluster.rows(hops, way)
+            else:
+                hops = hosts.hops(every, one.row_bytes, to_owners=one.to_owners)
+                took += cluster.numbers([*hops, *hosts.heads()])
+        return took
+
+    lookup, rest = (swap + of(part) for part in (0, 1))
     if not ahead:
-        return step + lookup + rest
-    again = 0.0
-    if load.ranks > 1:
-        changed = load._replace(lent_away=load.lent_away * load.again, asked_away=load.asked_away * load.again)
-        again = cluster.rows_seconds + cluster.rows_peer_seconds * (load.ranks - 1)
-        again += cluster.moving([Message(False, True, 4)], changed, work.dim)
-    return max(step + rest + again, lookup)
+        return alone + lookup + rest
+    changed = Asked(*(each * load.again for each in every))
+    index_bytes = 0 if rows_on.in_levels else _NUMBER_BYTES
+    again = _AHEAD * full + cluster.rows(rows_on.hops(changed, index_bytes + 4 * work.dim, to_owners=False), way)
+    if rows_on.in_levels:  # a byte for each row tells which are sent
+        again += cluster.numbers(rows_on.hops(every, _MARK_BYTES, to_owners=False))
+    return max(alone + rest + again, lookup + _AHEAD * lean)
 
 
 def efficiency(
-    cluster: Cluster, protocol: Protocol, work: Workload, *, ahead: bool, ranks: Sequence[int] = RANKS
+    cluster: Cluster, protocol: Protocol, work: Workload, way: Way, *, ahead: bool, ranks: Sequence[int] = RANKS
 ) -> dict[int, float]:
     """Return the speed of a rank over that of one process, by the number of ranks."""
-    loads = {number: expected_load(work.rows, number, work.lookups, work.exponent) for number in ranks}
-    one = expected_load(work.rows, 1, work.lookups, work.exponent)
-    alone = seconds(cluster, protocol, work, one, ahead=ahead)
-    return {number: alone / seconds(cluster, protocol, work, load, ahead=ahead) for number, load in loads.items()}
+    alone = seconds(cluster, protocol, work, way, 1, ahead=ahead)
+    return {number: alone / seconds(cluster, protocol, work, way, number, ahead=ahead) for number in ranks}
 
 
-def predictions(protocol: Protocol, peer_seconds: float, plain: Workload) -> dict[str, Any]:
-    """Return what the model says of 1 to 1,024 GPUs.
+def predictions(protocol: Protocol, plain: Workload, ranks: Sequence[int] = RANKS) -> dict[str, Any]:
+    """Return what the model says of some numbers of GPUs.
 
     Args:
         protocol: of a step.
-        peer_seconds: of each peer in a round, as measured; added to the stated ones.
         plain: a rank's work, without dense work.
+        ranks: numbers of GPUs.
 
     Returns:
-        ``cluster``, ``workload``: the stated constants. ``efficiency``: by what is varied, and the number of ranks.
-        ``widest``: up to how many ranks a rank keeps nine tenths of its speed, by the same names.
+        ``cluster``, ``workload``: the stated constants. ``curves``: for each ``way``, what is ``varied``, ``dense_ms``
+        and ``lookahead``, the ``efficiency`` by number of ranks.
     """
-    dense = plain._replace(dense_seconds=5e-3)
-    curves = {
-        "embedding alone": efficiency(CLUSTER, protocol, plain, ahead=False),
-        "embedding alone, lookahead": efficiency(CLUSTER, protocol, plain, ahead=True),
-        "5 ms of dense work": efficiency(CLUSTER, protocol, dense, ahead=False),
-        "5 ms of dense work, lookahead": efficiency(CLUSTER, protocol, dense, ahead=True),
-    }
-    for name, exponent in _EXPONENTS.items():
-        work = dense._replace(exponent=exponent)
-        curves[f"{name}, 5 ms, lookahead"] = efficiency(CLUSTER, protocol, work, ahead=True)
-    peers = {f"{1e6 * peer:g} µs a peer": peer for peer in _PEER_SECONDS} | {"as measured": peer_seconds}
-    for name, peer in peers.items():
-        cluster = replace(CLUSTER, round_peer_seconds=peer)
-        curves[f"rounds {name}, 5 ms, lookahead"] = efficiency(cluster, protocol, dense, ahead=True)
-    return {
-        "cluster": asdict(CLUSTER),
-        "workload": plain._asdict(),
-        "measured_peer_seconds": peer_seconds,
-        "efficiency": {name: {str(ranks): speed for ranks, speed in curve.items()} for name, curve in curves.items()},
-        "widest": {name: _widest(curve) for name, curve in curves.items()},
-    }
 
+    def curve(
+        way: str, dense_ms: float, ahead: bool, varied: str = "", cluster: Cluster = CLUSTER, **more: Any
+    ) -> dict[str, Any]:
+        work = plain._replace(dense_seconds=dense_ms / 1000, **more)
+        through = WAYS[way]
+        if varied == _AS_HERE:
+            through = through._replace(rows_bandwidth=_BANDWIDTH_HERE)
+        found = efficiency(cluster, protocol, work, through, ahead=ahead, ranks=ranks)
+        speeds = {str(number): speed for number, speed in found.items()}
+        return {"way": way, "varied": varied, "dense_ms": dense_ms, "lookahead": ahead, "efficiency": speeds}
 
-def _widest(curve: dict[int, float]) -> int:
-    widest = 1
-    for ranks, speed in curve.items():
-        if speed < _ENOUGH:
-            break
-        widest = ranks
-    return widest
+    curves = [curve(way, dense_ms, ahead) for dense_ms in (5, 20) for ahead in (False, True) for way in WAYS]
+    for way in (next(iter(WAYS)), _BUILT):
+        for peer in (1e-6, 20e-6, 50e-6):
+            cluster = replace(CLUSTER, round_peer_seconds=peer)
+            curves.append(curve(way, 20, True, f"{1e6 * peer:g} µs a message", cluster))
+    curves.append(curve(_BUILT, 20, True, _AS_HERE))
+    curves += [
+        curve(_BUILT, 20, True, name, exponent=exponent) for name, exponent in (("uniform", 0.0), ("Zipf 1.3", 1.3))
+    ]
+    return {"cluster": asdict(CLUSTER), "workload": plain._asdict(), "curves": curves}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ranks import trainers
 from ranks.processes import Here
+from ranks.simulator import Protocol
 from ranks.stages import Sent, recorded, timed_stages
-from ranks.trainers import Dense, Made
+from ranks.trainers import Dense, Made, Shape
 from speedswap.tables.shards import Owners
 
-__all__ = ["Step", "floor", "record", "rounds", "stages"]
+__all__ = ["Step", "floor", "protocol", "record", "rounds", "stages"]
 
 
 class Step(NamedTuple):
@@ -45,6 +48,14 @@ def record(here: Here, key: str, ranks: int) -> Step:
     asked_of = torch.bincount(owners.of(batch[0].unique()), minlength=ranks).tolist()
     away = sum((sum(one.sent) - one.sent[here.rank]) * one.row_bytes for one in sent if not one.is_round)
     return Step(batch[0], asked_of, sent, away)
+
+
+def protocol(ask: Callable[..., list[Any]], ranks: int, shape: Shape) -> Protocol:
+    """Return the exchanges of a step; ``ask`` lets processes work, as ``Processes.ask`` does."""
+    ask(ranks, trainers.make, "speedswap", "recorded", ranks, shape, 1)
+    step = ask(ranks, record, "recorded", ranks)[0]
+    ask(ranks, trainers.drop)
+    return Protocol.of(step.sent, shape.dim, step.asked_of)
 
 
 def floor(here: Here, sent: list[list[Sent]], ranks: int, repeats: int) -> float:

@@ -7,6 +7,7 @@ recorded. Times are linear in these, with constants that are fitted to measured 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -45,11 +46,13 @@ class Protocol:
         rounds: of the lookup, and of the rest of the step.
         line_bytes: that a rank sends to each other one in a round.
         messages: of the lookup, and of the rest.
+        lean: rounds that carry nothing but lines, of the lookup and of the rest.
     """
 
     rounds: tuple[int, int]
     line_bytes: int
     messages: tuple[list[Message], list[Message]]
+    lean: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, sent: Sequence[Sent], dim: int, asked_of: Sequence[int]) -> Protocol:
@@ -72,16 +75,17 @@ class Protocol:
                 raise ValueError(f"a message to {one.sent} and from {one.received} has other rows than {asked_of}")
             is_row = one.row_bytes == 4 * dim
             messages[not one.ahead].append(Message(to_owners, is_row, 4 if is_row else one.row_bytes, one.is_apart))
-        rounds = [one.ahead for one in sent if one.is_round]
-        line_bytes = next(one.row_bytes for one in sent if one.is_round)
-        return cls((sum(rounds), len(rounds) - sum(rounds)), line_bytes, messages)
+        rounds = [one for one in sent if one.is_round]
+        parts = [[one for one in rounds if one.ahead is ahead] for ahead in (True, False)]
+        lookup, rest = (sum(one.is_lean for one in part) for part in parts)
+        return cls((len(parts[0]), len(parts[1])), rounds[0].row_bytes, messages, (lookup, rest))
 
     def to_json(self) -> dict[str, Any]:
         lookup, rest = ([message._asdict() for message in some] for some in self.messages)
         return {
             "line_bytes": self.line_bytes,
-            "lookup": {"rounds": self.rounds[0], "messages": lookup},
-            "rest": {"rounds": self.rounds[1], "messages": rest},
+            "lookup": {"rounds": self.rounds[0], "lean": self.lean[0], "messages": lookup},
+            "rest": {"rounds": self.rounds[1], "lean": self.lean[1], "messages": rest},
         }
 
 
@@ -192,7 +196,7 @@ class Costs:
         step: of a step, whatever it does.
         exchange: of a round or a message, and what a rank does around it.
         meeting: of one with others, however many.
-        peer: of each other rank in one.
+        peer: of each other rank in one; in a round of lines alone, of each that a rank sends to.
         sent_byte: of payload.
         lookup: of an id looked up.
         asked_byte: of the weights of the rows that a rank asks for, each time that they are moved.
@@ -245,12 +249,13 @@ def features(protocol: Protocol, load: Load, dim: int, record_bytes: int, slower
         slower: how many times longer everything takes than in one process, where ranks share cores and memory.
     """
     messages = [*protocol.messages[0], *protocol.messages[1]]
-    exchanges = sum(protocol.rounds) + sum(one.is_apart for one in messages)
+    exchanges, lean = sum(protocol.rounds) + sum(one.is_apart for one in messages), sum(protocol.lean)
+    peers, peers_of_lean = load.ranks - 1, math.ceil(math.log2(load.ranks))
     return Costs(
         step=slower,
         exchange=slower * exchanges,
         meeting=slower * exchanges * (load.ranks > 1),
-        peer=slower * exchanges * (load.ranks - 1),
+        peer=slower * ((exchanges - lean) * peers + lean * peers_of_lean),
         sent_byte=slower * payload(messages, load, dim),
         lookup=slower * load.lookups,
         asked_byte=slower * load.asked * 4 * dim,

@@ -67,6 +67,7 @@ class Sent(NamedTuple):
         row_bytes: of a row of it; of a line of a round.
         sent, received: rows to and from each rank; empty for a round.
         is_apart: False for rows that go along with the next round.
+        is_lean: True for a round that carries nothing but lines.
     """
 
     ahead: bool
@@ -74,6 +75,7 @@ class Sent(NamedTuple):
     sent: list[int]
     received: list[int]
     is_apart: bool = True
+    is_lean: bool = False
 
     @property
     def is_round(self) -> bool:
@@ -89,8 +91,10 @@ def recorded() -> Iterator[list[Sent]]:
 
     def exchange_lines(lane: Lane, line: Any, *counts: Any) -> Any:
         kinds.append(line[0])
-        found.append(Sent(kinds[-1] == kinds[0], lane.sheet.line_bytes, [], []))
-        if (agreed := lane.sheet.agreed) is not None:
+        agreed = lane.sheet.agreed
+        is_lean = agreed is None and (not counts or counts[0] is None)
+        found.append(Sent(kinds[-1] == kinds[0], lane.sheet.line_bytes, [], [], is_lean=is_lean))
+        if agreed is not None:
             found.append(Sent(kinds[-1] == kinds[0], agreed.row_bytes, list(agreed.sent), list(agreed.received), False))
         return lines(lane, line, *counts)
 

@@ -65,6 +65,11 @@ def work(group, asked, args):
     return asked(_here, *args)
 
 
+def forget(group):
+    """Let the next table of these ranks settle their hosts."""
+    ranks_of_groups.pop(group, None)
+
+
 class Broken(Ours):
     """Leaves the last batch out."""
 
@@ -79,13 +84,15 @@ def verify_broken(group, shape):
 
 
 def traffic_of_a_step(group, per_host, rows, dim, ids_of_ranks):
-    """Train one step on hosts of some ranks; return rounds, bytes of a round's line, and what this rank has sent."""
-    ranks_of_groups.pop(group, None)  # whose hosts an earlier training has settled
+    """Train on hosts of some ranks; return the third step's rounds, bytes of a line and its room, and what was sent."""
+    forget(group)
     ids = ids_of_ranks[group.rank()]
     items = speedswap.Embedding(rows, dim, storage=speedswap.Ranks(group=group, host=per_host))
     optimizer, lane = torch.optim.Adagrad(items.parameters()), RankGroup.of(group).main
-    rounds = lane.rounds
-    with counted(group.rank(), group.size()) as traffic:
-        items(ids).sum().backward()
-        optimizer.step()
+    for _ in range(3):  # two show which rounds carry nothing but lines
+        rounds = lane.rounds
+        with counted(group.rank(), group.size()) as traffic:
+            items(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return lane.rounds - rounds, lane.sheet.line_bytes, traffic

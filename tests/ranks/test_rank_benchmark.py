@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import bench_rank_counts
 import bench_ranks
 import pytest
 import readme_figures
@@ -16,10 +17,11 @@ import step_scenarios as scenarios
 import torch
 from bench_ranks import Plan
 from rank_pool import RankPool, RanksFailed
-from ranks.hops import Hosts, asked_of
-from ranks.predicting import CLUSTER, Workload, efficiency
+from ranks.balance import asked as rows_asked
+from ranks.hops import Asked, Hosts, asked_of, expected_asked
+from ranks.predicting import CLUSTER, WAYS, Way, Workload, efficiency
 from ranks.processes import Processes
-from ranks.simulator import Costs, Load, Message, Protocol, Protocols, expected_load, features, load_of, payload
+from ranks.simulator import Costs, Load, Protocol, Protocols, expected_load, features, load_of, payload
 from ranks.trainers import Shape
 
 from speedswap.apps.bench.workload import zipf_batches
@@ -96,12 +98,13 @@ def test_the_simulator_counts_the_rounds_and_bytes_of_real_ranks(ranks: RankPool
     ]
 
 
-@pytest.mark.parametrize(("number", "per_host", "ids_of"), [
-    (3, 1, many), (5, 1, many),  # weights of few ids go along with rounds, in a flat exchange
-    *((number, per_host, ids_of) for number, per_host in ((4, 2), (5, 2), (6, 3)) for ids_of in (zipf, one_owner, many)),
-])  # fmt: skip
+ON_HOSTS = [(number, per_host, ids) for number, per_host in ((4, 2), (5, 2), (6, 3)) for ids in (zipf, one_owner, many)]
+FLAT = [(3, 1, many), (5, 1, many)]  # weights of few ids go along with rounds
+
+
+@pytest.mark.parametrize(("number", "per_host", "ids_of"), [*FLAT, *ON_HOSTS])
 def test_the_simulator_counts_what_ranks_on_hosts_send_to_each_other(protocols, pool, number, per_host, ids_of):
-    """Every rank's messages and bytes to every other one, by the calls to gloo; with one rank per host they are flat."""
+    """Each rank's messages and bytes to every other one, by the calls to gloo; flat with one rank per host."""
     dim, ids, hosts = 4 + number, ids_of(number), Hosts(number, per_host, in_levels=per_host > 1)
     real = pool.run(scenarios.traffic_of_a_step, number, per_host, ROWS, dim, ids)
     (rounds, line_bytes) = {each[:2] for each in real}.pop()
@@ -160,20 +163,38 @@ def test_the_fit_finds_the_constants_that_made_the_times(protocol):
     assert found.to_json() == pytest.approx(true.to_json(), rel=1e-3, abs=1e-12)
 
 
-def test_a_cluster_without_delays_is_as_fast_as_one_process_or_faster(protocol):
+@pytest.mark.parametrize("way", ["flat, rows between GPUs", "two levels, rows between GPUs"])
+def test_a_cluster_without_delays_is_as_fast_as_one_process_or_faster(protocol, way):
     """Without communication, an owner of rows that several ranks request has less work than a single process."""
     free = dict.fromkeys(("round_seconds", "round_peer_seconds", "rows_seconds", "rows_peer_seconds"), 0.0)
     cluster = type(CLUSTER)(**free, link_bandwidth=1e30, net_bandwidth=1e30)
-    speeds = efficiency(cluster, protocol, Workload(rows=100_000, lookups=4096), ahead=False, ranks=(1, 2, 64))
+    work = Workload(rows=100_000, lookups=4096)
+    speeds = efficiency(cluster, protocol, work, WAYS[way], ahead=False, ranks=(1, 2, 64))
     assert 1 <= speeds[1] <= speeds[2] <= speeds[64]
     slow = type(CLUSTER)(round_peer_seconds=1e-3)
-    assert efficiency(slow, protocol, Workload(rows=100_000, lookups=4096), ahead=True, ranks=(64,))[64] < 0.1
+    assert efficiency(slow, protocol, work, WAYS[way], ahead=True, ranks=(64,))[64] < 0.2
 
 
 def test_bytes_between_hosts_take_as_long_as_their_bandwidth_says():
-    load = Load(16, 0, 0, 0, 0, lent_away=1500, union=0)
-    # 7 of 15 peers are on the host: 800 of the rows go to other hosts, each 512 bytes.
-    assert CLUSTER.moving([Message(False, True, 4)], load, 128) == pytest.approx(800 * 512 / 20e9)
+    """16 ranks on two hosts, each asking every owner for 100 rows of 512 bytes, of which the host has 150 of each."""
+    asked = Asked(torch.full((16, 16), 100), torch.full((2, 16), 150))
+    fixed, message = CLUSTER.rows_seconds, CLUSTER.rows_peer_seconds
+    flat, levels = (Hosts(16, 8, in_levels=each).hops(asked, 512) for each in (False, True))
+    assert CLUSTER.rows(flat, Way()) == pytest.approx(fixed + 15 * message + 800 * 512 / 20e9)
+    # To the carrier, the first rank, from 7 others for 8 owners each, and for itself; to the other host; to its ranks.
+    first, second, third = (7 * 900 * 512 / 120e9, 8 * 150 * 512 / 20e9, 7 * 150 * 512 / 120e9)
+    assert CLUSTER.rows(levels, Way()) == pytest.approx(3 * fixed + 15 * message + first + second + third)
+
+
+def test_expected_rows_of_a_host_are_those_of_drawn_ids():
+    rows, number, lookups = 20_000, 8, 4096
+    owners, chance = Owners(rows, number), rows_asked(rows, lookups, 1.05)
+    draw = torch.Generator().manual_seed(0)
+    found = (torch.rand(number, rows, generator=draw, dtype=torch.float64) < chance).unbind()
+    ids = [each.nonzero().squeeze(1) for each in found]
+    every = expected_asked(owners.of(torch.arange(rows)), number, chance, 4), asked_of(owners, ids, 4)
+    for expected, counted in zip(*every, strict=True):
+        assert float(expected.sum()) == pytest.approx(float(counted.sum()), rel=0.02)
 
 
 def test_stages_are_those_of_the_step(ranks: RankPool):
@@ -182,24 +203,25 @@ def test_stages_are_those_of_the_step(ranks: RankPool):
         assert min(seconds.values()) > 0
 
 
+class Job(Processes):
+    """The ranks that these tests already have."""
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+
+    def ask(self, number, work, *args):
+        return self._ranks.run(scenarios.work, number, work, args)
+
+    def __exit__(self, *_):
+        pass
+
+
 def test_the_benchmark_of_ranks_says_what_was_run(ranks: RankPool, monkeypatch, tmp_path, capsys):
-    class Pool(Processes):
-        """The ranks that these tests already have."""
-
-        def __init__(self, numbers):
-            pass
-
-        def ask(self, number, work, *args):
-            return ranks.run(scenarios.work, number, work, args)
-
-        def __exit__(self, *_):
-            pass
-
     small = Shape(400, 8, 32)
     shapes, fitted, held_out = {"small": (small, 0.1)}, [Shape(400, 16, 64)], [Shape(400, 16, 32)]
-    plan = Plan((1, 2), shapes, fitted, held_out, 4, 1, Workload(2000, 256), (5000, 512, (64,)))
+    plan = Plan((1, 2), shapes, fitted, held_out, 4, 1, (5000, 512, (64,)))
     monkeypatch.setattr(Plan, "of", lambda quick: plan)
-    monkeypatch.setattr(bench_ranks, "Processes", Pool)
+    monkeypatch.setattr(bench_ranks, "Processes", lambda numbers: Job(ranks))
     path = tmp_path / "ranks.json"
     assert bench_ranks.main(["--json", str(path)]) == 0
     document = json.loads(path.read_text())
@@ -219,17 +241,46 @@ def test_the_benchmark_of_ranks_says_what_was_run(ranks: RankPool, monkeypatch, 
     assert [line["ranks"] for line in found["model"]["held_out"]] == [None, 1, 2]
     assert [line["goal"] for line in found["acceptance"]] == [0.15, 1.05]
     assert len([*readme_figures.ranks(found)]) == 6  # of 2 ranks, by work and lookahead
-    for name, said in readme_ranks.blocks(found).items():
-        widths = {line.count("|") for line in said.splitlines()}
-        assert len(widths) == 1, name
-        assert f"<!-- {name}: " in (ROOT / readme_ranks.PAGE).read_text()
-    ElementTree.fromstring(readme_ranks.picture(found))
+    assert_on_page(readme_ranks.blocks(found, results("rank_counts-cpu.json")))
     assert "a step: " in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not (ROOT / "benchmarks/results/ranks-cpu.json").exists(), reason="not measured yet")
-def test_the_picture_shows_what_was_measured():
-    found = json.loads((ROOT / "benchmarks/results/ranks-cpu.json").read_text())["results"]
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())["results"]
+
+
+def assert_on_page(blocks):
+    for name, said in blocks.items():
+        assert len({line.count("|") for line in said.splitlines()}) == 1, name
+        assert f"<!-- {name}: " in (ROOT / readme_ranks.PAGE).read_text()
+
+
+def test_the_benchmark_of_counts_says_what_was_counted(ranks: RankPool):
+    """Four rounds, or three and three ahead; two hosts of two ranks have one carrier each."""
+
+    def job(number):
+        ranks.run(scenarios.forget, number)
+        return Job(ranks)
+
+    sent = [{"host": 1, "lookups": 8, "counted": 10.0, "on_card": 12.0}]
+    models = ("1 embedding", "a collection of 10")
+    plan = bench_rank_counts.Plan({4: models}, (2,), Workload(2000, 256), (1, 4, 16))
+    found = bench_rank_counts.measure(plan, job, lambda: sent)
+    assert {(line["lookahead"], line["rounds"], line["rounds_ahead"]) for line in found["counts"]} == {
+        (False, 4, 0), (True, 3, 3),
+    }  # fmt: skip
+    flat, two = ([line["hosts"]["2"] for line in found["counts"] if line["per_host"] == host] for host in (1, 2))
+    for before, after in zip(flat, two, strict=True):
+        assert after["messages_away"] < before["messages_away"]
+        assert after["bytes_away"] < before["bytes_away"]
+        assert after["busiest_bytes_away"] == pytest.approx(2 * after["bytes_away"], rel=0.05)  # one of two carries all
+    assert all(line["processor_seconds"] > 0 for line in found["counts"])
+    assert_on_page(readme_ranks.blocks(results("ranks-cpu.json"), found))
+    ElementTree.fromstring(readme_ranks.picture(found))
+
+
+def test_the_picture_shows_what_was_predicted():
+    found = results("rank_counts-cpu.json")
     assert (ROOT / readme_ranks.PICTURE).read_text() == readme_ranks.picture(found)
 
 
