@@ -28,7 +28,7 @@ GOALS = {"256": 0.85, "1024": 0.7}  # of a rank's speed over one process, with 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What is counted.
+    """The sizes of the count.
 
     Attributes:
         models: some of :data:`MODELS`, for each number of processes.

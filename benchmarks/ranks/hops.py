@@ -22,7 +22,7 @@ LINE_BYTES = _NUMBER_BYTES * len(Line._fields)
 
 
 class Hop(NamedTuple):
-    """What each rank sends to each other one, shape (ranks, ranks), with zeros for itself."""
+    """Messages and bytes from each rank to each other one, shape (ranks, ranks), with zeros for itself."""
 
     messages: Tensor
     bytes: Tensor

@@ -22,7 +22,7 @@ _NUMBER_BYTES, _MARK_BYTES = 8, 1
 
 
 class Way(NamedTuple):
-    """What rounds, ids and rows go through.
+    """The way of rounds, ids and rows.
 
     Attributes:
         in_levels: True for rounds and ids in two levels.
