@@ -134,7 +134,10 @@ def _prediction(prediction: dict[str, Any]) -> str:
     rows, curves = [], prediction["curves"]
     numbers = [ranks for ranks in curves[0]["efficiency"] if int(ranks) in (4, 16, 64, 256, 1024)]
     for curve in curves:
-        name = ", ".join(filter(None, (curve["way"], curve["varied"])))
+        way, varied = curve["way"], curve["varied"]
+        if varied.startswith("rows at"):
+            way = way.rsplit(", rows at", 1)[0]
+        name = ", ".join(filter(None, (way, varied)))
         speeds = [f"{curve['efficiency'][ranks]:.2f}" for ranks in numbers]
         rows.append([name, f"{curve['dense_ms']} ms", "yes" if curve["lookahead"] else "no", *speeds])
     return _table(["Exchange", "Dense work", "Lookahead", *(f"{int(n):,}" for n in numbers)], rows)

@@ -134,10 +134,10 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, rank
     alone = cluster.step_seconds + work.dense_seconds
     if ranks == 1:  # a single process has no protocol
         return max(alone + swap, swap) if ahead else alone + 2 * swap
-    is_on_hosts = ranks > cluster.gpus  # one host is flat
+    if ranks <= cluster.gpus:  # one host is flat, whatever it was given
+        way = Way()
     hosts, rows_on = (
-        Hosts(ranks, cluster.gpus, in_levels=is_on_hosts and in_levels)
-        for in_levels in (way.in_levels, way.rows_in_levels)
+        Hosts(ranks, cluster.gpus, in_levels=in_levels) for in_levels in (way.in_levels, way.rows_in_levels)
     )
     every = _asked(work.rows, ranks, work.lookups, work.exponent, cluster.gpus)
     line_bytes = LINE_BYTES + _NUMBER_BYTES * min(2048 // ranks, 32 if hosts.in_levels else 2048)

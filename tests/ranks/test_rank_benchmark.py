@@ -186,6 +186,13 @@ def test_bytes_between_hosts_take_as_long_as_their_bandwidth_says():
     assert CLUSTER.rows(levels, Way()) == pytest.approx(3 * fixed + 15 * message + first + second + third)
 
 
+def test_one_host_is_flat_and_two_with_rows_through_host_memory_are_slower(protocol):
+    work = Workload(rows=100_000, lookups=4096)
+    flat, built, *_ = (efficiency(CLUSTER, protocol, work, way, ahead=False, ranks=(8, 16)) for way in WAYS.values())
+    assert built[8] == flat[8]
+    assert built[16] < flat[16]
+
+
 def test_expected_rows_of_a_host_are_those_of_drawn_ids():
     rows, number, lookups = 20_000, 8, 4096
     owners, chance = Owners(rows, number), rows_asked(rows, lookups, 1.05)
