@@ -255,4 +255,4 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
     steps = len(batches(gpu))
     assert [name for name in sought if not name.startswith("speedswap-in")] == []
     assert steps - 2 <= len(sought) <= steps
-    assert 0 < len(launched) <= 2 * steps  # of the step before, and of the one before that
+    assert 0 < len(launched) < 3 * steps  # of the two steps before, and now and then of a third; not one per column
