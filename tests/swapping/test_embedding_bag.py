@@ -145,6 +145,18 @@ def test_any_bags_give_torchs_values_and_gradients(
     assert_same(ours.table.read(), theirs.weight - theirs.weight.grad)
 
 
+class Tagged(Tensor):
+    """A subclass of tensors, as libraries wrap a batch in."""
+
+
+def test_weights_may_be_of_a_subclass_of_tensors(device: str):
+    bag = speedswap.EmbeddingBag(50, 4, mode="sum", device=device)
+    ids, offsets, weights = torch.arange(6, device=device), torch.tensor([0, 2], device=device), torch.rand(6)
+    expected = bag(ids, offsets, per_sample_weights=weights.to(device))
+    found = bag(ids, offsets, per_sample_weights=weights.to(device).as_subclass(Tagged))
+    assert torch.equal(found.as_subclass(Tensor), expected)
+
+
 @modes
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
 def test_batches_without_ids(device: str, mode: str, shape: tuple[int, int]):

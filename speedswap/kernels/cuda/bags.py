@@ -15,6 +15,8 @@ from speedswap.kernels.cuda.launch import dtype_name, launch_threads
 from speedswap.kernels.cuda.shapes import CHUNK, bags_argument
 from speedswap.kernels.host import as_read, empty
 
+_NUMBERS = (int, bool, type(None))
+
 
 def pool_bags(
     rows: Tensor,
@@ -152,7 +154,7 @@ def _bags(values: Tensor, local: Tensor, width: int, features: int, **given: Any
     numbers = {"width": width, "features": features, "entries": local.shape[0], "row_bytes": width * item_bytes}
     multiples = 0
     for name, each in given.items():
-        if type(each) is not Tensor:
+        if type(each) in _NUMBERS:
             numbers[name] = each or 0
             continue
         numbers[name] = address = each.data_ptr()
