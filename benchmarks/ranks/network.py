@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import speedswap
 from ranks.counting import between, train
 
-__all__ = ["measured"]
+__all__ = ["connected", "ip", "measured"]
 
 PER_MACHINE, LOOKUPS = 2, (64, 4096)
 _MACHINES = {"speedswap-c": "10.78.0.1", "speedswap-d": "10.78.0.2"}
@@ -30,27 +30,29 @@ _SENT = Path("/sys/class/net/card/statistics/tx_bytes")
 _SECONDS = 300
 
 
-def _ip(*words: str, check: bool = True) -> int:
-    return subprocess.run(["ip", *words], check=check, capture_output=True).returncode
+def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run ``ip``."""
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
 
 
 @contextmanager
-def _machines() -> Iterator[bool]:
-    """Connect two namespaces by a cable; provide False where that is not possible."""
-    first, second = _MACHINES
-    is_possible = not os.geteuid() and shutil.which("ip") is not None and not _ip("netns", "add", first, check=False)
+def connected(machines: Mapping[str, str]) -> Iterator[bool]:
+    """Connect two namespaces, given with their addresses, by a cable; provide False where that is not possible."""
+    first, second = machines
+    is_possible = not os.geteuid() and shutil.which("ip") is not None
+    is_possible = is_possible and not ip("netns", "add", first, check=False).returncode
     try:
         if is_possible:
-            _ip("netns", "add", second)
-            _ip("link", "add", "card", "netns", first, "type", "veth", "peer", "name", "card", "netns", second)
-            for machine, address in _MACHINES.items():
-                _ip("-n", machine, "addr", "add", f"{address}/24", "dev", "card")
-                _ip("-n", machine, "link", "set", "lo", "up")
-                _ip("-n", machine, "link", "set", "card", "up")
+            ip("netns", "add", second)
+            ip("link", "add", "card", "netns", first, "type", "veth", "peer", "name", "card", "netns", second)
+            for machine, address in machines.items():
+                ip("-n", machine, "addr", "add", f"{address}/24", "dev", "card")
+                ip("-n", machine, "link", "set", "lo", "up")
+                ip("-n", machine, "link", "set", "card", "up")
         yield is_possible
     finally:
-        for machine in _MACHINES if is_possible else ():
-            _ip("netns", "del", machine, check=False)
+        for machine in machines if is_possible else ():
+            ip("netns", "del", machine, check=False)
 
 
 def measured() -> list[dict[str, Any]] | None:
@@ -60,7 +62,7 @@ def measured() -> list[dict[str, Any]] | None:
         For each, ``host``, ``lookups``, and per step and machine ``counted`` bytes handed to gloo for the other machine
         and ``on_card``, those that the card has sent, headers included. None without root or namespaces.
     """
-    with _machines() as is_possible:
+    with connected(_MACHINES) as is_possible:
         if not is_possible:
             return None
         return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks.network import connected, ip
 
 import speedswap
 
@@ -21,10 +21,6 @@ EPOCHS, PER_MACHINE = 12, 2
 SECONDS = 120  # for anything to happen
 MACHINES = {"speedswap-a": "10.77.0.1", "speedswap-b": "10.77.0.2"}
 FIRST, SECOND = MACHINES
-
-
-def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
 
 
 def kill(machine: str) -> None:
@@ -38,24 +34,17 @@ Started = list["subprocess.Popen[bytes]"]
 @pytest.fixture
 def machines() -> Iterator[Started]:
     """Connect two namespaces by a cable; what is started in them is put into the list."""
-    if os.geteuid() or shutil.which("ip") is None or ip("netns", "add", FIRST, check=False).returncode:
-        pytest.skip("network namespaces need root and iproute2")
     started: Started = []
-    try:
-        ip("netns", "add", SECOND)
-        ip("link", "add", "card", "netns", FIRST, "type", "veth", "peer", "name", "card", "netns", SECOND)
-        for machine, address in MACHINES.items():
-            ip("-n", machine, "addr", "add", f"{address}/24", "dev", "card")
-            ip("-n", machine, "link", "set", "lo", "up")
-            ip("-n", machine, "link", "set", "card", "up")
-        yield started
-    finally:
-        for machine in MACHINES:
-            kill(machine)
-        for each in started:
-            each.wait()
-        for machine in MACHINES:
-            ip("netns", "del", machine, check=False)
+    with connected(MACHINES) as is_possible:
+        if not is_possible:
+            pytest.skip("network namespaces need root and iproute2")
+        try:
+            yield started
+        finally:
+            for machine in MACHINES:
+                kill(machine)
+            for each in started:
+                each.wait()
 
 
 def script(folder: Path) -> str:
