@@ -45,7 +45,7 @@ STEP = {
     "length": 128,
     "batch": 8,
     "steps": 8,
-    "repeats": 5,
+    "repeats": 20,
     "steps_before": 300,
 }
 PLACES = {"pageable": 10_000_000, "disk": 1_000_000_000}
