@@ -93,12 +93,12 @@ def file_system(path: Path) -> str:
 
 
 def allocatable_bytes() -> int | None:
-    """Return what Linux calls available, or the rest of this process's address space limit where that is less.
+    """Return the least of what Linux calls available, a container's limit and this process's address space limit leave.
 
     Returns:
-        Bytes; None where neither is known.
+        Bytes; None where none of them is known.
     """
-    bounds = [_field("/proc/meminfo", "MemAvailable")]
+    bounds = [_field("/proc/meminfo", "MemAvailable"), group_bytes()]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and (taken := process_bytes("VmSize")) is not None:
         bounds.append(max(0, limit - taken))

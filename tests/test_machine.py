@@ -43,6 +43,7 @@ def test_memory_of_a_container_is_its_limit_less_what_is_in_use(groups):
     groups("0::/outer/inner\n", {f"outer/{name}": text for name, text in outer.items()})
     assert _machine.group_bytes() == GIB // 2 + GIB // 8
     assert _machine.available_bytes() == GIB // 2 + GIB // 8
+    assert _machine.allocatable_bytes() == GIB // 2 + GIB // 8
 
 
 def test_a_container_without_its_own_view_finds_its_limit_at_the_root(groups):

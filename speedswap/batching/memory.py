@@ -135,8 +135,8 @@ def release_cached_memory() -> None:
 def free_bytes(device: torch.device | str) -> int | None:
     """Return the bytes that can still be allocated on a device; None where that is unknown.
 
-    On CUDA, the driver's free memory and the unused part of torch's cache; on the CPU, what Linux calls available, or
-    the rest of the process's address space limit where that is less.
+    On CUDA, the driver's free memory and the unused part of torch's cache; on the CPU, the least of what Linux calls
+    available, a container's limit and the process's address space limit leave.
     """
     device = torch.device(device)
     if device.type == "cuda":

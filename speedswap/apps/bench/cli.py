@@ -30,16 +30,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "the machine and ten large tables are measured by bench_ceilings.py and bench_tables.py, under benchmarks in "
         "the repository.",
     )
-    parser.add_argument(
+    which = parser.add_argument(
         "which",
-        nargs="?",
         choices=("transfer", "step", "all", "mine"),
         default="all",
+        metavar="[{transfer,step,all,mine}]",
         help="rows to the compute device and back; training steps; both (default); or steps on your own ids",
     )
-    parser.add_argument(
-        "ids", nargs="?", type=Path, metavar="IDS_FILE", help="mine: whole numbers as text, .npy or Parquet"
+    ids = parser.add_argument(
+        "ids", type=Path, metavar="[IDS_FILE]", help="mine: whole numbers as text, .npy or Parquet"
     )
+    which.required = ids.required = False  # with nargs="?", Python 3.11 takes no file after an option
     parser.add_argument("--column", help="mine: of a Parquet file (default: the only one of whole numbers)")
     parser.add_argument("--dim", type=int, default=64, help="mine: numbers in a row (default: %(default)s)")
     parser.add_argument("--optimizer", default="adam", help=f"mine: {', '.join(OPTIMIZERS)} (default: %(default)s)")

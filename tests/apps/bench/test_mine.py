@@ -124,6 +124,13 @@ def test_a_wrong_option_is_one_line(clicks, words, said, capsys):
     assert re.search(said, err)
 
 
+@pytest.mark.parametrize("words", ["mine --dim 0 FILE", "--dim 0 mine FILE", "mine FILE --dim 0"])
+def test_options_stand_anywhere(clicks, words, capsys):
+    """Python 3.11's argparse refuses an optional argument that comes after an option."""
+    assert main(["bench", *words.replace("FILE", str(clicks)).split()]) == 2
+    assert capsys.readouterr().err.startswith("speedswap: dim is 0")
+
+
 @pytest.mark.parametrize("words", [["mine"], ["step", "ids.txt"]])
 def test_a_file_of_ids_is_for_mine(words, capsys):
     assert main(["bench", *words]) == 2
