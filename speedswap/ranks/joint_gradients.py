@@ -135,8 +135,9 @@ class JointGradients:
             warn_once(
                 "SW403",
                 f"{count} tables of ranks were looked up one after the other in a step, with two rounds of all "
-                "ranks for each; put them into an EmbeddingCollection or EmbeddingBagCollection, which looks up its "
-                "tables together, or take the batches from speedswap.lookahead",
+                "ranks for each, since the ids of the others were not known at the first one; call the model with the "
+                "tensors of ids, put the tables into an EmbeddingCollection or EmbeddingBagCollection, or take the "
+                "batches from speedswap.lookahead (depth=0 for the plain loop)",
             )
 
     def is_zeroed(self, number: int) -> bool:

@@ -28,6 +28,7 @@ from speedswap import kernels
 from speedswap.collectives import Kind, Parcel, RankGroup
 from speedswap.errors import LostUpdateError
 from speedswap.ranks.ahead import LookupsTogether, RowsAhead
+from speedswap.ranks.foreseen import ids_in_calls
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
 from speedswap.ranks.keys import ShardedKeys
@@ -198,8 +199,9 @@ class ShardedStep(RowStep):
         if request.device.type != "cpu" or len(self.group) == 1:
             return None
         ids = request.ids_of()
-        learnt = foreseen.after(self.number, ids)
-        foreseen.note(self.number, ids)
+        known = [ids, *(ids_in_calls() if len(self._gradients.steps()) > 1 else ())]
+        learnt = foreseen.after(self.number, known)
+        foreseen.note(self.number, known)
         after = [*after, *((self._gradients.step(number), some) for number, some in learnt)]
         lookups = [(step, some) for step, some in after if step is not None and step.group is self.group]
         if not lookups:
@@ -219,6 +221,12 @@ class ShardedStep(RowStep):
         self.group.require_same_settings("lookahead", {"depth": depth}, Kind.BEGIN)
         self.group.ahead.begin()
         super().begin_lookahead(depth)
+
+    def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
+        ours = [
+            (step.number, ids) for step, ids in lookups if isinstance(step, ShardedStep) if step.group is self.group
+        ]
+        self._gradients.foreseen.expected = ours
 
     def end_announcements(self, *, failed: bool) -> None:
         self.group.ahead.announce_end(failed=failed)

@@ -63,7 +63,7 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
             :class:`speedswap.EmbeddingBagCollection` or :class:`speedswap.EmbeddingCollection` one to the features that
             it is called with. Other lookups work too, but are not prefetched. The ids must be on the lookup's device,
             or on the CPU with the module's ``weight`` on the lookup's device.
-        depth: how many batches ahead; 0 for the plain loop.
+        depth: how many batches ahead; 0 for the plain loop, in which lookups in tables of ranks share their rounds.
 
     Returns:
         An iterable of the loader's batches; it has a length if the loader has one.
@@ -140,6 +140,7 @@ class Lookahead(Generic[Batch]):
         if self.depth == 0:
             for batch in self._loader:
                 self._begin_step(modules)
+                self._expect(batch)
                 yield batch
             return
         with ExitStack() as rest:  # every module, even if a pending write has failed
@@ -189,6 +190,18 @@ class Lookahead(Generic[Batch]):
             self._end_announcements(modules, failed=True)
             raise
         return turn
+
+    def _expect(self, batch: Batch) -> None:
+        """Tell the steps of ranks' tables what the batch looks up, so that its lookups share rounds."""
+        of_ranks = [
+            (module, given_of)
+            for module, given_of in self._ids.items()
+            if any(isinstance(each, TableModule) and each._step.is_sharded for each in module.modules())
+        ]
+        announced = [each for module, given_of in of_ranks for each in module.lookups_of(given_of(batch))]
+        lookups = [(module._step, lookup.ids) for module, lookup in announced]
+        for step, _ in lookups:
+            step.expect(lookups)
 
     @staticmethod
     def _begin_step(modules: Sequence[TableModule]) -> None:

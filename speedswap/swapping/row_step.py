@@ -186,6 +186,9 @@ class RowStep(Locked):
         """Allow rows to be written during the next step, and lookups to be announced ``depth`` batches ahead."""
         self.lookaheads += 1
 
+    def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
+        """Learn what lookups the next batch makes in this and other tables: their steps, each with its ids."""
+
     def end_announcements(self, *, failed: bool) -> None:
         """Record that no more lookups will be announced; ``failed``: because of an error."""
 

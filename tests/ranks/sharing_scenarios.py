@@ -30,11 +30,23 @@ def batch(rank, step, size, columns=4):
     return torch.randint(ROWS, (size, columns), generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def departing(group, *, shares):
+class Within(nn.Module):
+    """A module that calls a function, whose lookups are thus made within it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch, *, weight=1):
+        return self.function(batch["ids"], weight)
+
+
+def departing(group, *, shares, how="columns"):
     """Train four tables with the columns of a batch, in a loop that changes its ways; return rows and rounds.
 
-    Columns of a rank are copies at first, batches change their sizes, or are empty on a rank; a table is left out,
-    looked up twice, in another order, read in between, with ids that have changed; gradients are accumulated.
+    Columns are copies if they are a model's arguments; else those of a rank are copies at first. Batches change their
+    sizes, or are empty on a rank; a table is left out, looked up twice, in another order, read in between, with ids
+    that have changed; gradients are accumulated.
     """
     model, rank, rounds = model_of(group), group.rank(), []
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
@@ -44,10 +56,12 @@ def departing(group, *, shares):
             before = lane.rounds
             ids = batch(rank, step, [5, 5, 3, 8, 0 if step > 4 else 4, 6][(step + rank) % 6])
             places = {7: [0, 1, 3], 8: [3, 2, 1, 0], 9: [0, 1, 2, 3, 1]}.get(step, [0, 1, 2, 3])
-            for _ in range(1 + (step == 10)):
+            columns = [ids[:, place].clone() if how == "arguments" else ids[:, place] for place in range(4)]
+
+            def loss(columns, weight, ids=ids, step=step, places=places):
                 total = torch.zeros((), requires_grad=True)
                 for place in places:
-                    column = ids[:, place].clone() if step < 2 and rank == 0 else ids[:, place]
+                    column = columns[place].clone() if step < 2 and rank == 0 else columns[place]
                     if (step, rank, place) in ((11, 0, 1), (12, 0, 1), (12, 1, 2), (13, 1, 3)):
                         column.add_(1).remainder_(ROWS)
                     rows = model[place](column)
@@ -55,7 +69,10 @@ def departing(group, *, shares):
                     total = total + (0 if is_ignored else (place + 1) * rows.cos().sum())
                     if step == 15 and place == 1:
                         model[2].read(ids[:, 0])
-                total.backward()
+                return weight * total
+
+            for _ in range(1 + (step == 10)):
+                Within(loss)({"ids": columns}).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -66,6 +83,9 @@ def departing(group, *, shares):
 def steady(group, count, kind):
     """Train some tables as usual; return the rounds, payloads and bytes of a later step."""
     model = model_of(group, count)
+    looking_up = Within(
+        lambda columns, weight: [weight * table(ids) for table, ids in zip(model, columns, strict=True)]
+    )
     if kind == "collection":
         configs = [
             speedswap.EmbeddingConfig(name=f"t{place}", num_embeddings=ROWS, embedding_dim=2 + place)
@@ -73,11 +93,17 @@ def steady(group, count, kind):
         ]
         model = speedswap.EmbeddingCollection(configs, storage=owned(group))
     optimizer, lane = torch.optim.Adagrad(model.parameters(), 0.1), RankGroup.of(group).main
-    for step in range(7):
+    ids_of = {table: lambda ids, place=place: ids[:, place] for place, table in enumerate(model.children())}
+    batches = (batch(group.rank(), step, 6, 10) for step in range(7))
+    for step, ids in enumerate(speedswap.lookahead(batches, ids_of, depth=0) if kind == "told" else batches):
         before = lane.rounds, lane.payloads, lane.payload_bytes
-        ids = batch(group.rank(), step, 6, 10)
         if kind == "collection":
             found = [each.values() for each in model({f"t{place}": ids[:, place] for place in range(count)}).values()]
+        elif kind == "told":
+            found = [table(ids[:, place].clone()) for place, table in enumerate(model)]
+        elif kind == "arguments":  # of another length in each step
+            columns = [ids[: 6 - step % 3, [place]].clone() for place in range(count)]
+            found = looking_up({"ids": columns}, weight=step + 1)
         else:
             tables = model if kind != "left out" or step < 2 else list(model)[:-1]
             found = [table(ids[:, 0] if kind == "one" else ids[:, place]) for place, table in enumerate(tables)]

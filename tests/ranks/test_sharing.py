@@ -8,9 +8,9 @@ import torch
 from rank_pool import RankPool
 
 
-@pytest.mark.parametrize("kind", ["columns", "one", "collection"])
+@pytest.mark.parametrize("kind", ["columns", "one", "collection", "arguments", "told"])
 def test_step_of_any_number_of_tables_takes_four_rounds(ranks: RankPool, kind: str) -> None:
-    """Tables looked up with columns of a batch or with the same ids, and a collection of several widths."""
+    """Ids are columns of a batch, the same, arguments of a model or told by a lookahead; or those of a collection."""
     counts = (1, 3, 10)
     found = [ranks.run(scenarios.steady, 2, count, kind) for count in counts]
     assert [each[0][:2] for each in found] == [(4, 1)] * len(counts)
@@ -22,8 +22,9 @@ def test_rows_of_a_table_that_is_left_out_stop_coming(ranks: RankPool) -> None:
     assert left_out == without
 
 
-def test_loops_that_change_their_ways_change_no_bit(ranks: RankPool) -> None:
-    apart, shared = (ranks.run(scenarios.departing, 3, shares=shares) for shares in (False, True))
+@pytest.mark.parametrize("how", ["columns", "arguments"])
+def test_loops_that_change_their_ways_change_no_bit(ranks: RankPool, how: str) -> None:
+    apart, shared = (ranks.run(scenarios.departing, 3, shares=shares, how=how) for shares in (False, True))
     for (rows, rounds), (rows_shared, rounds_shared) in zip(apart, shared, strict=True):
         assert all(map(torch.equal, rows, rows_shared))
         assert rounds[6] == 2 * 4 + 3
