@@ -64,6 +64,11 @@ def embedding(group, each="auto", **settings):
     return speedswap.Embedding(ROWS, DIM, storage=owned(group, each=each), **settings)
 
 
+def ahead_of(batches, ids, depth):
+    """Return batches with a lookahead; without one for a depth of 0, in whose place one would share rounds."""
+    return speedswap.lookahead(batches, ids, depth=depth) if depth else batches
+
+
 def train(group, depth, optimizer="adam", sizes=((7, 4, 0, 9, 5),), steps=6, between="", **settings):
     """Return the rows after some steps, the losses, and how many lookups took what came ahead."""
     items = embedding(group, **settings)
@@ -71,9 +76,7 @@ def train(group, depth, optimizer="adam", sizes=((7, 4, 0, 9, 5),), steps=6, bet
     patch, taken = counted()
     losses = []
     with patch:
-        for step, ids in enumerate(
-            speedswap.lookahead(batches_of(group, steps, sizes), {items: ids_of[between]}, depth=depth)
-        ):
+        for step, ids in enumerate(ahead_of(batches_of(group, steps, sizes), {items: ids_of[between]}, depth)):
             if between == "two":
                 loss = (items(ids[:, 0]) * items(ids[:, 1]) + 0.1).square().sum()
             elif between == "unused" and step % 2 == 1 and group.rank() == 0:
@@ -140,7 +143,7 @@ def bags(group, depth):
     patch, taken = counted()
     with patch:
         ids = {words: lambda batch: batch, items: lambda batch: batch[:, 1]}
-        for batch in speedswap.lookahead(batches_of(group, 5), ids, depth=depth):
+        for batch in ahead_of(batches_of(group, 5), ids, depth):
             (words(batch) * items(batch[:, 1])).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -177,7 +180,7 @@ def many(group, count, depth, *, in_collection, clips=False):
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        for batch in speedswap.lookahead(loader, ids, depth=depth):
+        for batch in ahead_of(loader, ids, depth):
             before = lanes.main.rounds
             if in_collection:
                 found = [rows.values() for rows in model(batch).values()]
@@ -388,7 +391,7 @@ def departing(group, depth):
     lane, rank, rounds = RankGroup.of(group).main, group.rank(), []
     ids_of_table = {table: lambda ids, place=place: (ids + place) % ROWS for place, table in enumerate(model)}
     loader = batches_of(group, 13, sizes=((5, 4, 6, 3, 2),))
-    for step, ids in enumerate(speedswap.lookahead(loader, ids_of_table, depth=depth)):
+    for step, ids in enumerate(loader if depth is None else speedswap.lookahead(loader, ids_of_table, depth=depth)):
         before = lane.rounds
         places = {5: [0, 2], 6: [2, 1, 0], 8: [0, 1, 2, 0]}.get(step, [0, 1, 2])
         other = {3: [(0, 1)], 4: [(0, 1), (1, 2)], 9: [(0, 0)], 10: [(0, 2)], 12: [(0, 1), (1, 1)]}.get(step, [])
