@@ -74,10 +74,11 @@ class Hosts:
         ranks: their number.
         per_host: ranks of a host, in order; the last may have fewer.
         in_levels: False for a flat exchange.
+        merges: False if the ids of a host's ranks are not merged, so that rows go flat, between GPUs.
     """
 
-    def __init__(self, ranks: int, per_host: int, *, in_levels: bool) -> None:
-        self.ranks, self.per_host, self.in_levels = ranks, per_host, in_levels
+    def __init__(self, ranks: int, per_host: int, *, in_levels: bool, merges: bool = True) -> None:
+        self.ranks, self.per_host, self.in_levels, self.merges = ranks, per_host, in_levels, merges
         self.host = torch.arange(ranks) // per_host
         self.sizes = self.host.bincount()
         numbers = torch.arange(len(self.sizes))
@@ -90,6 +91,9 @@ class Hosts:
         """Return the hops of rows, or of numbers, from those that ask for them to their owners, or back."""
         if not self.in_levels:
             return [self._hop(asked.by_rank if to_owners else asked.by_rank.T, row_bytes, self._is_other)]
+        if not self.merges:
+            of_host = torch.zeros_like(asked.by_host).index_add_(0, self.host, asked.by_rank)
+            asked = Asked(asked.by_rank, of_host)
         owner = torch.arange(self.ranks)
         via = torch.where(self._is_near, owner, self._carrier[self.host][:, self.host])
         first = torch.zeros_like(asked.by_rank).scatter_add_(1, via, asked.by_rank)
@@ -127,6 +131,8 @@ class Hosts:
         """Return the hops of what precedes a table's ids in two levels: how many come."""
         if not self.in_levels:
             return []
+        if not self.merges:
+            return self.round(_NUMBER_BYTES)
         every = torch.ones(self.ranks, self.ranks, dtype=torch.int64)
         near, one = self._is_near & self._is_other, torch.zeros_like(every)
         hosts = torch.arange(len(self.sizes))
@@ -147,13 +153,14 @@ class Hosts:
             asked: the rows.
             dim: the width of a row of float32.
         """
+        rows_on = self if self.merges else Hosts(self.ranks, self.per_host, in_levels=False)
         lean = 0 if self.in_levels else sum(protocol.lean)
         found = (sum(protocol.rounds) - lean) * self.round(protocol.line_bytes)
         if lean:
             found += lean * self.lean_round()
         for one in (message for part in protocol.messages for message in part):
             row_bytes = one.row_bytes * (dim if one.is_row else 1)
-            found += self.hops(asked, row_bytes, to_owners=one.to_owners)
+            found += (rows_on if one.is_row else self).hops(asked, row_bytes, to_owners=one.to_owners)
             if not one.is_row:
                 found += self.heads()
         return Hop.total(found)

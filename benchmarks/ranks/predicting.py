@@ -137,7 +137,8 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, rank
     if ranks <= cluster.gpus:  # one host is flat, whatever it was given
         way = Way()
     hosts, rows_on = (
-        Hosts(ranks, cluster.gpus, in_levels=in_levels) for in_levels in (way.in_levels, way.rows_in_levels)
+        Hosts(ranks, cluster.gpus, in_levels=in_levels, merges=way.rows_in_levels)
+        for in_levels in (way.in_levels, way.rows_in_levels)
     )
     every = _asked(work.rows, ranks, work.lookups, work.exponent, cluster.gpus)
     line_bytes = LINE_BYTES + _NUMBER_BYTES * min(2048 // ranks, 32 if hosts.in_levels else 2048)

@@ -54,10 +54,9 @@ class RankGroup:
         self.main = Lane(process_group, "main", timeout, process_group if has_nccl else None)
         self.host = host
         ahead = Lane(process_group, "ahead", timeout)
-        if host is not None or not has_nccl:
-            hosts = _hosts_of(self.main, host)
-            for lane in (self.main, ahead):
-                lane.set_hosts(hosts, process_group)
+        hosts = _hosts_of(self.main, host)
+        for lane in (self.main, ahead):
+            lane.set_hosts(hosts, process_group, merges=not has_nccl)
         self.ahead = Ahead(ahead, self.main)
         self.rank = self.main.rank
         self.next_number = 0

@@ -7,7 +7,7 @@ of their gradients. Two hosts exchange one message each way, where a flat exchan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -63,13 +63,11 @@ class Levels:
             for place in places
         ]
         self._by_carrier = torch.tensor([rank for ranks in self._ranks_by_carrier for rank in ranks])
-        # Of a round: where each host's ranks are among those of this carrier, and what comes from other hosts.
-        at = {rank: place for place, rank in enumerate(self._ranks_by_carrier[self._place])}
-        self._own_column = at[lane.rank]
-        self._columns = {host: torch.tensor([at[rank] for rank in hosts[host]]) for host in self._carried}
-        from_others = [[rank for rank in ranks if rank not in self._mine] for ranks in self._ranks_by_carrier]
-        self._counts_of_others = [len(ranks) for ranks in from_others]
-        self._others = torch.tensor([rank for ranks in from_others for rank in ranks], dtype=torch.int64)
+        self._host_of = torch.tensor(
+            [next(at for at, each in enumerate(hosts) if rank in each) for rank in range(len(lane.ranks))]
+        )
+        self._segments = self._segments_of_hops()
+        self._way_of_lines = self._way([torch.ones(len(order), dtype=torch.int64) for order, _, _ in self._segments])
         self.messages = self.message_bytes = 0
 
     @property
@@ -83,25 +81,74 @@ class Levels:
         """Return the ranks of a host whose rows a rank of this host passes on: on its own host, itself alone."""
         return [self._mine[place]] if host == self._host else self._hosts[host]
 
-    # ------------------------------------------------------------------ rounds
+    # ------------------------------------------------------------------ rounds, and rows that are not merged
 
-    def exchange_lines(self, into: Tensor, out: Tensor) -> None:
-        """Send a line to every rank, and receive one from each.
+    def _segments_of_hops(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return how what each rank sends to each other one lies before each hop, and after the last.
+
+        Returns:
+            The order of these segments for the hop or for the receiver; the number of the rank here, or of the host,
+            that each of them goes to in the hop, in this order; and that it has come from, before it.
+        """
+        size, every = len(self._mine), [*enumerate(self._hosts)]
+        ours = torch.tensor(self._ranks_by_carrier[self._place])
+        carrier = torch.tensor([place for place, ranks in enumerate(self._ranks_by_carrier) for _ in ranks])
+        to_host = self._host_of[ours].repeat(size)
+        # From each rank of a host for each one here; within this host, a hop across leads to where it began.
+        across = [
+            (host, place)
+            for host, ranks in every
+            if self._carries(self._place, host)
+            for _ in ranks
+            for place in ([self._place] if host == self._host else range(size))
+        ]
+        from_host, to_place = torch.tensor(across).T
+        back = [
+            (place, rank)
+            for place in range(size)
+            for host, ranks in every
+            if (place == self._place if host == self._host else self._carries(place, host))
+            for rank in ranks
+        ]
+        from_place, sender = torch.tensor(back).T
+        none = carrier[:0]
+        return [
+            (self._by_carrier, carrier, none),
+            (*_ordered(to_host), torch.arange(size).repeat_interleave(len(ours))),
+            (*_ordered(to_place), from_host),
+            (sender.argsort(), none, from_place),
+        ]
+
+    def _way(self, lengths: Sequence[Tensor]) -> Way:
+        """Return the way of rows, given how many each segment has before each hop and after the last."""
+        turns = [_moved(own, order) for own, (order, _, _) in zip(lengths, self._segments, strict=True)]
+        counts = []
+        for hop, number in enumerate((len(self._mine), len(self._hosts), len(self._mine))):
+            (order, goes_to, _), (_, _, comes_from) = self._segments[hop : hop + 2]
+            sent, received = (lengths[hop][order], goes_to), (lengths[hop + 1], comes_from)
+            counts.append((_sums_by(*sent, number), _sums_by(*received, number)))
+        return Way(tuple(turns), tuple(counts))
+
+    def exchange(self, into: Tensor, out: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()) -> None:
+        """Send rows to every rank, and receive rows from each, in rank order.
 
         Args:
-            into: a line from each rank, in rank order, shape (ranks, n).
-            out: a line for each rank.
+            into, out: contiguous memory for the received rows, and the sent ones.
+            received, sent: how many come from each rank and go to each; by default one.
         """
-        width, size = out.shape[1], len(self._mine)
-        sizes = [len(ranks) for ranks in self._ranks_by_carrier]
-        came = self._between_ranks(out[self._by_carrier], [sizes[self._place]] * size, sizes).view(size, -1, width)
-        leaving = {host: came[:, columns].contiguous() for host, columns in self._columns.items()}
-        arrived = {host: out.new_empty(len(columns), size, width) for host, columns in self._columns.items()}
-        self._between_hosts(arrived, leaving)
-        passed_on = torch.cat([out.new_empty(0, size, width), *arrived.values()]).transpose(0, 1).reshape(-1, width)
-        counts = [self._counts_of_others[self._place]] * size
-        into[torch.tensor(self._mine)] = came[:, self._own_column]  # from the ranks of this host
-        into[self._others] = self._between_ranks(passed_on, self._counts_of_others, counts)
+        way = self._way_of_lines
+        if sent:
+            numbers = torch.tensor(sent)
+            way = self._way([numbers, *(some.view(-1) for some in self._hop_by_hop(way, numbers.view(-1, 1)))])
+        *_, came = self._hop_by_hop(way, out)
+        into.copy_(way.turned(len(self._hops), came))
+
+    def _hop_by_hop(self, way: Way, rows: Tensor) -> Iterator[Tensor]:
+        """Yield rows as they come in each hop."""
+        for hop, exchange in enumerate(self._hops):
+            sent, received = way.counts[hop]
+            rows = exchange(way.turned(hop, rows), received, sent)
+            yield rows
 
     # ------------------------------------------------------------------ rows
 
@@ -138,7 +185,7 @@ class Levels:
             sums.append(Sums(positions, len(union)))
 
         # Across, after a message with the numbers of ids.
-        host_of = torch.tensor([next(at for at, each in enumerate(self._hosts) if rank in each) for rank in ours])
+        host_of = self._host_of[ours]
         arriving = torch.zeros(len(self._hosts), len(tables), size, dtype=torch.int64)  # by host, table, owner here
         arriving[self._host, :, self._place] = owned[:, host_of == self._host].squeeze(1)
         heads = {host: owned[:, host_of == host].contiguous() for host in self._carried}
@@ -283,6 +330,12 @@ def _moved(lengths: Tensor, order: Tensor) -> Tensor:
     before, after = lengths.cumsum(0) - lengths, lengths[order].cumsum(0) - lengths[order]
     shifts = torch.repeat_interleave(before[order] - after, lengths[order])
     return torch.arange(len(shifts)) + shifts
+
+
+def _ordered(peers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an order by peer that is otherwise the given one, and the peers in this order."""
+    order = peers.argsort(stable=True)
+    return order, peers[order]
 
 
 def _transposed(lengths: Tensor) -> Tensor:

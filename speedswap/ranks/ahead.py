@@ -100,7 +100,7 @@ class LookupsAhead(Errand):
 
     def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
         agreed = hash((self.time, *(each.place for each in lookups))) & _DIGEST  # the same in every process
-        if (levels := task.lane.levels) is not None:
+        if (levels := task.lane.merging) is not None:
             return self._renew_on_hosts(task, lookups, agreed, levels)
         parcels = [each.lend_again() for each in lookups]
         rows, sent, *_ = packed([*_heads_of(parcels), *parcels])

@@ -186,7 +186,7 @@ def ask(
     most_bytes *= most_bytes <= _MOST_BYTES
     sheet.reserve(most_bytes)
     sent, ids = ids_of_tables([wanted for _, wanted in tables])
-    levels = lane.levels if merges else None
+    levels = lane.merging if merges else None
     digest = (digest_of([*columns]) if together is None else together) % _DIGESTS
     flags = (together is not None) * _TOGETHER | most_bytes << 1 | (max(sent) > sheet.room)
     note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | flags))
@@ -231,12 +231,12 @@ def ask_ahead(task: Task, tables: Sequence[tuple[Owners, Wanted]], counts: list[
         counts: the count of numbers from each rank.
     """
     wanted = [each for _, each in tables]
-    if task.lane.levels is None:
+    if task.lane.merging is None:
         sent, ids = ids_of_tables(wanted)
         return _routes(task, tables, task.send(ids, sent, counts), counts)
     with task.promised():
         task.round()
-        return _merged(task, tables, task.lane.levels.ask([(each.rows, each.sent) for each in wanted]))
+        return _merged(task, tables, task.lane.merging.ask([(each.rows, each.sent) for each in wanted]))
 
 
 def _routes(task: Task, tables: Sequence[tuple[Owners, Wanted]], came: Tensor, counts: list[int]) -> list[Route]:

@@ -56,7 +56,7 @@ class Ranks(Storage):
             or ``"sum"``.
         host: the ranks of this rank's host: how many consecutive ranks each host has, or a process group of those of
             this host; by default as torchrun's ``LOCAL_RANK`` tells. Ranks of a host merge what they send to other
-            hosts. 1 for none of that.
+            hosts, except for rows between GPUs over NCCL. 1 for none of that.
 
     Raises:
         ValueError: the reduction or place is unknown, or host is below 1; or, when a table is created, this process

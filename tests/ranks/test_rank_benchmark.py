@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import bench_rank_counts
 import bench_ranks
+import nccl_scenarios as nccl
 import pytest
 import readme_figures
 import readme_ranks
@@ -110,6 +111,21 @@ def test_the_simulator_counts_what_ranks_on_hosts_send_to_each_other(protocols, 
     (rounds, line_bytes) = {each[:2] for each in real}.pop()
     protocol = replace(protocols.many, line_bytes=line_bytes)
     assert rounds == sum(protocol.rounds)
+    found = hosts.step(protocol, asked_of(Owners(ROWS, number), ids, per_host), dim)
+    for name in ("messages", "bytes"):
+        assert torch.stack([getattr(each[2], name) for each in real]).tolist() == getattr(found, name).tolist(), name
+
+
+@pytest.mark.parametrize(("number", "per_host", "ids_of"), [(5, 2, one_owner), (5, 2, many), (6, 3, many)])
+def test_the_simulator_counts_what_ranks_on_hosts_send_if_rows_go_between_gpus(
+    protocols, pool, number, per_host, ids_of
+):
+    """Ids in two levels, each as often as ranks request it, and rows between any two ranks."""
+    dim, ids, hosts = 4 + number, ids_of(number), Hosts(number, per_host, in_levels=True, merges=False)
+    more = scenarios.traffic_of_a_step, per_host, ROWS, dim, ids
+    real = pool.run(nccl.on_hosts, number, per_host, *more)
+    protocol = replace(protocols.many, line_bytes=real[0][1])
+    assert {each[0] for each in real} == {sum(protocol.rounds)}
     found = hosts.step(protocol, asked_of(Owners(ROWS, number), ids, per_host), dim)
     for name in ("messages", "bytes"):
         assert torch.stack([getattr(each[2], name) for each in real]).tolist() == getattr(found, name).tolist(), name
