@@ -3,7 +3,7 @@
     python3 tools/gpu_check.py --part tests --out $OUT --commit HASH     # then --part tables, --part applications
 
 Needs no network, no git and no make, and makes no virtual environment: the Python that runs this has torch, CuPy,
-pybind11, scikit-build-core, pytest and hypothesis already, and an editable speedswap is installed into it.
+pybind11, pytest and hypothesis already, with CMake beside it, which builds speedswap in place.
 
 There are three calls of less than eight minutes: ``tests``, ``tables`` and ``applications``; each is of use by itself,
 and without ``--part`` they follow each other. Each of a call's parts (tools/gpu_parts.py) has a time limit, and leaves
@@ -93,9 +93,9 @@ def run_part(part: Part, limit: float, log: Path | None = None) -> Outcome:
         outcome.result = "no time was left"
         return outcome
     print(f"\n== {part.name} (at most {limit:.0f} s): {outcome.command}", flush=True)
-    paths = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(path for path in paths if path)
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "GPU_CHECK_SECONDS": seconds, **part.env}
+    added = {"PYTHONPATH": (ROOT, ROOT / "tools"), "PATH": (Path(sys.executable).parent,)}  # which may have CMake
+    paths = {name: ":".join(map(str, [*some, os.environ.get(name, "")])).rstrip(":") for name, some in added.items()}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "GPU_CHECK_SECONDS": seconds, **paths, **part.env}
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     began = time.monotonic()
     try:
@@ -151,9 +151,9 @@ def names_failure(line: str) -> bool:
 
 def without_places(text: str) -> str:
     """Remove paths of this machine: the summary is read elsewhere."""
-    for place, word in ((sys.executable, "python"), (sys.prefix, "…"), (f"{ROOT}/", ""), (str(ROOT), ".")):
+    for place, word in ((sys.executable, "python"), (sys.prefix, "…"), (f"{ROOT}/", "")):
         text = text.replace(place, word)
-    return text
+    return re.sub(re.escape(str(ROOT)) + r"(?![\w-])", ".", text)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

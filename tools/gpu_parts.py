@@ -85,32 +85,33 @@ def plan(place: Place) -> list[Part]:
 
 
 def _build(place: Place) -> list[Part]:
-    """Build with nvcc; else without, so that NVRTC compiles the kernels; else by CMake."""
+    """Build in place by CMake, with nvcc; else without, so that NVRTC compiles the kernels."""
     info = Part("info", [place.python, "-m", "speedswap", "info"], 60, call="build")
     if place.rehearsal:
         return [info]
-    can_be_imported = '"$0" -c "import speedswap.kernels"'
-    pip = f'"$0" -m pip install --no-index --no-build-isolation --no-deps --editable . && {can_be_imported}'
-    by_hand = (
-        "cmake -S . -B build/by-hand -G Ninja -DCMAKE_BUILD_TYPE=Release -DSPEEDSWAP_CUDA=OFF "
-        '-DPython_EXECUTABLE="$0" -Dpybind11_DIR="$("$0" -m pybind11 --cmakedir)" && cmake --build build/by-hand && '
-        f"cmake --install build/by-hand --prefix . && {can_be_imported}"
+    # Not by pip, which would need scikit-build-core as well.
+    script = (
+        "cmake -S . -B build/gpu-check $(command -v ninja > /dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release "
+        '-DSPEEDSWAP_CUDA=$SPEEDSWAP_CUDA -DPython_EXECUTABLE="$0" -Dpybind11_DIR="$("$0" -m pybind11 --cmakedir)" && '
+        "cmake --build build/gpu-check --parallel $(nproc) && cmake --install build/gpu-check --prefix . && "
+        '"$0" -c "import speedswap.kernels"'
     )
-    with_nvcc = {"SPEEDSWAP_CUDA": "ON" if place.nvcc else "AUTO"}
+    build = Part("build", ["sh", "-c", script, place.python], 150, call="build")
+    with_nvcc, without = ({"SPEEDSWAP_CUDA": how} for how in ("ON" if place.nvcc else "AUTO", "OFF"))
     return [
-        Part("build", ["sh", "-c", pip, place.python], 120, env=with_nvcc, call="build"),
-        Part("build without nvcc", ["sh", "-c", pip, place.python], 90, env={"SPEEDSWAP_CUDA": "OFF"},
-             call="build", only_after="build"),
-        Part("build by hand", ["sh", "-c", by_hand, place.python], 90, call="build", only_after="build without nvcc"),
+        dataclasses.replace(build, env=with_nvcc),
+        dataclasses.replace(build, name="build without nvcc", limit_seconds=90, env=without, only_after="build"),
         info,
-    ]  # fmt: skip
+    ]
 
 
 def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, call: str = "tests", **env: str) -> Part:
     """Run tests that use a GPU, without those for the processor."""
     # Only the plugins that are asked for, and warnings as text: other versions than ours must not fail every test.
-    # Failures are reported when they happen, and not again; unreadable files and skipped tests, at the end.
-    pytest = [place.python, "-m", "pytest", "-q", "-rEs", "-p", "gpu_tests", "-W", "default", "--tb=no", "--gpu-only"]
+    # Failures are reported when they happen, and not again; unreadable files and skipped tests, at the end. A file
+    # that cannot be imported takes no other test with it.
+    pytest = [place.python, "-m", "pytest", "-q", "-rEs", "-p", "gpu_tests", "-W", "default", "--tb=no", "--gpu-only",
+              "--continue-on-collection-errors"]  # fmt: skip
     if "pytest-timeout" in place.has:  # for a lock that is never released; a thread also ends calls in the driver
         pytest += ["-p", "pytest_timeout", "--timeout=90", "--timeout-method=thread"]
     known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "2"}
@@ -125,25 +126,22 @@ def _tests(place: Place) -> list[Part]:
     several = several if "pytest-xdist" in place.has and not place.rehearsal else []
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
-    memcheck = _pytest(place, "memcheck", 150, 90, "-m", "cuda_kernels", "tests/kernels", GPU_CHECK_EXAMPLES="3",
-                       GPU_CHECK_LEAST="20")  # fmt: skip
-    # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees. Tests have
-    # calls refused on purpose.
-    tool = [place.sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "86"]
-    tool += ["--print-limit", "20", "--report-api-errors", "no"]
-    memcheck = dataclasses.replace(
-        memcheck,
-        command=[*tool, *memcheck.command],
-        env={**memcheck.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        not_run_if=("not supported", TOO_FEW),
-    )
     promises = ["tools/gpu_promises.py", *(["--rows", "40001"] if place.rehearsal else [])]
     return [
         Part("promises", place.on_gpu(*promises), 60, 20, call="tests"),
-        _pytest(place, "tests", 400, 60, "--durations=5", *several, *which),
-        dataclasses.replace(_pytest(place, "tests that failed", 30, 10, *again, *which), only_after="tests"),
-        memcheck,
+        _pytest(place, "tests", 420, 60, "--durations=5", *several, *which),
+        dataclasses.replace(_pytest(place, "tests that failed", 60, 20, *again, *which), only_after="tests"),
     ]
+
+
+def _memcheck(place: Place) -> Part:
+    # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees. Tests have
+    # calls refused on purpose.
+    few = {"GPU_CHECK_EXAMPLES": "3", "GPU_CHECK_LEAST": "20", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    tests = _pytest(place, "memcheck", 150, 90, "-m", "cuda_kernels", "tests/kernels", call="applications", **few)
+    tool = [place.sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "86"]
+    tool += ["--print-limit", "20", "--report-api-errors", "no"]
+    return dataclasses.replace(tests, command=[*tool, *tests.command], not_run_if=("not supported", TOO_FEW))
 
 
 def _script(place: Place, name: str, limit: float, kept: float, *words: str, out: bool = False) -> Part:
@@ -164,7 +162,7 @@ def _tables(place: Place) -> list[Part]:
         part = _script(place, "ceilings", limit, kept, *words, *seconds, out=out)
         return dataclasses.replace(part, name=name, call="tables")
 
-    probe = ceilings("probe", 45, 30, "--probe", *place.quick("--gib", "8"))
+    probe = ceilings("probe", 45, 30, "--probe", *place.quick(), "--gib", "0.03" if place.rehearsal else "8")
     command = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
     return [
         dataclasses.replace(probe, command=command),
@@ -174,7 +172,7 @@ def _tables(place: Place) -> list[Part]:
         tables("Adam on the GPU", "adam-gpu", 60, 20),
         tables("Adam in bfloat16", "bfloat16", 90, 35),
         tables("fits in hot rows", "fits-hot,fits-gpu", 60, 15),
-        ceilings("ceilings", 120, 0, *place.quick("--gib", "1,40"), out=True),
+        ceilings("ceilings", 120, 0, *place.quick(), "--gib", "0.03" if place.rehearsal else "1,40", out=True),
     ]
 
 
@@ -201,9 +199,17 @@ def _applications(place: Place) -> list[Part]:
     nvrtc = {"call": "applications", "SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
     recoveries = place.on_gpu("-c", RECOVERIES, "cuda", str(place.more / "recoveries-cuda.json"), *place.quick())
     return [
+        _memcheck(place),
         _pytest(place, "kernel tests by NVRTC", 60, 30, "-m", "cuda_kernels", *which, **nvrtc),
-        _script(place, "word2vec", 60, 35, *(["--quick", "--words", "50000"] if place.rehearsal else []), out=True),
-        _real(place, Part("recoveries", recoveries, 40, 20, call="applications")),
+        _script(
+            place,
+            "word2vec",
+            60,
+            35,
+            *(["--quick", "--words", "50000"] if place.rehearsal else ["--epochs", "2"]),
+            out=True,
+        ),
+        _real(place, Part("recoveries", recoveries, 60, 25, call="applications")),
         app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
         app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
         _real(place, app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",))),

@@ -88,8 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let a run that stopped in time pass if no test failed, and enough were run."""
-    if session.shouldstop == STOPPED and not _ran["failed"] and not _too_few():
+    """Let a run that stopped in time pass if no test and no import of a file failed, and enough were run."""
+    if session.shouldstop == STOPPED and not session.testsfailed and not _too_few():
         session.exitstatus = pytest.ExitCode.OK
 
 
