@@ -206,7 +206,7 @@ class _Bench:
         try:
             trainer.table.read(0, 1)  # takes pinned memory, as the first step would
             setup = time.monotonic() - begin
-            if place != NEAR:  # GPU memory is made ready many times as fast
+            if place != NEAR:
                 self._bytes_per_second = trainer.table.nbytes / setup
             batches = self._batches_of(shape)
             unique = [torch.cat([torch.unique(ids) + i * shape.rows for i, ids in enumerate(b)]) for b in batches[:4]]
@@ -226,6 +226,8 @@ class _Bench:
                 "pinned": trainer.table.pinned,
                 "setup_seconds": setup,
             }
+            if place != NEAR:
+                entry["floor"] = bus_floor(nbytes, self._device)
             if place == HOT:
                 entry["steps_before"] = self._become_known(trainer, shape)
                 before = self._hot_counts(trainer)
@@ -237,7 +239,9 @@ class _Bench:
                     trainer.merge()
                 seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=self._plan.repeats)
                 for name, took in seconds.items():
-                    entry["trainers"][name] = {"package": "speedswap", "seconds": took}
+                    entry["trainers"][name] = figures = {"package": "speedswap", "seconds": took}
+                    if place != NEAR:
+                        figures["over_floor"] = took / entry["floor"]["both"]
                     print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
                 self._save()
                 if profile_to is not None and not merged:
@@ -247,9 +251,6 @@ class _Bench:
                 after = self._hot_counts(trainer)
                 entry["hot_rows"] = {name: after[name] - before[name] for name in after if name != "slots"}
             if place != NEAR:
-                entry["floor"] = floor = bus_floor(nbytes, self._device)
-                for each in entry["trainers"].values():
-                    each["over_floor"] = each["seconds"] / floor["both"]
                 entry["store_alone"] = moved_alone(trainer.table, unique, self._device)
         finally:
             trainer.close()
@@ -304,6 +305,8 @@ class _Bench:
         # Making them may take two passes: over the weights, and again with the optimizer's state added.
         left = self._deadline - time.monotonic()
         by_time = int(0.7 * left * self._bytes_per_second) // each
+        if run.place == NEAR and left > 0:  # GPU memory is made ready many times as fast
+            by_time = shape.rows
         rows = min(shape.rows, by_time, by_memory)
         if rows >= shape.rows:
             return shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -170,20 +171,40 @@ def test_tables_without_room_get_fewer_rows_or_none(monkeypatch, capsys):
     assert found["acceptance"][0]["reached"] is None
 
 
-def test_memory_that_a_machine_gets_as_it_is_used_is_touched_in_steps(monkeypatch, capsys):
-    """It starts with room for a step, and has one more whenever one was touched, up to three."""
-    touched = []
+def test_memory_that_a_machine_gets_as_it_is_used_is_touched_until_hardly_any_is_left(monkeypatch, capsys):
+    """However little seems free: a machine may get more only then."""
     monkeypatch.setattr(growing, "STEP_BYTES", 1 << 20)
-    monkeypatch.setattr(growing.pinning, "prefault", lambda pointer, nbytes: touched.append(nbytes))
-    room = (1 << 20) + growing._LEFT_BYTES
-    monkeypatch.setattr(growing, "available_bytes", lambda: room if len(touched) < 3 else room - 1)
-    assert growing.grow(5 << 20, patience_seconds=0.1) == 3 << 20
-    assert touched == [1 << 20] * 3
+    monkeypatch.setattr(growing, "_LEFT_BYTES", 1 << 20)
+    monkeypatch.setattr(growing, "available_bytes", lambda: 0)
+    assert growing.grow((5 << 20) + 3, threads=2) == (5 << 20) + 3
     assert "touched 0.0 of 0.0 GiB" in capsys.readouterr().out
-    assert growing.grow(1000) == 1000  # which is there
-    monkeypatch.setattr(growing, "available_bytes", lambda: 1 << 60)
-    assert growing.grow(5 << 40) == 5 << 40
-    assert len(touched) == 3
+    monkeypatch.setattr(growing, "available_bytes", lambda: 6 << 20)
+    monkeypatch.setattr(growing, "_TOUCH", "")
+    assert growing.grow(5 << 20) == 5 << 20  # which is there
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(600)"])
+def test_a_machine_that_stops_growing_has_what_was_touched(end, monkeypatch):
+    """The kernel ends the process that touches memory, or never answers it; some is left for everything else."""
+    said = f"import os, signal, time; print(1 << 30, flush=True); print(3 << 30, flush=True); {end}"
+    monkeypatch.setattr(growing, "_TOUCH", said)
+    assert growing.grow(5 << 40, patience_seconds=1) == 2 << 30
+
+
+def test_gpu_memory_is_not_bounded_by_the_time_that_host_memory_takes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 60, 1 << 60))
+    bench = measuring._Bench("cpu", replace(SMALL, gib_per_second=1e-12), {}, "auto", lambda: None)
+    assert bench._shape_for(RUNS["adam-gpu"]) == SMALL.shape
+    assert "there is time for 0 of" in bench._shape_for(RUNS["adam"])
+
+
+def test_times_are_kept_with_their_floor_before_all_of_a_run_is_measured():
+    kept = []
+    measure("cpu", plan=SMALL, only=["sgd"], keep=lambda found: kept.append(copy.deepcopy(found["runs"]["sgd"])))
+    first = kept[0]
+    assert [*first["trainers"]] == [STEP, "speedswap"]
+    for entry in first["trainers"].values():
+        assert entry["over_floor"] == entry["seconds"] / first["floor"]["both"]
 
 
 def test_tables_have_the_rows_for_which_memory_has_grown(monkeypatch):
