@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import sys
 import time
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed import HashStore
 
 import speedswap
 from speedswap import _machine
-from speedswap.apps.doctor import Finding, Rates, TableSpec, estimate, examine
+from speedswap.apps.doctor import Finding, Rates, TableAdvice, TableSpec, advise, estimate, examine, lines
 from speedswap.apps.doctor import cli as doctor
 from speedswap.apps.doctor.places import distinct
 from speedswap.cli import main
@@ -172,7 +174,11 @@ def advised(monkeypatch, tmp_path, rows, memory, disk, rates=RATES, near=None):
 
 
 def best(options) -> str:
-    return doctor._best([*options.values()]).name
+    return TableAdvice(TableSpec(1000, 8, "adam", 1), RATES, [*options.values()]).best.name
+
+
+def code_of(options) -> str:
+    return lines([TableAdvice(TableSpec(1000, 8, "adam", 1), RATES, [*options])])
 
 
 def test_the_first_place_that_fits_is_recommended(monkeypatch, tmp_path):
@@ -208,12 +214,14 @@ def test_the_lines_run_as_printed(monkeypatch, tmp_path, name):
     on_gpu = Rates(**{**vars(RATES), "to_gpu": 1e5, "from_gpu": 5e4})
     options = advised(monkeypatch, tmp_path / 'it\'s "here"', 1000, 10**6, 10**6, on_gpu, near=10**6)
     monkeypatch.undo()
-    train(options[name].code)
+    train(code_of([options[name]]))
 
 
 def test_the_line_for_ranks_runs_as_printed(monkeypatch, tmp_path):
-    code = advised(monkeypatch, tmp_path, 1000, 50_000, 0)["ranks"].code
+    code = code_of(advised(monkeypatch, tmp_path, 1000, 50_000, 0).values())
     monkeypatch.undo()
+    assert "speedswap.Ranks()" in code
+    assert "torchrun" in code
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         train(code)
@@ -223,7 +231,7 @@ def test_the_line_for_ranks_runs_as_printed(monkeypatch, tmp_path):
 
 def train(code: str) -> None:
     made: dict = {}
-    exec("import speedswap, torch\n" + code, made)
+    exec(code, made)
     items, optimizer = made["items"], made["optimizer"]
     before = items.read(torch.tensor([7]))
     items(torch.tensor([7])).sum().backward()
@@ -240,11 +248,13 @@ def test_json_has_everything(short, tmp_path, capsys):
     status = main(["doctor", "--rows", "1e3", "--dim", "16", "--batch", "100", "--path", str(tmp_path), "--json"])
     report = json.loads(capsys.readouterr().out)
     assert status == any(each["level"] == "broken" for each in report["findings"])
-    assert report["table"] == {"rows": 1000, "dim": 16, "optimizer": "adam", "batch": 100, "bytes": 1000 * 192}
+    (table,) = report["tables"]
+    assert table.items() >= {"rows": 1000, "dim": 16, "optimizer": "adam", "batch": 100, "bytes": 192_000}.items()
     assert report["rates"]["record_bytes"] == 192
     assert all(report["rates"][name] > 0 for name in ("gather", "scatter", "reads", "writes"))
-    assert [each["name"] for each in report["places"]] == ["device", "pinned", "pageable", "disk", "ranks"]
-    assert report["recommended"] in ("device", "pinned", "pageable")
+    assert [each["name"] for each in table["places"]] == ["device", "pinned", "pageable", "disk", "ranks"]
+    assert table["recommended"] in ("device", "pinned", "pageable")
+    assert table["recommended"].title() in report["code"]
     assert not list(tmp_path.iterdir())  # the sample is gone
 
 
@@ -254,8 +264,9 @@ def test_with_a_gpu_its_links_and_its_memory_count(short, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert {"GPU", "CUDA kernels"} <= {each["what"] for each in report["findings"]}
     assert all(report["rates"][name] > 0 for name in ("to_gpu", "from_gpu", "lookup_seconds"))
-    seconds = {each["name"]: each["seconds"] for each in report["places"]}
-    assert report["recommended"] == "device"
+    (table,) = report["tables"]
+    seconds = {each["name"]: each["seconds"] for each in table["places"]}
+    assert table["recommended"] == "device"
     assert seconds["device"] < seconds["pinned"] < seconds["pageable"] <= seconds["disk"]
 
 
@@ -271,6 +282,119 @@ def test_report_fits_80_columns_and_ends_with_the_lines(short, tmp_path, capsys)
 def test_without_rows_there_is_no_advice(short, tmp_path, capsys):
     main(["doctor", "--path", str(tmp_path)])
     assert "import speedswap" not in capsys.readouterr().out
+
+
+MODEL = """
+import speedswap, torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users = nn.Embedding(300_000, 4)
+        self.items = nn.EmbeddingBag(100_000, 4, dtype=torch.bfloat16)
+        self.words = speedswap.Embedding(200_000, 4)
+        self.kinds = nn.Embedding(99_999, 4)
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 300_000, bias=False)
+        self.head.weight = self.users.weight
+
+def small():
+    return nn.Embedding(10, 4)
+
+def far_too_large():
+    return nn.Embedding(10**12, 4)
+
+def missing():
+    pass
+"""
+
+
+@pytest.fixture
+def model(monkeypatch, tmp_path):
+    """A folder with the models of a user's file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.modules", {**sys.modules})
+    (tmp_path / "my_models.py").write_text(MODEL)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("where", ["my_models", "my_models.py"])
+def test_each_embedding_of_a_model_has_its_place_and_the_lines_convert_it(short, model, where, capsys):
+    main(["doctor", "--model", f"{where}:Model", "--batch", "100", "--optimizer", "sgd", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    tables = {each["name"]: each for each in report["tables"]}
+    assert list(tables) == ["items", "words", "users"]  # by their bytes
+    assert [each["bytes"] for each in tables.values()] == [100_000 * 8, 200_000 * 16, 300_000 * 16]
+    assert all(next(place for place in each["places"] if place["fits"])["seconds"] for each in tables.values())
+    assert "# words: storage=speedswap." in report["code"]
+    made = {"model": model("my_models").Model()}
+    exec(report["code"], made)
+    assert isinstance(made["model"].items, speedswap.EmbeddingBag)
+    assert isinstance(made["model"].users, speedswap.Embedding)
+    assert type(made["model"].kinds) is torch.nn.Embedding
+
+
+def test_a_models_report_fits_80_columns(short, model, capsys):
+    assert main(["doctor", "--model", "my_models:Model"]) == 0
+    out = capsys.readouterr().out
+    assert not [line for line in out.splitlines() if len(line) > 80 and "→" not in line]
+    assert re.search(r"^  users +300,000 × 4 +0\.0 GiB  \w+ +about ", out, flags=re.MULTILINE)
+
+
+def test_what_stands_against_a_conversion_is_said(short, model, capsys):
+    assert main(["doctor", "--model", "my_models:Tied", "--json"]) == 1
+    (finding,) = (each for each in json.loads(capsys.readouterr().out)["findings"] if each["what"] == "model")
+    assert "users: its weight is tied to 'head.weight'" in finding["says"]
+    assert "skip=[names]" in finding["remedy"]
+
+
+def test_a_model_without_large_embeddings_needs_no_places(short, model, capsys):
+    main(["doctor", "--model", "my_models:small"])
+    out = capsys.readouterr().out
+    assert "0 embeddings of 100,000 rows or more" in out
+    assert "import speedswap" not in out
+
+
+def test_a_model_larger_than_memory_is_not_built(short, model, capsys):
+    main(["doctor", "--model", "my_models:far_too_large", "--optimizer", "sgd", "--json"])
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert table["bytes"] == 16 * 10**12
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("my_models", "give module:function"),
+        ("my_models:", "give module:function"),
+        ("no_such_module:Model", "No module named 'no_such_module'"),
+        ("my_models.py:nothing", "has no attribute 'nothing'"),
+        ("my_models:missing", "which returns a torch.nn.Module, not NoneType"),
+    ],
+)
+def test_a_model_that_is_none_is_one_line(short, model, target, said, capsys):
+    assert main(["doctor", "--model", target]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_tables_share_their_places(monkeypatch, tmp_path):
+    """Three tables of 100,000 bytes, of which two fit into memory: the last has a place on the disk."""
+    monkeypatch.setattr(Rates, "measured", lambda spec, folder: RATES)
+    advised(monkeypatch, tmp_path, 1, 250_000, 10**6)
+    specs = [TableSpec(rows, 8, "adam", 1, name=f"t{rows}") for rows in (1002, 1000, 998)]
+    tables = advise(specs, tmp_path)
+    assert [(each.spec.name, each.best.name) for each in tables] == [
+        ("t998", "pageable"),
+        ("t1000", "pageable"),
+        ("t1002", "disk"),
+    ]
+    assert tables[2].best.storage == f"speedswap.Disk({str(tmp_path / 't1002')!r})"
 
 
 @pytest.mark.parametrize(

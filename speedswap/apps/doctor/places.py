@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,44 +30,88 @@ class PlaceEstimate(NamedTuple):
         why: in a few words, why or why not.
         seconds: estimated, of a step whose ids are all equally likely, which no cache helps; None where the table does
             not fit, or the rates are not known.
-        code: the lines that make the embedding and its optimizer.
+        storage: the place as code; empty if it cannot be used here.
     """
 
     name: str
     fits: bool
     why: str
     seconds: float | None
-    code: str
+    storage: str = ""
 
 
-def estimate(spec: TableSpec, rates: Rates, folder: Path | None) -> Iterator[PlaceEstimate]:
+def estimate(
+    spec: TableSpec, rates: Rates, folder: Path | None, taken: Mapping[str, int] | None = None
+) -> Iterator[PlaceEstimate]:
     """Yield every place with what a table costs there, the fastest first.
 
     Args:
         spec: the table.
         rates: of this machine, for this table.
         folder: where a table on disk would be made.
+        taken: bytes of other tables, by the name of their place.
     """
     table_bytes = spec.rows * rates.record_bytes
     seconds = _step_seconds(spec, rates)
+    in_use = Counter(taken)
     near, host = torch.cuda.mem_get_info()[0] if rates.to_gpu else None, available_bytes()
-    for name, free in (("device", near), ("pinned", None if near is None else host), ("pageable", host)):
-        if free is None:
-            yield PlaceEstimate(name, False, "no usable GPU", None, "")
-            continue
-        fits = table_bytes <= _SHARE * free
-        why, code = f"{_gib(table_bytes)} of {_gib(free)} free", _code(spec, f"speedswap.{name.title()}()")
-        yield PlaceEstimate(name, fits, why, seconds[name] if fits else None, code)
-    if folder is None or "disk" not in seconds:
-        yield PlaceEstimate("disk", False, "no directory to write to", None, "")
+    on_host = in_use["pinned"] + in_use["pageable"]
+
+    def place(name: str, storage: str, free: int, used: int, times: int = 1) -> PlaceEstimate:
+        fits = times * (table_bytes + used) <= (_SHARE if times == 1 else 1) * free
+        why = f"{'up to ' * (times > 1)}{_gib(times * table_bytes)} of {_gib(max(0, free - times * used))} free"
+        return PlaceEstimate(name, fits, why, seconds[name] if fits else None, storage)
+
+    if near is None:
+        yield from (PlaceEstimate(name, False, "no usable GPU", None) for name in ("device", "pinned"))
     else:
-        need, room = _TIMES_ON_DISK * table_bytes, shutil.disk_usage(folder).free
-        why = f"up to {_gib(need)} of {_gib(room)} free"
-        disk = f"speedswap.Disk({str(_unused(folder.absolute()))!r})"
-        yield PlaceEstimate("disk", need <= room, why, seconds["disk"] if need <= room else None, _code(spec, disk))
-    machines = math.ceil(table_bytes / (_SHARE * host))
+        yield place("device", "speedswap.Device()", near, in_use["device"])
+        yield place("pinned", "speedswap.Pinned()", host, on_host)
+    yield place("pageable", "speedswap.Pageable()", host, on_host)
+    if folder is None or "disk" not in seconds:
+        yield PlaceEstimate("disk", False, "no directory to write to", None)
+    else:
+        disk = f"speedswap.Disk({str(_unused(folder.absolute(), spec.name or 'embedding'))!r})"
+        yield place("disk", disk, shutil.disk_usage(folder).free, in_use["disk"], _TIMES_ON_DISK)
+    machines = math.ceil((table_bytes + on_host + in_use["ranks"]) / (_SHARE * host))
     why = f"{machines:,} machines with as much free memory" if machines > 1 else "one machine is enough"
-    yield PlaceEstimate("ranks", machines > 1, why, None, _code(spec, "speedswap.Ranks()"))
+    yield PlaceEstimate("ranks", machines > 1, why, None, "speedswap.Ranks()")
+
+
+class TableAdvice(NamedTuple):
+    """A table, the rates measured for it, and its places, the fastest first."""
+
+    spec: TableSpec
+    rates: Rates
+    options: Sequence[PlaceEstimate]
+
+    @property
+    def nbytes(self) -> int:
+        """The table's bytes, with the optimizer's state."""
+        return self.spec.rows * self.rates.record_bytes
+
+    @property
+    def best(self) -> PlaceEstimate:
+        """The fastest place that the table fits in; enough ranks are always one."""
+        return next(each for each in self.options if each.fits)
+
+
+def advise(specs: Sequence[TableSpec], folder: Path | None) -> list[TableAdvice]:
+    """Measure this machine's rates for tables of each width, and find places that hold all tables together.
+
+    The smaller a table, the earlier it chooses: the most tables are then in the fastest places.
+
+    Returns:
+        The tables by their bytes, the largest last.
+    """
+    longest = {(spec.dim, spec.dtype): spec for spec in sorted(specs, key=lambda spec: spec.rows)}
+    rates = {width: Rates.measured(spec, folder) for width, spec in longest.items()}
+    tables = [TableAdvice(spec, rates[spec.dim, spec.dtype], ()) for spec in specs]
+    taken, found = Counter[str](), list[TableAdvice]()
+    for table in sorted(tables, key=lambda table: table.nbytes):
+        found.append(table._replace(options=[*estimate(table.spec, table.rates, folder, taken)]))
+        taken[found[-1].best.name] += table.nbytes
+    return found
 
 
 def _step_seconds(spec: TableSpec, rates: Rates) -> dict[str, float]:
@@ -96,17 +141,28 @@ def distinct(rows: int, batch: int) -> float:
     return rows * -math.expm1(batch * math.log1p(-1 / rows)) if rows > 1 else 1.0
 
 
-def _code(spec: TableSpec, place: str) -> str:
-    optimizer = named_optimizer(spec.optimizer).__name__
-    return (
-        f"items = speedswap.Embedding({spec.rows:_}, {spec.dim}, storage={place})\n"
-        f"optimizer = torch.optim.{optimizer}(items.parameters())"
-    )
+def lines(tables: Sequence[TableAdvice], is_model: bool = False) -> str:
+    """Return the code that makes each table in its best place, or converts a model's embeddings, and the optimizer."""
+    made, storage = ["import speedswap, torch"], ""
+    for spec, place in ((each.spec, each.best.storage) for each in tables):
+        if not is_model:
+            made.append(f"{spec.name} = speedswap.Embedding({spec.rows:_}, {spec.dim}, storage={place})")
+        elif spec.is_converted:
+            made.append(f"# {spec.name}: storage={place} where it is made")
+        else:
+            storage += f"    {spec.name!r}: {place},\n"
+    if storage:
+        made.append(f"model = speedswap.convert(model, storage={{\n{storage}}})")
+    optimizer = named_optimizer(tables[0].spec.optimizer).__name__
+    made.append(f"optimizer = torch.optim.{optimizer}({'model' if is_model else tables[0].spec.name}.parameters())")
+    if any(each.best.name == "ranks" for each in tables):
+        made.append("# run on each machine by torchrun, after torch.distributed.init_process_group()")
+    return "\n".join(made)
 
 
-def _unused(folder: Path) -> Path:
+def _unused(folder: Path, name: str) -> Path:
     """Return the path of a table that does not exist yet."""
-    names = ("items", *(f"items-{number}" for number in range(2, 10_000)))
+    names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
     return next(folder / name for name in names if not (folder / name).exists())
 
 

@@ -31,9 +31,12 @@ class TableSpec:
     """A table and its training step.
 
     Attributes:
-        rows, dim: of the table, float32.
+        rows, dim: of the table.
         optimizer: the name of one of ``torch.optim``.
         batch: ids in a step.
+        name: of the table.
+        dtype: of its numbers, such as ``bfloat16``.
+        is_converted: whether a model has it as an embedding of speedswap already.
 
     Raises:
         SettingsError: a number is out of range, or no optimizer has the name.
@@ -43,6 +46,9 @@ class TableSpec:
     dim: int
     optimizer: str
     batch: int
+    name: str = "items"
+    dtype: str = "float32"
+    is_converted: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (("rows", 2**48), ("dim", WIDEST), ("batch", 2**31)):
@@ -55,7 +61,7 @@ class TableSpec:
         Raises:
             OptimizerError: the optimizer cannot train rows alone; the message says why.
         """
-        items = speedswap.Embedding(rows, self.dim, storage=storage, device=device)
+        items = speedswap.Embedding(rows, self.dim, storage=storage, device=device, dtype=getattr(torch, self.dtype))
         optimizer = named_optimizer(self.optimizer)(items.parameters())  # type: ignore[call-arg]
         speedswap.attach(optimizer, items)
         return items, optimizer
@@ -145,7 +151,11 @@ def _of_disk(spec: TableSpec, record: int, folder: Path) -> tuple[float, float, 
         place = speedswap.Disk(scratch / "items", cache_bytes=_CACHE_BYTES, scratch=True)
         items, _ = spec.training(rows, place, "cpu")
         stack.callback(items.table.close)
-        values, written, begin = torch.rand(max(1, least // 4), spec.dim), 0, time.perf_counter()
+        values, written, begin = (
+            torch.rand(max(1, least // 4), spec.dim, dtype=items.weight.dtype),
+            0,
+            time.perf_counter(),
+        )
         while written < rows and (written < least or time.perf_counter() - begin < _WRITE_SECONDS):
             items.table.write(written, values[: rows - written])
             written = min(rows, written + len(values))
