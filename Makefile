@@ -50,7 +50,7 @@ demo check test test-all torture docs: export OMP_WAIT_POLICY ?= passive
 # Hundreds of processes of the tests import the same files, which Python would compile again for each.
 check test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all torture lint format bench figures docs gpu-check clean FORCE
+.PHONY: demo check test test-all torture lint libraries lint-and-libraries format bench figures docs gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -72,14 +72,14 @@ CORE := $(addprefix tests/,test_public_names.py test_structure.py optim batching
     $(addprefix swapping/test_,attach.py calls_of_a_step.py embedding_bag.py failed_steps.py lookahead.py lookup.py \
         refused_arguments.py signatures.py training.py weight.py) swapping/collections/test_equal_training.py)
 
-check: lint
+check: lint-and-libraries
 	$(BIN)/python -m pytest -m 'not release and not sweep and not slow' $(PYTEST_OPTIONS) $(CORE)
 
-test: lint
+test: lint-and-libraries
 	$(BIN)/python -m pytest -m 'not release' $(PYTEST_OPTIONS)
 	$(BIN)/python tools/simulated_tests.py core -q -m 'not release' $(PYTEST_OPTIONS)
 
-test-all: lint
+test-all: lint-and-libraries
 	$(BIN)/python -m pytest --nbmake $(PYTEST_OPTIONS)
 	$(BIN)/python tools/simulated_tests.py all -q $(PYTEST_OPTIONS)
 
@@ -92,6 +92,13 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/mypy
 	$(BIN)/python tools/english.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+# What tests load besides the package: the kernels compiled for the host, and the simulated GPU.
+libraries: $(VENV)/.stamp-dev
+	PYTHONPATH=tests $(BIN)/python tests/kernels/host_build.py
+
+lint-and-libraries: $(VENV)/.stamp-dev
+	@$(MAKE) --no-print-directory --jobs 2 lint libraries
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix-only

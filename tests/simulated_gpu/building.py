@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -42,11 +43,12 @@ def device_library() -> Path:
             "-ltorch_cpu",
         ),
     ]
+    source = (HERE / "device.cpp").read_text()
     headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    return compiled("device", (HERE / "device.cpp").read_text(), flags, torch.__version__ + headers)
+    return compiled("device", source, flags, torch.__version__ + source + headers)
 
 
-def kernel_library(name: str, text: str) -> Path:
+def kernel_library(text: str = '#include "rows.cuh"') -> Path:
     """Compile a CUDA source for the host, with its kernels found by name."""
     plain = _run([str(compiler()), "-x", "c++", "-std=c++17", "-E", "-P", "-I", str(CSRC), "-"], text)
     names = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(', plain)
@@ -55,20 +57,26 @@ def kernel_library(name: str, text: str) -> Path:
     # As in the tests of the kernels: the same random bits as on the GPU.
     flags = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", f"-I{CSRC}", f"-I{HERE}"]
     headers = "".join((CSRC / header).read_text() for header in ("host_cuda.h",)) + (HERE / "kernels.h").read_text()
-    return compiled(name, source, flags, plain + headers)
+    return compiled("kernels", source, flags, " ".join(plain.split()) + headers)
 
 
 def compiled(name: str, source: str, flags: list[str], version: str) -> Path:
-    """Return the shared library of a source; it is made unless there is one of the same source, flags and version."""
-    digest = hashlib.sha256("\0".join([source, version, *flags, str(compiler())]).encode()).hexdigest()[:16]
+    """Return the shared library of a source; it is made unless there is one of the same version and flags.
+
+    Args:
+        version: a text that changes with everything that the source consists of.
+    """
+    digest = hashlib.sha256("\0".join([name, version, *flags, str(compiler())]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"speedswap-tests-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{name}-{digest}.so"
-    if not library.exists():
-        partial = library.with_name(f"{library.name}.{os.getpid()}")
-        before, after = [flag for flag in flags if flag[:2] not in ("-L", "-l", "-W")], flags
-        _run([str(compiler()), *before, "-x", "c++", "-fPIC", "-shared", "-", "-o", str(partial), *after], source)
-        partial.replace(library)  # atomically: other processes may compile it too
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait for the one that compiles it
+        if not library.exists():
+            partial = library.with_suffix(".partial")
+            before, after = [flag for flag in flags if flag[:2] not in ("-L", "-l", "-W")], flags
+            _run([str(compiler()), *before, "-x", "c++", "-fPIC", "-shared", "-", "-o", str(partial), *after], source)
+            partial.replace(library)
     return library
 
 

@@ -146,11 +146,10 @@ class RawModule:
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:
         if self._path is None:
-            return ctypes.CDLL(str(building.kernel_library("nvrtc", str(self._code))))
+            return ctypes.CDLL(str(building.kernel_library(str(self._code))))
         if not Path(self._path).exists():
             raise RuntimeError("CUDA_ERROR_FILE_NOT_FOUND: file not found")
-        stem = Path(self._path).stem
-        return ctypes.CDLL(str(building.kernel_library(stem, f'#include "{stem}.cuh"\n')))
+        return ctypes.CDLL(str(building.kernel_library(f'#include "{Path(self._path).stem}.cuh"\n')))
 
     def get_function(self, name: str) -> RawKernel:
         return RawKernel(self, name)
