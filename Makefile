@@ -40,6 +40,8 @@ RESULTS ?= bench-output
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what it imports, which is a fraction of the 18,000 files that pip would compile.
+INSTALL := $(PIP) install --no-compile
 TORCH_STAMP := $(VENV)/.stamp-$(subst ==,-,$(TORCH))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
@@ -47,8 +49,8 @@ CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
 demo check test test-all torture docs: export OMP_WAIT_POLICY ?= passive
 
-# Hundreds of processes of the tests import the same files, which Python would compile again for each.
-check test test-all: export PYTHONDONTWRITEBYTECODE :=
+# Many processes import the same files, which Python would compile again for each.
+demo check test test-all torture docs: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo check test test-all torture lint libraries lint-and-libraries format bench figures docs gpu-check clean FORCE
 .DELETE_ON_ERROR:
@@ -135,7 +137,7 @@ clean:
 $(VENV)/.stamp-made:
 	@$(PYTHON) -c 'import sys; sys.exit("speedswap needs Python 3.10 or newer, e.g.: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --quiet 'pip>=23.1'
+	$(INSTALL) --quiet 'pip>=23.1'
 	@touch $@
 
 # torch alone and first: on Linux its ordinary wheels bring gigabytes of CUDA libraries, which a machine without an
@@ -144,7 +146,7 @@ $(VENV)/.stamp-made:
 CPU_WHEELS = $(if $(filter-out Linux,$(shell uname))$(shell command -v nvidia-smi)$(findstring find-links,$(shell $(PIP) config list)),,--extra-index-url $(TORCH_CPU_INDEX))
 
 $(TORCH_STAMP): $(VENV)/.stamp-made
-	$(PIP) install $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(CPU_WHEELS))
+	$(INSTALL) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(CPU_WHEELS))
 	@touch $@
 
 # The install is editable: Python files are read from here, and only a change to the build's inputs, or to which Python
@@ -157,10 +159,10 @@ $(VENV)/.python-files: FORCE | $(VENV)/.stamp-made
 	@cmp -s $@.now $@ && rm $@.now || mv $@.now $@
 
 $(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
-	$(PIP) install --quiet --editable '.[demo$(CUDA_EXTRA)]' $(TORCH)
+	$(INSTALL) --quiet --editable '.[demo$(CUDA_EXTRA)]' $(TORCH)
 	@touch $@
 
 $(VENV)/.stamp-dev: export SPEEDSWAP_WERROR ?= ON
 $(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
-	$(PIP) install --quiet --editable '.[demo,dev,docs$(CUDA_EXTRA)]' $(TORCH)
+	$(INSTALL) --quiet --editable '.[demo,dev,docs$(CUDA_EXTRA)]' $(TORCH)
 	@touch $(VENV)/.stamp-demo $@
