@@ -17,8 +17,8 @@ from speedswap.tables.shards import Owners
 __all__ = ["CLUSTER", "WAYS", "Cluster", "Way", "Workload", "efficiency", "predictions", "seconds"]
 
 RANKS = tuple(1 << power for power in range(11))
-_AHEAD = 1  # rounds that a lookahead adds: one in its thread, one to renew rows in their turn
-_NUMBER_BYTES, _MARK_BYTES = 8, 1
+_AHEAD = 1  # rounds that a lookahead adds, in the batch's turn
+_NUMBER_BYTES = 8
 
 
 class Way(NamedTuple):
@@ -41,7 +41,7 @@ WAYS = {
     "two levels for rounds and ids, rows flat between GPUs": Way(True),
     "two levels, rows between GPUs": Way(True, True),
 }
-"""By name; a group with NCCL has the first, with ``host=`` the second; the others are not built."""
+"""By name; groups with NCCL have the third, or with ``host=1`` the first, others the second; the last is not built."""
 _BUILT = "two levels, rows at 5 GB/s"
 _BANDWIDTH_HERE = 0.7e9  # the byte that is fitted in ranks-cpu.json
 _AS_HERE = "rows at 0.7 GB/s, as fitted here"
@@ -126,8 +126,8 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, rank
     Args:
         protocol: of a step whose ids do not fit into a round's messages.
         ranks: their number, a multiple of the GPUs of a host or less.
-        ahead: True with lookahead: the next batch's lookup runs during the step, and rows that the step has changed
-            are sent again.
+        ahead: True with lookahead: the next batch's ids go to the owners during the step, which gather its rows; they
+            send the weights in the batch's turn.
     """
     load = expected_load(work.rows, ranks, work.lookups, work.exponent)
     swap = load.union * 4 * work.dim * work.columns / cluster.host_bandwidth
@@ -145,26 +145,22 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, rank
     full = cluster.numbers(hosts.round(line_bytes))
     lean = full if hosts.in_levels else cluster.numbers(hosts.lean_round())
 
-    def of(part: int) -> float:
-        took = (protocol.rounds[part] - protocol.lean[part]) * full + protocol.lean[part] * lean
+    def of(part: int) -> tuple[float, float]:
+        """Return the seconds of rounds and ids, and of rows."""
+        numbers, rows = (protocol.rounds[part] - protocol.lean[part]) * full + protocol.lean[part] * lean, 0.0
         for one in protocol.messages[part]:
             if one.is_row:
                 hops = rows_on.hops(every, one.row_bytes * work.dim, to_owners=one.to_owners)
-                took += cluster.rows(hops, way)
+                rows += cluster.rows(hops, way)
             else:
                 hops = hosts.hops(every, one.row_bytes, to_owners=one.to_owners)
-                took += cluster.numbers([*hops, *hosts.heads()])
-        return took
+                numbers += cluster.numbers([*hops, *hosts.heads()])
+        return numbers, rows
 
-    lookup, rest = (swap + of(part) for part in (0, 1))
+    (asking, weights), rest = of(0), swap + sum(of(1))
     if not ahead:
-        return alone + lookup + rest
-    changed = Asked(*(each * load.again for each in every))
-    index_bytes = 0 if rows_on.in_levels else _NUMBER_BYTES
-    again = _AHEAD * full + cluster.rows(rows_on.hops(changed, index_bytes + 4 * work.dim, to_owners=False), way)
-    if rows_on.in_levels:  # a byte for each row tells which are sent
-        again += cluster.numbers(rows_on.hops(every, _MARK_BYTES, to_owners=False))
-    return max(alone + rest + again, lookup + _AHEAD * lean)
+        return alone + swap + asking + weights + rest
+    return max(alone + rest + _AHEAD * lean + weights, swap + asking)
 
 
 def efficiency(

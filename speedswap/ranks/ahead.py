@@ -14,7 +14,7 @@ from speedswap._warnings import warn
 from speedswap.collectives import Errand, Kind, Levels, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import IdError, PeerError
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, ask_ahead, ids_of_tables, send_back, starts_of
-from speedswap.tables import Block, Prefetched
+from speedswap.tables import Block, Prefetched, Table, prefetch
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
@@ -98,8 +98,12 @@ class LookupsAhead(Errand):
                     each.take()
         return self.is_current
 
+    def _digest_of(self, lookups: Sequence[RowsAhead]) -> int:
+        """Return the note by which ranks compare the lookups still to come."""
+        return hash((self.time, *(each.place for each in lookups))) & _DIGEST  # the same in every process
+
     def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
-        agreed = hash((self.time, *(each.place for each in lookups))) & _DIGEST  # the same in every process
+        agreed = self._digest_of(lookups)
         if (levels := task.lane.merging) is not None:
             return self._renew_on_hosts(task, lookups, agreed, levels)
         parcels = [each.lend_again() for each in lookups]
@@ -130,6 +134,38 @@ class LookupsAhead(Errand):
                 parcels = [each.route.parcel(each.block.weight) for each in lookups]
                 for each, some in zip(lookups, levels.send_some(parcels, chosen), strict=True):
                     each.update(*some)
+        return True
+
+
+class LookupsOnGpu(LookupsAhead):
+    """All of a batch's lookups on a GPU: their ids go to the owners ahead of their step, which gather the rows there.
+
+    Owners send the weights in the batch's turn, as they are then. So the program's thread alone uses the GPUs'
+    communicator, in the order of its calls, which is that of every rank.
+
+    Args:
+        group: the ranks.
+    """
+
+    def run(self, task: Task, counts: list[int]) -> None:
+        lookups = [each for each in self._lookups if isinstance(each, RowsOnGpu)]
+        routes = ask_ahead(task, [(each.owners, each.wanted) for each in lookups], counts)
+        for each, route in zip(lookups, routes, strict=True):
+            each.route = route
+        asked = [each for each in lookups if len(each.route.union)]
+        rows = prefetch((each.own, each.route.union, each.device) for each in asked)
+        for each, pending in zip(asked, rows, strict=True):
+            each.pending = pending
+
+    def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
+        agreed = self._digest_of(lookups)
+        post = task.prepared_parcels([each.lend(each.route) for each in lookups])
+        with task.promised():
+            if any(note != agreed for note in task.round(note=agreed).notes):
+                return False
+            came = post()
+        for each, weights in zip(lookups, came, strict=True):
+            each.receive(weights)
         return True
 
 
@@ -333,6 +369,54 @@ class RowsAhead(Prefetched):
     def update(self, places: Tensor, weights: Tensor) -> None:
         """Replace the weights of some of the rows that this rank requested, given by their indices."""
         self._weights.index_copy_(0, places, weights)
+
+
+class RowsOnGpu(RowsAhead):
+    """A batch's rows on a GPU: this rank's part is gathered there ahead of the batch's turn, in which weights are sent.
+
+    Args:
+        store, errand: as for :class:`RowsAhead`.
+        ids: the lookup's ids, on the CPU or the device.
+        device: the GPU.
+
+    Attributes:
+        pending: the rows being gathered; None if they are taken, or no rank requests any.
+    """
+
+    pending: Prefetched | None = None
+
+    def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead, device: torch.device) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if ids.is_cuda:  # copied in the order of the program; the thread waits
+            ids, given = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True), ids
+            ids.copy_(given, non_blocking=True)
+            self._copied = torch.cuda.current_stream(device).record_event()
+        super().__init__(store, ids, errand)
+        self.device = device
+
+    @property
+    def own(self) -> Table:
+        """The table of this rank's rows."""
+        return self._store.own
+
+    def prepare(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        super().prepare()
+        self.local = torch.empty(self.local.shape, dtype=torch.int64, pin_memory=True).copy_(self.local)
+
+    def lend(self, route: Route) -> Parcel:
+        """Return the weights of the rows requested from this rank, as they are now."""
+        with self.own.lock:
+            pending, self.pending = self.pending, None
+            found = None if pending is None else pending.take()
+            self.block = self.own.lease(route.union, device=self.device) if found is None else found[0]
+            self._version = self.own.version
+        return route.parcel(self.block.weight)
+
+    def taken(self) -> tuple[Tensor, Tensor, LentRows]:
+        weights, local, lent = super().taken()
+        return weights, local.to(self.device, non_blocking=True), lent
 
 
 def _heads_of(parcels: Sequence[Parcel]) -> list[Parcel]:

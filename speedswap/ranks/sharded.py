@@ -19,7 +19,7 @@ from speedswap import kernels
 from speedswap._forks import Locked
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
-from speedswap.ranks.ahead import LookupsAhead, RowsAhead
+from speedswap.ranks.ahead import LookupsAhead, LookupsOnGpu, RowsAhead, RowsOnGpu
 from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, bring
 from speedswap.ranks.step import ShardedStep
@@ -81,6 +81,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self.notes.listeners.append(partial(_note_lent, self.lent))
         self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
+        self._device_ahead = torch.device("cpu")  # of the rows that lookups may have taken without a round
         self.row_bytes = math.prod(weight.row_shape) * weight.dtype.itemsize
         self.number = group.add(self)
         for each, found in self.notes.id_maps.items():
@@ -155,7 +156,8 @@ class ShardedStore(RowStore, Files, JointRows):
     def serve_call(self, task: Task) -> None:
         """Take part without ids in a lookup to which another rank calls."""
         none = torch.empty(0, dtype=torch.int64)
-        self._look_up(task, Wanted.of(self.owners, none)[0], none, none.device, training=task.kind == Kind.LOOK_UP)
+        is_training = task.kind == Kind.LOOK_UP
+        self._look_up(task, Wanted.of(self.owners, none)[0], none, self._device_ahead, training=is_training)
 
     def ask(
         self,
@@ -183,10 +185,14 @@ class ShardedStore(RowStore, Files, JointRows):
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Start fetching a later batch's rows from their owners, with other tables' rows; every rank must call this."""
-        if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu":
+        self._device_ahead = device = lookup.device
+        if device.type == "cuda":
+            errand = transfers.common((self.group, device), partial(LookupsOnGpu, self.group))
+            return errand.add(RowsOnGpu(self, lookup.ids, errand, device))
+        if device.type != "cpu" or lookup.ids.device.type != "cpu":
             return super().prefetch(lookup, transfers)
-        errand = transfers.common(self.group, partial(LookupsAhead, self.group))
-        return errand.add(RowsAhead(self, lookup.ids, errand))
+        together = transfers.common(self.group, partial(LookupsAhead, self.group))
+        return together.add(RowsAhead(self, lookup.ids, together))
 
     def reset_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Reset rows to their initial values in every column; every rank must call this.

@@ -48,10 +48,10 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
     generator with the model's forward pass draws different numbers. After an exception, Ctrl-C or ``break`` the table
     has every completed step; reading or changing it in between waits for pending writes.
 
-    If ranks own the rows (:class:`speedswap.Ranks`), all of them must iterate in the same way; ids go to the owners and
-    rows come back while a step computes, on the CPU. The ranks learn of the end of each other's batches one step early:
-    when the first rank's loader ends, all stop, and ranks with more batches warn that they skip them. An error in one
-    rank's loader or ids is raised on all ranks at its batch's turn.
+    If ranks own the rows (:class:`speedswap.Ranks`), all of them must iterate in the same way; ids go to the owners
+    while a step computes, and rows come back, on a GPU at their batch's turn. The ranks learn of the end of each
+    other's batches one step early: when the first rank's loader ends, all stop, and ranks with more batches warn that
+    they skip them. An error in one rank's loader or ids is raised on all ranks at its batch's turn.
 
     Keys are added to an embedding's id map ``depth`` steps earlier than in the plain loop, in batch order. Until a
     batch is looked up for training, everyone else sees the map without its keys; if it never is, they are removed.

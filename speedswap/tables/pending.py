@@ -87,9 +87,7 @@ class PendingWrite(Transfer[None]):
         if self._made_on is not None and (here := torch.cuda.current_stream(self._device)) != self._made_on:
             here.wait_stream(self._made_on)
             kernels.used_here([self.rows, *self._values.values()])
-        rows, values = self.rows, [self._values[name] for name in names]
-        if self._device != device:
-            rows, values = rows.to(device), [each.to(device) for each in values]
+        rows, values = self.rows.to(device), [self._values[name].to(device) for name in names]
         targets, forms = [block.columns[name] for name in names], [self._forms[name] for name in names]
         kernels.forward(rows, values, block.rows, targets, forms, places)
 

@@ -69,18 +69,21 @@ def ahead_of(batches, ids, depth):
     return speedswap.lookahead(batches, ids, depth=depth) if depth else batches
 
 
-def train(group, depth, optimizer="adam", sizes=((7, 4, 0, 9, 5),), steps=6, between="", **settings):
+def train(
+    group, depth, optimizer="adam", sizes=((7, 4, 0, 9, 5),), steps=6, between="", device="cpu", seed=3, **settings
+):
     """Return the rows after some steps, the losses, and how many lookups took what came ahead."""
-    items = embedding(group, **settings)
+    items = embedding(group, **settings).to(device)
     optimizer = OPTIMIZERS[optimizer](items.parameters())
     patch, taken = counted()
     losses = []
+    batches = [ids.to(device) for ids in batches_of(group, steps, sizes, seed)]
     with patch:
-        for step, ids in enumerate(ahead_of(batches_of(group, steps, sizes), {items: ids_of[between]}, depth)):
+        for step, ids in enumerate(ahead_of(batches, {items: ids_of[between]}, depth)):
             if between == "two":
                 loss = (items(ids[:, 0]) * items(ids[:, 1]) + 0.1).square().sum()
             elif between == "unused" and step % 2 == 1 and group.rank() == 0:
-                loss = items(ids).detach().sum() + torch.zeros((), requires_grad=True)
+                loss = items(ids).detach().sum() + torch.zeros((), requires_grad=True, device=device)
             else:
                 loss = items(ids).cos().sum()
             losses.append(float(loss.detach()))
@@ -111,7 +114,7 @@ def change(between, step, items, group):
         with torch.no_grad():
             items(torch.arange(group.rank(), 9))
     elif between == "write":
-        items.table.write(10, torch.full((30, DIM), 0.25, dtype=torch.float64))
+        items.table.write(10, torch.full((30, DIM), 0.25, dtype=items.table.dtype))
     elif between == "init":
         nn.init.constant_(items.weight, 0.5)
     elif between == "fill":

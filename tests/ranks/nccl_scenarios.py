@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import lookahead_scenarios as lookahead
 import torch
 from levels_scenarios import factors_of, ids_of
 from outcomes import error_of
@@ -126,3 +130,47 @@ def failing(process_group):
 
         said.append(error_of(run))
     return said, items.read()
+
+
+def compared_at_random(process_group, seeds, device="cpu"):
+    """Train with random settings, flat without a lookahead and on hosts with one; return what differs, by seed."""
+    different = {}
+    for seed in seeds:
+        draw = random.Random(seed)
+        how = {
+            "optimizer": draw.choice([*lookahead.OPTIMIZERS]),
+            "between": draw.choice([*lookahead.ids_of]),
+            "sizes": [[draw.choice([0, 1, 5, 40]) for _ in range(process_group.size())] for _ in range(3)],
+            "steps": 4,
+            "seed": seed,
+            "dtype": draw.choice([torch.float32, torch.float64]),
+            "device": device,
+        }
+        depth, per_host = draw.choice([0, 1, 2]), draw.choice([2, 3, 4])
+        found = []
+        for host, ahead in ((1, 0), (per_host, depth)):
+            with with_nccl(process_group, host, on_gpu=device != "cpu"):
+                found.append(lookahead.train(process_group, ahead, **how)[:2])
+        (rows, losses), (other_rows, other_losses) = found
+        if not torch.equal(rows, other_rows) or losses != other_losses:
+            different[seed] = how | {"depth": depth, "per_host": per_host}
+    return different
+
+
+def killed_with_a_lookahead(process_group, device):
+    """Train with a lookahead until one rank ends; return the others' errors, and how long they took to come."""
+    items = speedswap.Embedding(ROWS, DIM, seed=1, storage=speedswap.Ranks(group=process_group)).to(device)
+    optimizer, begun = SGD(items.parameters(), 0.125), 0.0
+
+    def run():
+        nonlocal begun
+        batches = [ids_of(process_group.rank(), step).to(device) for step in range(8)]
+        for step, ids in enumerate(speedswap.lookahead(batches, {items: lambda ids: ids})):
+            begun = time.monotonic()
+            if step == 3 and process_group.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            items(ids).sum().backward()
+            optimizer.step()
+
+    return error_of(run), time.monotonic() - begun

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import gpu_scenarios as scenarios
+import lookahead_scenarios as lookahead
+import nccl_scenarios as nccl
 import pytest
+import simulated_gpu
 import torch
 from equality_scenarios import Case, train, train_all
 from rank_pool import RankPool
@@ -52,3 +55,77 @@ def test_bytes_of_rows_go_through_nccl(ranks: RankPool) -> None:
     if not (torch.cuda.is_available() and torch.version.cuda and torch.distributed.is_nccl_available()):
         pytest.skip("needs a GPU, and NCCL")
     assert ranks.run(scenarios.through_nccl, 1) == [True]
+
+
+def assert_same_at_all_depths(found: list[Any], wanted: int) -> None:
+    """Compare rows and losses, bit for bit; and count the lookups whose rows came ahead."""
+    for (rows, losses, taken, _), *others in found:
+        assert taken == 0
+        for other_rows, other_losses, other_taken, _ in others:
+            assert torch.equal(other_rows, rows)
+            assert other_losses == losses
+            assert other_taken >= wanted
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_lookahead_changes_no_bit(ranks: RankPool, device: str, size: int) -> None:
+    """Ids go ahead and rows are gathered ahead; weights are sent in the batch's turn, through host memory."""
+    found = ranks.run(lookahead.compared, size, (0, 1, 3), sizes=UNEVEN, device=device)
+    assert_same_at_all_depths(found, 3)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("between", "wanted"),
+    [
+        ("two", 10),
+        ("unused", 5),
+        ("accumulate", 5),
+        ("read", 5),
+        ("look up", 5),
+        ("write", 5),
+        ("init", 5),
+        ("fill", 4),
+    ],
+)
+def test_what_comes_between_steps_changes_no_bit(ranks: RankPool, device: str, between: str, wanted: int) -> None:
+    more = {"optimizer": "adagrad", "between": between, "device": device}
+    assert_same_at_all_depths(ranks.run(lookahead.compared, 2, (0, 1), **more), wanted)
+
+
+def only_on_a_simulated_gpu() -> None:
+    if not simulated_gpu.is_on():
+        pytest.skip("stands in for NCCL, whose ranks need a GPU each")
+
+
+def test_rows_go_between_gpus_on_hosts_with_the_bits_of_a_flat_exchange(ranks: RankPool, device: str) -> None:
+    """Rounds and ids go in two levels; a communicator of gloo stands in for NCCL."""
+    only_on_a_simulated_gpu()
+    flat, two = (ranks.run(nccl.on_hosts, 3, per_host, nccl.train, device, on_gpu=True) for per_host in (1, 2))
+    assert all(torch.equal(rows, flat[0]) for rows in (*flat, *two))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_lookahead_between_gpus_on_hosts_changes_no_bit(ranks: RankPool, device: str, size: int) -> None:
+    only_on_a_simulated_gpu()
+    more = {"sizes": UNEVEN, "device": device, "on_gpu": True}
+    assert_same_at_all_depths(ranks.run(nccl.on_hosts, size, 2, lookahead.compared, (0, 1, 3), **more), 3)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("part", range(7))
+def test_random_settings_have_the_bits_of_a_flat_exchange_without_lookahead(
+    ranks: RankPool, device: str, part: int
+) -> None:
+    only_on_a_simulated_gpu()
+    seeds = range(5 * part, 5 * part + 5)
+    assert ranks.run(nccl.compared_at_random, 4, seeds, device) == [{}] * 4
+
+
+def test_rank_that_is_killed_during_a_lookahead_ends_the_others(ranks: RankPool, device: str) -> None:
+    """With an error, not a hang, although their GPUs wait for it."""
+    only_on_a_simulated_gpu()
+    found = ranks.run(nccl.on_hosts, 3, 2, nccl.killed_with_a_lookahead, device, on_gpu=True, lost=(1,))
+    for said, took in found[::2]:
+        assert said.startswith("PeerError: another rank cannot be reached")
+        assert took < 6

@@ -52,3 +52,10 @@ def test_rank_that_is_killed_is_noticed_on_all_hosts(ranks: RankPool) -> None:
     for said, took in ranks.run(scenarios.on_hosts, 3, 2, misfits.alone, "kill", lost=(1,))[::2]:
         assert said.startswith("PeerError: another rank cannot be reached")
         assert took < 6
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("part", range(6))
+def test_random_settings_have_the_bits_of_a_flat_exchange_without_lookahead(ranks: RankPool, part: int) -> None:
+    """On the CPU, where rows come ahead by gloo, and those that change again."""
+    assert ranks.run(scenarios.compared_at_random, 5, range(6 * part, 6 * part + 6)) == [{}] * 5
