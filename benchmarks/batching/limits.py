@@ -120,13 +120,17 @@ def largest_that_fits(deep: Deep, memory: Memory) -> int:
 
 def measure_limits(device: str, *, quick: bool) -> dict[str, Any]:
     """Measure the largest batch that fits, one far beyond, and recoveries in a row, each verified by a loop by hand."""
-    deep = Deep(device, layers=8 if device == "cpu" else 32)
-    memory: Memory = CudaMemory((1 if quick else 4) * 2**30) if device == "cuda" else CountedMemory(8 * MIB)
+    memory: Memory
+    if device == "cuda":
+        layers, memory, count = 32, CudaMemory((1 if quick else 4) * 2**30), 20 if quick else 200
+    else:
+        layers, memory, count = (2, CountedMemory(2 * MIB), 5) if quick else (8, CountedMemory(8 * MIB), 200)
+    deep = Deep(device, layers)
     fits = largest_that_fits(deep, memory)
     return {
         "fits": fits,
         "beyond": _far_beyond(deep, memory, fits),
-        "recoveries": _many_recoveries(deep, memory, fits, count=20 if quick else 200),
+        "recoveries": _many_recoveries(deep, memory, fits, count),
     }
 
 
@@ -170,7 +174,7 @@ def _far_beyond(deep: Deep, memory: Memory, fits: int) -> dict[str, Any]:
     }
 
 
-def _many_recoveries(deep: Deep, memory: Memory, fits: int, *, count: int) -> dict[str, Any]:
+def _many_recoveries(deep: Deep, memory: Memory, fits: int, count: int) -> dict[str, Any]:
     """Measure batches that each run out of memory before they fit, with the allocator's statistics."""
     inputs, targets = deep.batch(2 * fits)
     failures, seconds, over_time = Failures(), [], []
