@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 _MOST_FAILURES = 3
 _CALL = nn.Module._call_impl.__code__
@@ -17,14 +16,25 @@ _CALL = nn.Module._call_impl.__code__
 
 def ids_in_calls() -> list[Tensor]:
     """Return tensors in host memory that may be ids: arguments of this thread's calls of modules, outermost first."""
-    given: list[Any] = []
+    given: list[tuple[Any, ...]] = []
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is _CALL:
-            given.append((frame.f_locals["args"], frame.f_locals["kwargs"]))
-    tensors = (leaf for leaf in tree_leaves(given[::-1]) if type(leaf) is Tensor and leaf.dim() and not leaf.is_cuda)
-    return [tensor for tensor in tensors if tensor.dtype in (torch.int32, torch.int64)]
+            given.append((*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
+    return [ids for arguments in reversed(given) for each in arguments for ids in _ids_in(each)]
+
+
+def _ids_in(value: Any) -> Iterator[Tensor]:
+    if type(value) is Tensor:
+        if value.dtype in (torch.int32, torch.int64) and value.dim() and not value.is_cuda:
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _ids_in(each)
+    elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], (str, bytes, int, float)):
+        for each in value:
+            yield from _ids_in(each)
 
 
 class View(NamedTuple):

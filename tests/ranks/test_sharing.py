@@ -6,6 +6,9 @@ import pytest
 import sharing_scenarios as scenarios
 import torch
 from rank_pool import RankPool
+from torch import nn
+
+from speedswap.ranks.foreseen import ids_in_calls
 
 
 @pytest.mark.parametrize("kind", ["columns", "one", "collection", "arguments", "told"])
@@ -41,3 +44,26 @@ def test_failure_between_lookups_that_share_rounds(ranks: RankPool, how: str) ->
         assert raised == (expected if rank == 1 else ["PeerError"])
         assert steps == 6
         assert all(map(torch.equal, rows, found[0][2]))
+
+
+def test_ids_are_found_among_the_arguments_of_calls() -> None:
+    """Outermost first, by place and by name, within dicts, lists and tuples; no floats, scalars or lists of text."""
+
+    class Inner(nn.Module):
+        def forward(self, ids, scale):
+            return ids_in_calls()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+            self.inner.register_forward_pre_hook(lambda *_: None)
+
+        def forward(self, scale, batch, *, more):
+            return self.inner(more, scale=scale)
+
+    a, b, floats = torch.arange(3), torch.arange(4).int(), torch.zeros(2)
+    batch = {"a": a, "words": ["w"] * 3, "floats": floats, "nested": (b, [a]), "count": torch.tensor(3)}
+    found = Outer()(2, batch, more=b)
+    assert [*map(id, found)] == [*map(id, [a, b, a, b, b])]
+    assert ids_in_calls() == []
