@@ -11,6 +11,18 @@ from speedswap.collectives import RankGroup
 ROWS, DIM, STEPS = 30, 3, 3
 
 
+class Model(torch.nn.Module):
+    """Tables, each looked up with a separate tensor."""
+
+    def __init__(self, tables):
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, *ids):
+        pairs = zip(self.tables, ids, strict=True)
+        return sum((factor * table(some).square()).sum() for factor, (table, some) in enumerate(pairs, 1))
+
+
 class Loop:
     """Parts of a training loop over some embeddings: of one rank, or of one process that has all ranks' batches.
 
@@ -33,6 +45,7 @@ class Loop:
         )
         for table in self.tables if group is None else []:
             torch.nn.init.ones_(table.weight)
+        self.model = Model(self.tables)
         self.optimizer = torch.optim.SGD(self.tables.parameters(), 0.1)
         self.losses, self.norms, self.number = [], [], 0
 
@@ -41,9 +54,8 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for rank in self.ranks:
             ids = torch.arange(rank + self.number, 12 + 3 * rank)
-            for factor, table in enumerate(self.tables, 1):
-                loss = (factor * table(ids).square()).sum()
-                total = total + (0 if rank == self.ignoring else loss)
+            loss = self.model(*(ids.clone() for _ in self.tables))
+            total = total + (0 if rank == self.ignoring else loss)
         return total / len(self.ranks)
 
     def forward(self):

@@ -36,7 +36,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("ignoring", [None, 1], ids=["", "a rank whose loss ignores the rows"])
 def test_rounds_do_not_grow_with_the_number_of_tables(ranks: RankPool, ignoring: int | None) -> None:
-    """Tables whose ids are alike share rounds from the second step on; tables and norms equal those of one process."""
+    """Tables of a model share rounds from the second step on; tables and norms equal those of one process."""
     counts = (1, 3) if ignoring is None else (3,)
     size, cases = 2, [(count, parts, ignoring) for count in counts for parts, _, _ in LOOPS]
     expected = scenarios.all_trained(None, size, cases)
