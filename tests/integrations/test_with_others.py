@@ -108,7 +108,6 @@ def test_mlflow_gets_figures_of_tables(tmp_path: Path) -> None:
 
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     scalars = run_page("trackers", "class Scalars")
-    scalars["mlflow"] = mlflow
     with mlflow.start_run() as run:
         mlflow.log_metrics(speedswap.monitor.table_metrics(speedswap.Embedding(10, 2, name="items")), step=7)
         recorder = speedswap.monitor.SplitRecorder(scalars["Scalars"]())
