@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict
@@ -11,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -151,8 +151,10 @@ class MemoryEstimate:
     activations_fixed: int
     activations_per_sample: int
     context: int
-    _activations: Curve
-    _passes: Passes
+    _activations: Curves
+    _sizes: Sequence[int]  # that were tried
+    _peaks: Sequence[Curves]  # for each neighbouring two of them, the bytes alive at each operation
+    _held: Curves  # bytes left of a pass while the next one runs: the loss, or the outputs
     _step: int
 
     def inputs(self, micro_batch_size: int) -> int:
@@ -178,8 +180,14 @@ class MemoryEstimate:
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
         always = self.parameters + self.buffers + self.optimizer_state + self.inputs(micro_batch_size)
-        held = max(0, self._passes.holds.at(micro_batch_size))
-        return always + held + max(self._step, _with_margin(self._passes.peak(micro_batch_size)))
+        held = max(0, self._held.at(micro_batch_size))
+        return always + held + max(self._step, _with_margin(self._peak(micro_batch_size)))
+
+    def _peak(self, samples: int) -> int:
+        """Return a pass's peak; between two sizes the larger of both sides, as libraries change algorithms."""
+        below = sum(size < samples for size in self._sizes)
+        sides = self._peaks[max(0, below - 2 + (samples in self._sizes)) : max(1, below)]
+        return max(curves.at(samples) for curves in sides)
 
     def largest_micro_batch_size(self, budget_bytes: int) -> int:
         """Return the largest number of samples whose training step fits.
@@ -267,8 +275,9 @@ def estimate_memory(
     last, before = runs[-1], runs[-2]
     state, temporaries = (0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
     inputs = max(0, -((before.inputs - last.inputs) // (last.size - before.size)))  # per sample, rounded up
-    activations = curve([run.size for run in runs], [run.after_forward for run in runs])
-    per_sample = math.ceil(activations.per_sample)
+    sizes = [run.size for run in runs]
+    activations = Curves.through(sizes, [(run.after_forward,) for run in runs])
+    per_sample = math.ceil(activations.per_sample[0])
     at_start = last.gradients_before if accumulate else 0
     at_step = temporaries + last.gradients
     return MemoryEstimate(
@@ -282,7 +291,9 @@ def estimate_memory(
         activations_per_sample=per_sample,
         context=_context(device),
         _activations=activations,
-        _passes=passes(runs, at_start),
+        _sizes=sizes,
+        _peaks=[_peaks(runs[: count + 1], at_start) for count in range(1, len(runs))],
+        _held=Curves.through(sizes, [(run.held,) for run in runs]),
         _step=at_step + _small_change(at_step),
     )
 
@@ -321,78 +332,48 @@ _ALIKE = 2 / 3  # the least quadratic coefficient of those trials, relative to t
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Bytes as a function of the number of samples, through two points; a line or a parabola."""
+class Curves:
+    """Bytes as functions of the number of samples, through two points each: lines or parabolas."""
 
     size: int
     other_size: int
-    nbytes: int
-    per_sample: float
-    per_square: float = 0.0
+    nbytes: Any
+    per_sample: Any
+    per_square: Any
+
+    @classmethod
+    def through(cls, sizes: Sequence[int], nbytes: Sequence[Sequence[int]]) -> Curves:
+        """Fit curves through the last two points: parabolas where all points agree on faster growth than a line.
+
+        Quadratic growth has the same second divided difference everywhere. A library that changes its algorithm at some
+        size bends a line once, upwards or downwards.
+
+        Args:
+            sizes: numbers of samples.
+            nbytes: for each of them, the bytes of each curve.
+        """
+        x, y = np.array(sizes, dtype=float)[:, None], np.array(nbytes, dtype=float)
+        slopes = np.diff(y, axis=0) / np.diff(x, axis=0)
+        bends = (np.diff(slopes, axis=0) / (x[2:] - x[:-2]))[-_TRIPLES:]
+        square = np.zeros_like(y[-1])
+        if len(bends) > 1:
+            least, most = bends.min(0), bends.max(0)
+            square = np.where((least > 0) & (least >= _ALIKE * most), bends[-1], 0)
+        return cls(sizes[-1], sizes[-2], y[-1], slopes[-1].clip(0), square)
 
     def at(self, samples: int) -> int:
-        """Return the bytes for a number of samples, rounded up."""
+        """Return the most bytes of any for a number of samples, rounded up."""
         per_sample = self.per_sample + self.per_square * (samples - self.other_size)
-        return -int(-(self.nbytes + per_sample * (samples - self.size)) // 1)
+        return math.ceil((self.nbytes + per_sample * (samples - self.size)).max())
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The peak of a forward and backward pass.
-
-    Attributes:
-        sizes: numbers of samples that were tried.
-        lines: for each neighbouring two of them, the bytes alive at each operation.
-        holds: bytes left of a pass while the next one runs: the loss, or the outputs.
-    """
-
-    sizes: list[int]
-    lines: list[list[Curve]]
-    holds: Curve
-
-    def peak(self, samples: int) -> int:
-        """Return the peak; between two tried sizes the larger of both sides' lines, as libraries change algorithms."""
-        below = sum(size < samples for size in self.sizes)
-        if samples > self.sizes[-1]:
-            sides = self.lines[-1:]
-        elif samples in self.sizes:
-            sides = [self.lines[max(0, below - 1)]]
-        else:
-            sides = self.lines[max(0, below - 2) : max(below, 1)]
-        return max(line.at(samples) for lines in sides for line in lines)
-
-
-def passes(runs: Sequence[TrialPass], at_start: int) -> Passes:
-    """Return the peak for any number of samples.
+def _peaks(runs: Sequence[TrialPass], at_start: int) -> Curves:
+    """Return a curve for each operation common to the last two runs, through all runs that share it.
 
     Args:
         runs: two or more, from few samples to many.
         at_start: bytes alive when a pass begins.
     """
-    sizes = [run.size for run in runs]
-    lines = [_of_operations(runs[: index + 2], at_start) for index in range(len(runs) - 1)]
-    return Passes(sizes, lines, curve(sizes, [run.held for run in runs]))
-
-
-def curve(sizes: Sequence[int], nbytes: Sequence[int]) -> Curve:
-    """Fit a curve through the last two points: a parabola where all points agree on faster growth than a line.
-
-    Quadratic growth has the same second divided difference everywhere. A library that changes its algorithm at some
-    size bends a line once, upwards or downwards.
-    """
-    slopes = [
-        (later - earlier) / (size - before)
-        for (before, earlier), (size, later) in itertools.pairwise(zip(sizes, nbytes, strict=True))
-    ]
-    bends = [
-        (slopes[index + 1] - slopes[index]) / (sizes[index + 2] - sizes[index]) for index in range(len(slopes) - 1)
-    ][-_TRIPLES:]
-    square = bends[-1] if len(bends) > 1 and min(bends) > 0 and min(bends) >= _ALIKE * max(bends) else 0.0
-    return Curve(sizes[-1], sizes[-2], nbytes[-1], max(0, slopes[-1]), square)
-
-
-def _of_operations(runs: Sequence[TrialPass], at_start: int) -> list[Curve]:
-    """Return a curve for each operation common to the last two runs, through all runs that share it."""
     rows = _rows(runs[-2:])
     used = 2
     for count in range(3, min(len(runs), _TRIPLES + 2) + 1):
@@ -400,8 +381,8 @@ def _of_operations(runs: Sequence[TrialPass], at_start: int) -> list[Curve]:
         if len(longer) < _MOST_IN_COMMON * len(rows):
             break
         rows, used = longer, count
-    sizes = [run.size for run in runs[-used:]]
-    return [curve(sizes, [nbytes + at_start for nbytes in row]) for row in set(rows)]
+    alive = np.array([*set(rows)]).T + at_start
+    return Curves.through([run.size for run in runs[-used:]], alive)
 
 
 def _rows(runs: Sequence[TrialPass]) -> list[tuple[int, ...]]:

@@ -89,11 +89,14 @@ class Float32Sums:
 
     In half precision each addition rounds, and the error grows with the number of additions. Here the sum is rounded
     once, by :meth:`finish`; until then ``grad`` is None.
+
+    Attributes:
+        sums: those so far.
     """
 
     def __init__(self) -> None:
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        self._sums: dict[Tensor, Tensor] = {}
+        self.sums: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor] = {}
 
     def include(self, parameters: Iterable[Tensor]) -> None:
@@ -111,21 +114,16 @@ class Float32Sums:
         grad = parameter.grad
         if grad is None or grad.layout != torch.strided:
             return
-        if parameter in self._sums:
-            self._sums[parameter] += grad
+        if parameter in self.sums:
+            self.sums[parameter] += grad
         else:
-            self._sums[parameter] = grad.float()
+            self.sums[parameter] = grad.float()
         parameter.grad = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums."""
-        return sum(total.nbytes for total in self._sums.values())
 
     def finish(self) -> None:
         """Round the sums into ``grad``, into its earlier tensor where there was one."""
         self.close()
-        for parameter, total in self._sums.items():
+        for parameter, total in self.sums.items():
             given = self._given.get(parameter)
             parameter.grad = total.to(parameter.dtype) if given is None else given.copy_(total)
 

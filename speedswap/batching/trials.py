@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -139,37 +140,34 @@ class Trial:
         Returns:
             The second pass, without what the profiler has recorded.
         """
-        leaves: dict[Tensor, Tensor] = {
-            one: nn.Parameter(one.detach(), one.requires_grad) for one in self.own_parameters()
-        }
-        with self._on_copies_of_buffers(leaves):
-            before = self._passes(list(leaves.values()), args, kwargs)
-        self.grads = {
-            one: None if leaf.grad is None else leaf.grad.layout for one, leaf in leaves.items() if leaf.requires_grad
-        }
-        after = self.bytes_of(leaf.grad for leaf in leaves.values() if leaf.grad is not None)
-        return TrialPass(size, self.bytes_of(tensors_of([args, kwargs])), before, after)
-
-    def _passes(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Run the two passes, on stand-ins; return the bytes of gradients before the second one."""
-        held = self._pass(leaves, args, kwargs)
-        if not self.accumulate:
-            for leaf in leaves:
-                leaf.grad = None
+        trained = {one: nn.Parameter(one.detach(), one.requires_grad) for one in self.own_parameters()}
+        leaves: list[Tensor] = list(trained.values())
         sums = Float32Sums()
-        try:
-            if self.accumulate:
-                sums.include(leaves)
-            before = self.bytes_of([leaf.grad for leaf in leaves if leaf.grad is not None]) + sums.nbytes
-            _mark(_BEGIN)
-            again = self._pass(leaves, args, kwargs)
-            sums.finish()
-            sums = Float32Sums()
-            _mark(_END)
-        finally:
-            sums.close()
-        del held, again
-        return before
+        with self._on_copies_of_buffers(trained):
+            held = self._pass(leaves, args, kwargs)
+            try:
+                if self.accumulate:
+                    sums.include(leaves)
+                else:
+                    for leaf in leaves:
+                        leaf.grad = None
+                before = self._bytes_of_gradients(leaves) + sum(total.nbytes for total in sums.sums.values())
+                _mark(_BEGIN)
+                again = self._pass(leaves, args, kwargs)
+                sums.finish()
+                sums.sums.clear()
+                _mark(_END)
+            finally:
+                sums.close()
+            del held, again
+        self.grads = {
+            one: None if leaf.grad is None else leaf.grad.layout for one, leaf in trained.items() if leaf.requires_grad
+        }
+        inputs, after = self.bytes_of(tensors_of([args, kwargs])), self._bytes_of_gradients(leaves)
+        return TrialPass(size, inputs, before, after)
+
+    def _bytes_of_gradients(self, leaves: list[Tensor]) -> int:
+        return self.bytes_of(leaf.grad for leaf in leaves if leaf.grad is not None)
 
     def _result(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
@@ -227,36 +225,30 @@ def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) ->
     with RandomState(), torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
         trial.find_others(*_samples(batch, sizes[0]))
         with trial.rows_elsewhere():
-            runs = _recorded(trial, batch, sizes[:1])
-            if sizes[1] * runs[0].bytes_per_sample > most_bytes:
-                return runs + _recorded(trial, batch, [runs[0].size + 1])
-            runs += _recorded(trial, batch, sizes[1:2])
-            most = most_bytes / runs[-1].bytes_per_sample
-            return runs + _recorded(trial, batch, [size for size in sizes[2:] if size <= most])
+            runs = [_recorded(trial, batch, sizes[0])]
+            for size in sizes[1:]:
+                if size * runs[-1].bytes_per_sample > most_bytes:
+                    break
+                runs.append(_recorded(trial, batch, size))
+            return runs if len(runs) > 1 else [*runs, _recorded(trial, batch, sizes[0] + 1)]
 
 
-def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[TrialPass]:
-    """Run each size once, recorded together.
-
-    The profiler drops events at the edges of a session if its clocks disagree; then all are run again.
+def _recorded(trial: Trial, batch: Batch, size: int) -> TrialPass:
+    """Run a size, again where the profiler dropped events: at the edges of a session, if its clocks disagree.
 
     Raises:
         RuntimeError: the profiler gave no complete record in three tries.
     """
-    if not sizes:
-        return []
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each session's begin and end are printed
     for _ in range(3):
         # torch.profiler's own class imports the compiler first: seconds, and 75 MiB.
         with profile(profile_memory=True) as session:
-            runs = [trial.run(*_samples(batch, size), size) for size in sizes]
+            run = trial.run(*_samples(batch, size), size)
         results: Any = session.kineto_results
-        events = sorted(results.events(), key=lambda event: event.start_ns())
-        complete = _read(events, runs, trial.device_type.upper())
-        if complete == len(runs):
-            return runs
+        if _read(sorted(results.events(), key=lambda event: event.start_ns()), run, trial.device_type.upper()):
+            return run
     raise RuntimeError(
-        f"torch.profiler recorded {complete} of {len(runs)} passes; see whether another profiler is running"
+        f"torch.profiler did not record a pass of {size} samples; see whether another profiler is running"
     )
 
 
@@ -271,25 +263,20 @@ def _mark(name: str) -> None:
         pass
 
 
-def _read(events: Sequence[Any], runs: Sequence[TrialPass], device_type: str) -> int:
-    """Read the marked passes from the profiler's events; return the number of complete ones."""
-    complete, recording, level = 0, False, 0
-    for event in events:
-        name = event.name()
-        if name == _BEGIN:
-            recording, level = True, 0
-        elif not recording:
-            continue
-        elif name == "[memory]":
-            if event.device_type().name == device_type:
-                level += event.nbytes()
-                runs[complete].peaks[-1] = max(runs[complete].peaks[-1], level)
-        elif name == _FORWARD_DONE:
-            runs[complete].after_forward = level
-        elif name == _END:
-            runs[complete].at_end = level
-            recording, complete = False, complete + 1
-        else:
-            runs[complete].operations.append(name)
-            runs[complete].peaks.append(level)
-    return complete
+def _read(events: Sequence[Any], run: TrialPass, device_type: str) -> bool:
+    """Read the marked pass from the profiler's events; return whether it is complete."""
+    names = [event.name() for event in events]
+    if _BEGIN not in names or _END not in names:
+        return False
+    level = 0
+    for name, event in itertools.islice(zip(names, events, strict=True), names.index(_BEGIN) + 1, names.index(_END)):
+        if name == _FORWARD_DONE:
+            run.after_forward = level
+        elif name != "[memory]":
+            run.operations.append(name)
+            run.peaks.append(level)
+        elif event.device_type().name == device_type:
+            level += event.nbytes()
+            run.peaks[-1] = max(run.peaks[-1], level)
+    run.at_end = level
+    return True
