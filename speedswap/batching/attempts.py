@@ -6,14 +6,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedswap.batching.escalation import Escalation, RungPlan
 from speedswap.batching.memory import (
@@ -354,91 +354,107 @@ class MicroBatchSize:
             self.tell("on_resize", old_size=old, new_size=new)
 
 
+@dataclass(frozen=True, eq=False)
+class Circumstances:
+    """What the batches of one splitter have in common.
+
+    Attributes:
+        modules: the trained ones; None to find them while they run.
+        ranks: the processes that train together.
+        memory: bytes that an attempt may take, with the copies of what it changes; None for any number.
+        reserve: left free by sizes that are new.
+        escalation: what is done when one sample does not fit.
+    """
+
+    modules: Sequence[nn.Module] | None
+    ranks: TrainingRanks
+    memory: int | None
+    reserve: Reserve | None
+    escalation: Escalation
+
+
 @dataclass(eq=False)
 class BatchAttempts(Attempts):
     """Attempts at one batch with smaller and smaller micro-batches, on all ranks.
 
     Attributes:
+        common: to all batches.
         work: what they do: of work that has fitted at a size, operations are not looked ahead of.
         sizes: the known limits on sizes.
         size: of a micro-batch of the next attempt.
         packings: the ways to divide the batch; several where several functions have a part of it each.
-        changes: restored after each failure.
-        ranks: the processes that train together.
-        memory: bytes that an attempt may take, with the copies in ``changes``; None for any number.
-        devices: where it does.
-        reserve: left free by sizes that are new.
-        may_shrink: whether another size than the first one may be tried.
-        escalation: what is done when one sample does not fit.
-        rungs: what of that can be done here, in order.
         functions: those that run forward over the packings.
+        device: where they do, beside the devices of the parameters.
+        may_shrink: whether another size than the first one may be tried.
+        changes: restored after each failure.
         parts: the micro-batches of the present attempt, for each packing; empty before they are made.
     """
 
+    common: Circumstances
     work: str
     sizes: MicroBatchSize
     size: int
     packings: Sequence[SamplePacking]
-    changes: Changes
-    ranks: TrainingRanks
-    memory: int | None
-    devices: Collection[torch.device]
-    reserve: Reserve | None
-    escalation: Escalation
-    rungs: Sequence[str]
     functions: Sequence[Callable[..., object]]
+    device: torch.device
     may_shrink: bool = True
 
     def __post_init__(self) -> None:
         super().__init__(self.size)
+        self.changes = Changes(self.common.modules)
+        self.parts: list[Parts] = []
+        self._devices = {parameter.device for parameter in self.changes.parameters} | {self.device}
         self._known = self.sizes.known
         self._largest = max(self.packings, key=lambda packing: packing.whole)
-        self.rungs = self.rungs if self._largest.whole else ()
-        self.parts: list[Parts] = []
+        escalates = self.work != "map" and self._largest.whole
+        self._rungs = self.common.escalation.rungs(self.device) if escalates else ()
         self._gauge: LimitedMemory | AllocatorGauge | None = None
 
-    def predict(self, device: torch.device) -> None:
+    def predict(self) -> None:
         """Let micro-batches of samples of different cost be no larger than their memory allows, as far as known."""
         (packing, *others) = self.packings
+        device, memory, reserve = self.device, self.common.memory, self.common.reserve
         is_gpu = device.type == "cuda"
-        if packing.is_even or others or self.sizes.is_fixed or not (is_gpu or self.memory is not None):
+        if packing.is_even or others or self.sizes.is_fixed or not (is_gpu or memory is not None):
             return
         free = free_bytes(device) if is_gpu else None
-        amounts = [free, None if self.memory is None else self.memory - self.changes.nbytes]
+        amounts = [free, None if memory is None else memory - self.changes.nbytes]
         packing.nbytes = min(amount for amount in amounts if amount is not None)
-        packing.nbytes -= 0 if self.reserve is None else self.reserve.on(device)
+        packing.nbytes -= 0 if reserve is None else reserve.on(device)
         packing.model = self._known.model
         self._gauge = AllocatorGauge(device) if is_gpu else None
 
     def divided(self) -> list[Parts]:
         """Return the micro-batches of the present attempt, for each packing."""
-        self.parts = [Parts(packing, self.ranks.parts(packing, self.size), self._gauge) for packing in self.packings]
+        self.parts = [
+            Parts(packing, self.common.ranks.parts(packing, self.size), self._gauge) for packing in self.packings
+        ]
         return self.parts
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Surround one attempt: its ranks meet at the end, and exceeding its memory is an out-of-memory error."""
-        with self.ranks.attempt(self.size) as self.size:
+        with self.common.ranks.attempt(self.size) as self.size:
             for packing in self.packings if self._largest.is_selective else ():
                 packing.alone = self._known.alone
             escalates = any(packing.escalating(self.size) for packing in self.packings)
             calls = list(zip(self.functions, self.packings, strict=False))
             with self._within_memory():
-                rungs = self.rungs[: max(0, 1 - self.size)] if escalates else ()
-                self.escalation.begin(rungs, self._known.plans, calls, self.changes)
+                rungs = self._rungs[: max(0, 1 - self.size)] if escalates else ()
+                self.common.escalation.begin(rungs, self._known.plans, calls, self.changes)
                 yield
 
     @contextmanager
     def _within_memory(self) -> Iterator[None]:
         """Surround an attempt: exceeding its memory, less what a new size is to leave, is an out-of-memory error."""
-        is_new = self.size > self._known.largest.get(self.work, -len(self.rungs))
+        is_new = self.size > self._known.largest.get(self.work, -len(self._rungs))
         with ExitStack() as stack:
-            if self.memory is not None:
-                limit = limited(self.memory, self.devices, taken=self.changes.nbytes, looks_ahead=is_new)
+            if self.common.memory is not None:
+                limit = limited(self.common.memory, self._devices, taken=self.changes.nbytes, looks_ahead=is_new)
                 self._gauge = stack.enter_context(limit) or self._gauge
             has_smaller = any(packing.count(self.size) < packing.batch.size for packing in self.packings)
-            if is_new and has_smaller and self.reserve is not None:
-                stack.enter_context(self.reserve.left_free(self.devices))
+            if is_new and has_smaller and self.common.reserve is not None:
+                stack.enter_context(self.common.reserve.left_free(self._devices))
             yield
 
     def recover(self, failure: BaseException) -> bool:
@@ -446,7 +462,7 @@ class BatchAttempts(Attempts):
         sizes, known = self.sizes, self._known
         largest, samples = self._failed()
         elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on a smaller one
-        has_less = samples > 1 or 1 - len(self.rungs) < min(largest, 1)
+        has_less = samples > 1 or 1 - len(self._rungs) < min(largest, 1)
         may_fit = not sizes.is_fixed and (has_less or elsewhere) and is_out_of_memory(failure)
         was_trial, smaller = known.on_trial, min(self.size, largest)
         if may_fit and elsewhere:
@@ -500,7 +516,7 @@ class BatchAttempts(Attempts):
         tried = f"micro-batches of {', '.join(str(size) for size in sizes if size > 0)} samples"
         if last > 0:
             return f"{tried} had run out of memory before"
-        rungs = ", then ".join(self.rungs[: 1 - last])
+        rungs = ", then ".join(self._rungs[: 1 - last])
         return (
             f"{tried if sizes and sizes[0] > 0 else 'earlier batches'} had run out of memory before, and so does one "
             f"sample with its activations {rungs}: shorten or crop it, divide the module that holds most into smaller "
@@ -539,7 +555,7 @@ class BatchAttempts(Attempts):
             The loss of all ranks together, and whether the loss function returned an aux on any.
         """
         with self.changes.restored_on_error():
-            agreed, somewhere = self.ranks.end(self.size, self._largest, gives_aux)
+            agreed, somewhere = self.common.ranks.end(self.size, self._largest, gives_aux)
             self.fitted(count=count)
             self.sizes.agree(self.size, agreed)
-            return self.ranks.reduce(loss, average=average), somewhere
+            return self.common.ranks.reduce(loss, average=average), somewhere

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from speedswap.batching.escalation import Escalation
+from speedswap.batching.attempts import Circumstances
 from speedswap.batching.functions import key_of, name_of, named_values
 from speedswap.batching.nested import NO_AUX, Arguments, kept, loss_of, parted
 from speedswap.batching.packing import MicroBatch, Parts
-from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import HALF_PRECISION, Changes
 from speedswap.errors import BatchError
 
@@ -103,19 +102,16 @@ class MicroBatches:
     """Passes over micro-batches, as a splitter's options say.
 
     Attributes:
-        modules: the trained ones; empty where they are found while they run.
+        common: to all batches.
         reduction: as for a splitter; so are the following attributes.
-        ranks: the processes that train together.
         tell: called with the name of a callback's method and the fields of its event.
     """
 
-    modules: Sequence[nn.Module]
+    common: Circumstances
     reduction: str
     normalizer: Callable[..., Tensor | float] | None
     batch_norm: str
-    escalation: Escalation
     scaler: torch.amp.GradScaler | None
-    ranks: TrainingRanks
     tell: Callable[..., None]
     _gives_aux: dict[Hashable, bool] = field(default_factory=dict)
     _has_warned: bool = False
@@ -139,9 +135,9 @@ class MicroBatches:
                         loss_fn, arguments, part, weights[part.index], place | {"index": part.index}, changes
                     )
                     losses.append(loss)
-                elif self.ranks.in_step:
-                    saving = self.escalation.forward_pass(changes, escalates=part.escalates)
-                    with self.ranks.without_effect(), saving:
+                elif self.common.ranks.in_step:
+                    saving = self.common.escalation.forward_pass(changes, escalates=part.escalates)
+                    with self.common.ranks.without_effect(), saving:
                         aux = _aux_of(loss_fn, arguments)
                 elif part.size and self._gives_aux.get(key, True):
                     with torch.no_grad(), changes.watched():
@@ -162,7 +158,7 @@ class MicroBatches:
             return [float(size > 0) for size in sizes]
         if self.normalizer is None:
             counts: list[float] = list(sizes)
-            total = self.ranks.samples(sum(sizes))
+            total = self.common.ranks.samples(sum(sizes))
         else:
             with torch.no_grad():
                 counts = _as_floats(
@@ -172,7 +168,7 @@ class MicroBatches:
             for count in counts:
                 if not 0 <= count < float("inf"):
                     raise BatchError(f"normalizer(…) is {count!r}; it must be a finite count of at least 0")
-            total = self.ranks.total(sum(counts))
+            total = self.common.ranks.total(sum(counts))
         return [count / total if total else 0.0 for count in counts]
 
     def _both_ways(
@@ -187,7 +183,7 @@ class MicroBatches:
         """Run one micro-batch forward and backward; return what it adds to the loss, detached, and its aux."""
         args, kwargs = arguments
         self.tell("before_micro_batch", **place)
-        with changes.watched(), self.escalation.forward_pass(changes, escalates=part.escalates):
+        with changes.watched(), self.common.escalation.forward_pass(changes, escalates=part.escalates):
             result = loss_fn(*args, **kwargs)
             self._require_no_backward(loss_fn, changes)
             loss, aux = loss_of(result, loss_fn, self.reduction, part.size)
@@ -244,7 +240,9 @@ class MicroBatches:
             index, part = next(successive)
             place = {"batch_size": sum(sizes), "micro_batch_sizes": sizes, "index": index}
             self.tell("before_micro_batch", **place)
-            saving = self.escalation.forward_pass(changes, escalates=part.escalates) if with_graph else nullcontext()
+            saving = (
+                self.common.escalation.forward_pass(changes, escalates=part.escalates) if with_graph else nullcontext()
+            )
             with changes.watched(), saving:
                 yield
             self.tell("after_micro_batch", **place)
@@ -254,7 +252,7 @@ class MicroBatches:
     @contextmanager
     def statistics(self, count: int, changes: Changes) -> Iterator[None]:
         """Surround ``count`` forward passes: update BatchNorm's running statistics as chosen, and warn once."""
-        norms = batch_norms(self.modules) if count > 1 else []
+        norms = batch_norms(self.common.modules or []) if count > 1 else []
         with whole_batch_statistics(norms) if self.batch_norm == "window" else nullcontext():
             yield
         if count > 1 and not self._has_warned and (norms or any(map(uses_batch_statistics, changes.found))):

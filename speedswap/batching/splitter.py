@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.attempts import BatchAttempts, Limit, MicroBatchSize
+from speedswap.batching.attempts import BatchAttempts, Circumstances, Limit, MicroBatchSize
 from speedswap.batching.check import Checks
 from speedswap.batching.escalation import Escalation
 from speedswap.batching.functions import key_of, name_of, require_function
@@ -20,7 +20,6 @@ from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
 from speedswap.batching.packing import Alone, SamplePacking, costs_of
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.reserve import Reserve
-from speedswap.batching.rollback import Changes
 from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
 from speedswap.errors import BatchError, CoupledLossError
 
@@ -229,25 +228,20 @@ class BatchSplitter:
         self._ranks = ranks_of(self._modules or [])
         if offload_activations:
             self._refuse_in_step("offload_activations")
-        self._memory = None if memory is None else as_bytes("memory", memory)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         nbytes = 0 if reserve is None else as_bytes("reserve", reserve)
-        self._reserve = Reserve(nbytes, optimizers) if nbytes or optimizers else None
+        common = self._common = Circumstances(
+            self._modules,
+            self._ranks,
+            None if memory is None else as_bytes("memory", memory),
+            Reserve(nbytes, optimizers) if nbytes or optimizers else None,
+            Escalation(escalate, offload_activations, self._ranks, remembers=self._modules is not None),
+        )
         size = None if auto else int(micro_batch_size)
         self._sizes = MicroBatchSize(size, grow_after, self._tell)
         self._evaluation_sizes = MicroBatchSize(size, grow_after, self._tell)
-        self._escalation = Escalation(escalate, offload_activations, self._ranks, remembers=self._modules is not None)
         self._checks = Checks(reduction, normalizer, self._modules or []) if check else None
-        self._micro_batches = MicroBatches(
-            self._modules or [],
-            reduction,
-            normalizer,
-            batch_norm,
-            self._escalation,
-            scaler,
-            self._ranks,
-            self._tell,
-        )
+        self._micro_batches = MicroBatches(common, reduction, normalizer, batch_norm, scaler, self._tell)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -474,9 +468,8 @@ class BatchSplitter:
         with self._ranks.together("forward"):
             self._ranks.begin(size, packing)
             self._sizes.known = known
-            attempts = self._attempts(
-                "second pass", size, [passes.function], [packing], may_shrink=not passes.is_random
-            )
+            arguments = "second pass", self._sizes, size, [packing], [passes.function], self._device
+            attempts = BatchAttempts(self._common, *arguments, may_shrink=not passes.is_random)
             changes = attempts.changes
             while attempts.again():
                 with attempts, attempts.attempt():
@@ -498,43 +491,14 @@ class BatchSplitter:
             for batch in batches
         ]
         largest = max(packings, key=lambda packing: packing.whole)
-        sizes = self._sizes_of(work)
+        sizes = self._evaluation_sizes if work == "map" else self._sizes
         size = sizes.choose(key, largest.whole, self._device)
         if work == "backward" or self._ranks.in_step:
             size = sizes.agree(size, self._ranks.begin(size, largest))
-        attempts = self._attempts(work, size, functions, packings)
+        attempts = BatchAttempts(self._common, work, sizes, size, packings, functions, self._device)
         if not self._ranks.in_step:  # there all ranks have the same number
-            attempts.predict(self._device)
+            attempts.predict()
         return attempts
-
-    def _attempts(
-        self,
-        work: str,
-        size: int,
-        functions: Sequence[Callable[..., Any]],
-        packings: Sequence[SamplePacking],
-        *,
-        may_shrink: bool = True,
-    ) -> BatchAttempts:
-        changes = Changes(self._modules)
-        return BatchAttempts(
-            work,
-            self._sizes_of(work),
-            size,
-            packings,
-            changes,
-            self._ranks,
-            self._memory,
-            {parameter.device for parameter in changes.parameters} | {self._device},
-            self._reserve,
-            self._escalation,
-            () if work == "map" else self._escalation.rungs(self._device),
-            functions,
-            may_shrink,
-        )
-
-    def _sizes_of(self, work: str) -> MicroBatchSize:
-        return self._evaluation_sizes if work == "map" else self._sizes
 
     def _refuse_in_step(self, what: str) -> None:
         if self._ranks.in_step:

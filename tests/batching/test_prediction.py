@@ -99,7 +99,7 @@ def test_the_first_large_batch_is_split_before_it_runs_out_of_memory(monkeypatch
     short = [[generator.randint(1, most) for _ in range(count)] for most, count in [(6, 4), (12, 4), (12, 16), (20, 8)]]
     batches = [*short, [generator.randint(30, 64) for _ in range(40)]]
     assert train(batches, 800_000) == [0] * 5
-    monkeypatch.setattr(BatchAttempts, "predict", lambda self, device: None)
+    monkeypatch.setattr(BatchAttempts, "predict", lambda self: None)
     assert train(batches, 800_000)[-1] >= 2
 
 
@@ -110,7 +110,7 @@ def compare(seeds: range, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         batches, memory = drawn(seed)
         with_prediction = train(batches, memory)
         with monkeypatch.context() as patch:
-            patch.setattr(BatchAttempts, "predict", lambda self, device: None)
+            patch.setattr(BatchAttempts, "predict", lambda self: None)
             without = train(batches, memory, exact=False)
         for one, other in zip(with_prediction, without, strict=True):
             assert one <= other + 1, (seed, with_prediction, without)
