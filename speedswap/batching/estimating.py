@@ -56,7 +56,15 @@ def measure_step(
     failure: Exception | None = None
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
         try:
-            return _measured(mode, optimizer, parameters, nbytes)
+            with mode:
+                twin = _twin(optimizer, parameters)
+                step = _unhooked(type(twin))
+                with LimitedMemory(nbytes=nbytes) as first:
+                    step(twin)
+                with LimitedMemory(nbytes=nbytes) as second:
+                    step(twin)
+                state = sum(map(nbytes, storages(dict(twin.state)).values()))
+            return state, max(0, second.peak_bytes, first.peak_bytes - state)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of fake tensors; real ones show whether it is the optimizer's own
@@ -65,23 +73,6 @@ def measure_step(
         f"optimizer {name_of(optimizer)} failed on parameters and gradients that are zero ({failure}); "
         "give optimizer=None and add its state yourself"
     ) from failure
-
-
-def _measured(
-    mode: Any,
-    optimizer: Optimizer | OptimizerFactory,
-    parameters: Mapping[Tensor, torch.layout | None],
-    nbytes: Callable[[Tensor], int],
-) -> tuple[int, int]:
-    with mode:
-        twin = _twin(optimizer, parameters)
-        step = _unhooked(type(twin))
-        with LimitedMemory(nbytes=nbytes) as first:
-            step(twin)
-        with LimitedMemory(nbytes=nbytes) as second:
-            step(twin)
-        state = sum(map(nbytes, storages(dict(twin.state)).values()))
-        return state, max(0, second.peak_bytes, first.peak_bytes - state)
 
 
 def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, torch.layout | None]) -> Optimizer:
@@ -331,7 +322,7 @@ _MOST_IN_COMMON = 0.9  # share of two trials' common operations that further tri
 _ALIKE = 2 / 3  # the least quadratic coefficient of those trials, relative to the greatest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curves:
     """Bytes as functions of the number of samples, through two points each: lines or parabolas."""
 
@@ -342,7 +333,7 @@ class Curves:
     per_square: Any
 
     @classmethod
-    def through(cls, sizes: Sequence[int], nbytes: Sequence[Sequence[int]]) -> Curves:
+    def through(cls, sizes: Sequence[int], nbytes: Any) -> Curves:
         """Fit curves through the last two points: parabolas where all points agree on faster growth than a line.
 
         Quadratic growth has the same second divided difference everywhere. A library that changes its algorithm at some
@@ -350,7 +341,7 @@ class Curves:
 
         Args:
             sizes: numbers of samples.
-            nbytes: for each of them, the bytes of each curve.
+            nbytes: for each of them, the bytes of each curve, shape (sizes, curves).
         """
         x, y = np.array(sizes, dtype=float)[:, None], np.array(nbytes, dtype=float)
         slopes = np.diff(y, axis=0) / np.diff(x, axis=0)
@@ -364,7 +355,7 @@ class Curves:
     def at(self, samples: int) -> int:
         """Return the most bytes of any for a number of samples, rounded up."""
         per_sample = self.per_sample + self.per_square * (samples - self.other_size)
-        return math.ceil((self.nbytes + per_sample * (samples - self.size)).max())
+        return math.ceil(float((self.nbytes + per_sample * (samples - self.size)).max()))
 
 
 def _peaks(runs: Sequence[TrialPass], at_start: int) -> Curves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,28 @@ class Trial:
     def find_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run forward once to find the modules that only the loss runs, which are added to the model."""
         known, buffers = set(self.modules.modules()), Buffers()
-        with self._on_copies_of_buffers({}), buffers.kept():
+        with self._on_stand_ins({}), buffers.kept():
             self._result([], args, kwargs)
         self.modules.extend(module for module in buffers.modules if module not in known)
 
-    def _on_copies_of_buffers(self, leaves: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
-        """Put copies in place of the buffers, and leaves in place of the parameters."""
-        copies = {buffer: buffer.detach().clone() for buffer in self.modules.buffers()}
-        return _replaced(self.modules, {**leaves, **copies})
+    @contextmanager
+    def _on_stand_ins(self, leaves: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Put copies in place of the buffers, and leaves in place of the parameters, everywhere they are registered.
+
+        ``torch.func.functional_call`` leaves a stand-in behind where a module has two names and a parameter that
+        another module has too.
+        """
+        stand_ins = {buffer: buffer.detach().clone() for buffer in self.modules.buffers()} | dict(leaves)
+        places: list[Any] = [held for part in self.modules.modules() for held in (part._parameters, part._buffers)]
+        originals = [dict(held) for held in places]
+        for held in places:
+            held.update({name: stand_ins.get(one, one) for name, one in held.items() if one is not None})
+        try:
+            yield
+        finally:
+            for held, original in zip(places, originals, strict=True):
+                held.clear()
+                held.update(original)
 
     def nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of a tensor's memory on the device in question; 0 if it is on another device."""
@@ -140,10 +154,12 @@ class Trial:
         Returns:
             The second pass, without what the profiler has recorded.
         """
-        trained = {one: nn.Parameter(one.detach(), one.requires_grad) for one in self.own_parameters()}
-        leaves: list[Tensor] = list(trained.values())
+        trained: dict[Tensor, Tensor] = {
+            one: nn.Parameter(one.detach(), one.requires_grad) for one in self.own_parameters()
+        }
+        leaves = list(trained.values())
         sums = Float32Sums()
-        with self._on_copies_of_buffers(trained):
+        with self._on_stand_ins(trained):
             held = self._pass(leaves, args, kwargs)
             try:
                 if self.accumulate:
@@ -195,25 +211,6 @@ class Trial:
         finally:
             gradients.restore()
         return result
-
-
-@contextmanager
-def _replaced(module: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Put other tensors in place of parameters and buffers, everywhere they are registered.
-
-    ``torch.func.functional_call`` leaves a stand-in behind where a module has two names and a parameter that another
-    module has too.
-    """
-    places: list[Any] = [held for part in module.modules() for held in (part._parameters, part._buffers)]
-    originals = [dict(held) for held in places]
-    for held in places:
-        held.update({name: stand_ins.get(one, one) for name, one in held.items() if one is not None})
-    try:
-        yield
-    finally:
-        for held, original in zip(places, originals, strict=True):
-            held.clear()
-            held.update(original)
 
 
 def _described(result: Any) -> str:
