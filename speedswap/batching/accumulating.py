@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,17 +27,16 @@ def _shared(name: str) -> Any:
     return property(lambda self: getattr(self.optimizer, name), write, doc=f"The wrapped optimizer's {name}.")
 
 
+@dataclass(eq=False)
 class Window:
     """Gradients of the micro-steps since the last update, as one running mean or sum per parameter.
 
     The mean is correct after every micro-step, so that a window may end at any of them. A parameter without a gradient
     in some micro-step counts as zero there.
 
-    Args:
+    Attributes:
         length: micro-steps per update.
         mean: whether gradients are averaged, or added.
-
-    Attributes:
         steps: micro-steps so far.
         weight: the sum of their weights.
         gradients: mean or sum so far; float32 for half-precision gradients.
@@ -45,14 +45,13 @@ class Window:
             address; a copy begins without.
     """
 
-    def __init__(self, length: int, mean: bool) -> None:
-        self.length = length
-        self.mean = mean
-        self.steps = 0
-        self.weight = 0.0
-        self.gradients: dict[Tensor, Tensor] = {}
-        self.found_inf: Tensor | float = 0.0
-        self.values: dict[Tensor, Tensor] = {}
+    length: int
+    mean: bool
+    steps: int = 0
+    weight: float = 0.0
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    found_inf: Tensor | float = 0.0
+    values: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def refuse_other_values(self, parameters: Iterable[Tensor]) -> None:
         """Refuse gradients of other values than those before, which cannot be averaged by position.
@@ -135,8 +134,7 @@ class Window:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], parameters: list[Tensor], mean: bool) -> Window:
         """Return a window that resumes where another was saved."""
-        window = cls(state["length"], mean)
-        window.steps, window.weight, window.found_inf = state["steps"], state["weight"], state["found_inf"]
+        window = cls(state["length"], mean, state["steps"], state["weight"], found_inf=state["found_inf"])
         for place, gradient in state["gradients"].items():
             parameter = parameters[place]
             window.gradients[parameter] = gradient.detach().clone().to(parameter.device)
@@ -207,17 +205,14 @@ class AccumulatingOptimizer(Optimizer):
         accumulation_steps: micro-steps per update.
         reduction: ``"mean"`` for losses that are means over their micro-batch: gradients are averaged. ``"sum"`` for
             losses that are sums: gradients are added.
-        skip_nonfinite: leave out a micro-step with a gradient that is not finite, instead of adding it to the mean;
-            with a gradient scaler, instead of skipping its window. Waits for the device once per micro-step.
 
     Attributes:
         optimizer: the wrapped optimizer. Do not step it elsewhere.
         reduction: as given.
-        skip_nonfinite: as given.
         stepped: whether the last :meth:`step` or :meth:`flush` was an update.
         updates: number of updates.
         micro_steps: number of micro-steps, including skipped ones.
-        skipped: number of micro-steps left out, or thrown away with their window, for not being finite.
+        skipped: number of micro-steps thrown away with their window, for not being finite.
 
     Raises:
         BatchError: ``accumulation_steps`` is not a positive integer, or ``reduction`` is unknown.
@@ -241,14 +236,7 @@ class AccumulatingOptimizer(Optimizer):
 
     param_groups, state, defaults = map(_shared, ("param_groups", "state", "defaults"))
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        accumulation_steps: int,
-        *,
-        reduction: str = "mean",
-        skip_nonfinite: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, accumulation_steps: int, *, reduction: str = "mean") -> None:
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(f"optimizer is {a_kind(optimizer)}; give a torch.optim.Optimizer")
         if isinstance(optimizer, AccumulatingOptimizer):
@@ -264,7 +252,6 @@ class AccumulatingOptimizer(Optimizer):
         # Optimizer.__init__ is not called: it would make other groups, state and hooks than the wrapped one has.
         self.optimizer = optimizer
         self.reduction = reduction
-        self.skip_nonfinite = skip_nonfinite
         self.stepped = False
         self.updates = 0
         self.micro_steps = 0
@@ -329,7 +316,7 @@ class AccumulatingOptimizer(Optimizer):
         window = self._window or Window(self._accumulation_steps, self.reduction == "mean")
         self.stepped = False
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
-        if window.length == 1 and not window.steps and found_inf is None and not self.skip_nonfinite:
+        if window.length == 1 and not window.steps and found_inf is None:
             self.micro_steps += 1
             return self._update(closure)
         loss = None
@@ -339,10 +326,6 @@ class AccumulatingOptimizer(Optimizer):
         parameters = self._parameters()
         window.refuse_other_values(parameters)
         self.micro_steps += 1
-        if self.skip_nonfinite and not _are_finite(parameters, found_inf):
-            self.skipped += 1
-            _clear(parameters)
-            return loss
         self._window = window
         window.add(parameters, weight, grad_scale)
         if found_inf is not None:
@@ -459,12 +442,6 @@ class AccumulatingOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulation_steps={self.accumulation_steps}, {self.optimizer!r})"
-
-
-def _are_finite(parameters: list[Tensor], found_inf: Tensor | None) -> bool:
-    if found_inf is not None:
-        return not bool(found_inf != 0)
-    return all(bool(values.isfinite().all()) for values in _gradient_values(parameters))
 
 
 def _gradient_values(parameters: list[Tensor]) -> Iterator[Tensor]:

@@ -74,12 +74,10 @@ class World:
     Attributes:
         rank: this process's number, from 0.
         world_size: number of processes.
-        restarts: number of times that torchrun has restarted the job since this node's agent began.
     """
 
     rank: int
     world_size: int
-    restarts: int
 
 
 def world() -> World:
@@ -91,15 +89,14 @@ def world() -> World:
         BatchError: ``RANK`` and ``WORLD_SIZE`` do not describe a job.
 
     >>> world()
-    World(rank=0, world_size=1, restarts=0)
+    World(rank=0, world_size=1)
     """
-    restarts = _variable("TORCHELASTIC_RESTART_COUNT", 0)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), restarts)
+        return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise BatchError(f"RANK is {rank} and WORLD_SIZE is {world_size}; start the job with torchrun, or unset both")
-    return World(rank, world_size, restarts)
+    return World(rank, world_size)
 
 
 def _variable(name: str, default: int) -> int:

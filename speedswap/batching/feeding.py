@@ -165,7 +165,6 @@ class Feed(Generic[Identity]):
         if self.targets is not None and self.read_target is None:
             raise BatchError("targets are given, but read_target is None; give the function that reads them")
         self._total = len(self.identities) * (self.variants or 1)
-        self._position = (0, 0)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -173,51 +172,19 @@ class Feed(Generic[Identity]):
         full, rest = divmod(self._total, self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, and the number of its samples that have been handed out."""
-        epoch, samples = self._position
-        return {"epoch": epoch, "samples": samples, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume, at the next iteration, at the position of another feed of the same samples.
-
-        Samples handed out before are not read again. The batch size may differ.
-        """
-        if not 0 <= state["samples"] <= self._total or state["epoch"] < 0:
-            raise BatchError(f"state is {state}, but an epoch has {self._total} samples; it is another feed's")
-        self.seed = state["seed"]
-        self._position = (state["epoch"], state["samples"])
-
     def __iter__(self) -> Iterator[Iterator[Any]]:
-        """Yield the epochs from the present position; from the first one again after the last."""
-        first, samples = self._position
-        if samples >= self._end:
-            first, samples = first + 1, 0
-        if self.epochs is not None and first >= self.epochs:
-            first, samples = 0, 0
-        epochs = itertools.count(first) if self.epochs is None else range(first, self.epochs)
-        for index in epochs:
-            yield self.epoch(index, samples)
-            samples = 0
+        """Yield the epochs, the first one again after the last."""
+        yield from map(self.epoch, itertools.count() if self.epochs is None else range(self.epochs))
 
-    def epoch(self, index: int, skip: int = 0) -> Generator[Any, None, None]:
+    def epoch(self, index: int) -> Generator[Any, None, None]:
         """Read one epoch again and yield its batches.
 
         Args:
             index: the epoch's index, which determines its order.
-            skip: number of samples to leave out, without reading them.
         """
-        with closing(self._samples(index, skip)) as samples:
-            for start in range(skip, self._end, self.batch_size):
-                size = min(self.batch_size, self._total - start)
-                batch = [self._batch(samples, size)]  # in a list, to hold no reference while the caller works
-                self._position = (index, start + size)
-                yield batch.pop()
-
-    @property
-    def _end(self) -> int:
-        """Number of samples handed out in an epoch."""
-        return self._total - self._total % self.batch_size if self.drop_last else self._total
+        with closing(self._samples(index)) as samples:
+            for start in range(0, self.batches_per_epoch * self.batch_size, self.batch_size):
+                yield self._batch(samples, min(self.batch_size, self._total - start))
 
     def _batch(self, samples: Iterator[tuple[Any, Any]], size: int) -> Any:
         if self.collate is not None:
@@ -229,15 +196,11 @@ class Feed(Generic[Identity]):
             del sample
         return stack.batch
 
-    def _samples(self, epoch: int, skip: int) -> Generator[tuple[Any, Any], None, None]:
+    def _samples(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Yield samples with their identities, in the epoch's order."""
-        many = self.variants or 1
-        order = self._order(epoch)
         fits = False
-        for place in range(skip // many, len(order)):
-            index = int(order[place])
-            leave_out = skip % many if place == skip // many else 0
-            for sample in itertools.islice(self._read_one(index), leave_out, None):
+        for index in map(int, self._order(epoch)):
+            for sample in self._read_one(index):
                 if not fits:
                     self._check_budget(nbytes_of(sample))
                     fits = True

@@ -349,16 +349,6 @@ def test_p11_accumulators_are_float32_for_half_precision_and_otherwise_as_the_gr
     assert [weight.grad.dtype for weight in weights] == dtypes
 
 
-def test_micro_steps_that_are_not_finite_can_be_left_out():
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2, skip_nonfinite=True)
-    for value in (1.0, float("nan"), float("inf"), 3.0):
-        weight.grad = torch.tensor([value, 1.0])
-        optimizer.step()
-    assert weight.tolist() == [-2.0, -1.0]
-    assert (optimizer.skipped, optimizer.updates, optimizer.micro_steps) == (2, 1, 4)
-
-
 # ---------------------------------------------------------------------- GradScaler
 
 
@@ -419,15 +409,6 @@ def test_p12_infinity_in_any_micro_batch_skips_its_window_alone(bad, unscale):
     assert (optimizer.updates, optimizer.stepped) == (1, True)
     assert weight.grad.item() == 1.0
     assert inner.state[weight]["step"] == 1
-
-
-def test_p12_left_out_micro_step_does_not_cost_its_window():
-    weight = nn.Parameter(torch.zeros(()))
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    optimizer = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2, skip_nonfinite=True)
-    scaled_training(weight, scaler, optimizer, [1.0, float("inf"), 3.0])
-    assert weight.item() == -2.0
-    assert scaler.get_scale() == 8.0
 
 
 def test_p12_flush_needs_no_scaler():

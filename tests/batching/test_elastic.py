@@ -30,7 +30,7 @@ elastic_job = SimpleNamespace(**runpy.run_path(str(JOB)))
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -58,17 +58,16 @@ def joined(sampler, world_size) -> list[list[int]]:
 
 
 def test_world_is_what_torchrun_says(monkeypatch):
-    assert elastic.world() == elastic.World(rank=0, world_size=1, restarts=0)
+    assert elastic.world() == elastic.World(rank=0, world_size=1)
     as_rank(monkeypatch, 2, 3)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
-    assert elastic.world() == elastic.World(rank=2, world_size=3, restarts=4)
+    assert elastic.world() == elastic.World(rank=2, world_size=3)
 
 
 def test_an_initialized_process_group_comes_before_the_environment(monkeypatch, tmp_path):
     as_rank(monkeypatch, 2, 3)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        assert elastic.world() == elastic.World(rank=0, world_size=1, restarts=0)
+        assert elastic.world() == elastic.World(rank=0, world_size=1)
     finally:
         torch.distributed.destroy_process_group()
 

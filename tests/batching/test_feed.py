@@ -287,38 +287,6 @@ def test_own_collate_needs_room_for_samples_and_batch():
         next(feed.epoch(0))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("variants", [None, 3])
-@pytest.mark.parametrize("stop_after", range(11))
-def test_resumed_feed_hands_out_what_was_left(stop_after, variants, drop_last):
-    def make():
-        read = (lambda identity: [number(identity)] * variants) if variants else number
-        return speedswap.batching.feed(
-            range(10), read, 4, budget_bytes=1000, epochs=2, seed=3, variants=variants, drop_last=drop_last
-        )
-
-    wanted = [batch for epoch in make() for batch in numbers(epoch)]
-    first, seen = make(), []
-    for batch in (batch for epoch in first for batch in epoch):
-        if len(seen) == stop_after:
-            break
-        seen.append(batch[:, 0].tolist())
-        state = first.state_dict()
-    second = make()
-    if seen:
-        second.load_state_dict(state)
-    seen += [batch for epoch in second for batch in numbers(epoch)] if len(seen) < len(wanted) else []
-    assert seen == wanted
-
-
-def test_resumed_feed_does_not_read_what_was_handed_out():
-    files = Files()
-    feed = speedswap.batching.feed(range(10), files, 2, budget_bytes=10**7)
-    feed.load_state_dict({"epoch": 0, "samples": 6, "seed": 0})
-    assert sum(len(batch) for epoch in feed for batch in epoch) == 4
-    assert files.read.total() == 4
-
-
 def test_feed_can_be_iterated_again():
     feed = speedswap.batching.feed(range(5), number, 2, budget_bytes=1000, epochs=2)
     first = [numbers(epoch) for epoch in feed]
@@ -342,13 +310,6 @@ def test_arguments_are_checked_before_anything_is_read(changes, text):
     with pytest.raises(BatchError, match=text):
         speedswap.batching.feed(**arguments)
     assert not files.read
-
-
-def test_state_of_another_feed_is_refused():
-    with pytest.raises(BatchError, match="an epoch has 2 samples"):
-        speedswap.batching.feed([1, 2], number, 1, budget_bytes=100).load_state_dict(
-            {"epoch": 0, "samples": 3, "seed": 0}
-        )
 
 
 def test_ten_thousand_batches_need_no_deep_stack():
