@@ -356,7 +356,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True, eq=False)
 class Circumstances:
-    """What the batches of one splitter have in common.
+    """Settings and ranks that all batches of one splitter share.
 
     Attributes:
         modules: the trained ones; None to find them while they run.
