@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         plan = plan.as_probe()
     if args.gib is not None:
         try:
-            footprints = tuple(sorted(int(float(each) * 2**30) for each in args.gib.split(",")))
+            # In whole rows of every width.
+            footprints = tuple(sorted(int(float(each) * 2**18) * 2**12 for each in args.gib.split(",")))
         except ValueError as error:
             raise BenchmarkError(f"gib is {args.gib!r}: give numbers, with commas between them") from error
         plan = replace(plan, footprints=footprints, exact=True)

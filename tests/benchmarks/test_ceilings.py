@@ -206,3 +206,10 @@ def test_ceilings_draw_the_directions_and_sizes_that_were_measured(tmp_path):
     assert panels(figure, tmp_path) == ["bytes of a row"] * 2
     assert [axes.get_title() for axes in figure.axes] == ["to the device, 1.0 GiB", "from the device, 8.0 GiB"]
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["staged", "kernel"]
+
+
+def test_a_table_of_part_of_a_gib_has_whole_rows_of_every_width(monkeypatch: pytest.MonkeyPatch):
+    plans = []
+    monkeypatch.setattr(ceilings, "run", lambda device, plan, keep: plans.append(plan) or {"failed": []})
+    assert main(["--device", "cpu", "--quick", "--gib", "1,0.03"]) == 0
+    assert plans[0].footprints == (7864 * 4096, 1 << 30)
