@@ -3,9 +3,9 @@
 The GPU is the simulated one of the tests. Kernels that move and pool rows do nothing; those that find them have 80 ids.
 Ten tables of one collection are trained by fused Adam, plain and with a lookahead. Calls of functions, of Python and of
 C, are those of all threads, the package's and torch's, without what the simulation itself calls. Seconds include the
-simulation, some of whose streams and events are in Python, unlike a GPU's: they serve to compare one version with
-another. ``--against`` gives that version: a checkout with its compiled part in place, measured by this script in the
-same run, with launches that do nothing as well.
+simulation, whose streams and events are in Python and whose operations compute, unlike a GPU's: they serve to compare
+one version with another. ``--against`` gives that version: a checkout with its compiled part in place, measured in the
+same run by this script, on this checkout's simulation, with launches that do nothing as well.
 
     python benchmarks/bench_host_time.py [--quick] [--json FILE] [--against CHECKOUT]
 """
@@ -38,7 +38,7 @@ _SIMULATION = "simulated_gpu"
 _IDLE = ("gather_w16", "scatter_w16", "pool_float32", "find_starts", "sum_chunks_float32", "join_chunks_float32")
 _CHILD = """
 import runpy, sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, sys.argv.pop(1))
 import simulated_gpu
 simulated_gpu.switch_on("eager")
 runpy.run_path(sys.argv[1], run_name="__main__")
@@ -158,8 +158,8 @@ def _idle_kernels() -> list[str]:
 
 
 def of_checkout(root: Path, quick: bool) -> dict[str, Any]:
-    """Return the figures of a checkout, from a process that has its simulated GPU."""
-    command = [sys.executable, "-c", _CHILD, str(Path(__file__).resolve()), *["--quick"] * quick]
+    """Return the figures of a checkout, from a process that has this one's simulated GPU."""
+    command = [sys.executable, "-c", _CHILD, str(ROOT / "tests"), str(Path(__file__).resolve()), *["--quick"] * quick]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
     found: dict[str, Any] = json.loads(run.stdout)

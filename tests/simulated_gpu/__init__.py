@@ -66,6 +66,7 @@ def switch_on(policy: str = "late", seed: int = 0) -> None:
             setattr(torch.cuda.random, name, replacement)
     torch.cuda.default_generators = (torch.ops.simulated_gpu.default_generator(),)
     torch._C._cuda_hasPrimaryContext = lambda index: index == 0  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = torch_cuda.current_raw_stream  # type: ignore[attr-defined]
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = torch_cuda.record_stream  # type: ignore[method-assign,assignment]
     sys.modules.update(simulated_cupy.modules())

@@ -60,6 +60,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+# torch's keep the interpreter lock too.
+_BRIEF = {"current_stream", "exchange_stream", "record"}
+
+
 class Memory:
     """Bytes of device memory, and how many kernels were launched."""
 
@@ -75,16 +79,18 @@ def loaded() -> ctypes.CDLL:
     """Return the device, registered with torch for the rest of the process."""
     path = building.device_library()
     torch.ops.load_library(str(path))
-    handle = ctypes.CDLL(str(path))  # which lets go of the GIL in each call
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(handle, f"simulated_{name}")
-        function.restype, function.argtypes = result, arguments
-    return handle
+    return ctypes.CDLL(str(path))
 
 
 @functools.cache
-def _function(name: str) -> Any:
-    return getattr(loaded(), f"simulated_{name}")
+def function(name: str) -> Any:
+    """Return one of the device's functions, which lets go of the GIL in each call unless it is brief."""
+    library = loaded()
+    if name in _BRIEF:
+        library = ctypes.PyDLL(library._name)
+    found = library[f"simulated_{name}"]  # not shared by both kinds
+    found.restype, found.argtypes = _SIGNATURES[name]
+    return found
 
 
 _forked = False
@@ -110,7 +116,7 @@ def call(name: str, *arguments: Any) -> Any:
             "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
             "'spawn' start method (simulated)"
         )
-    return _function(name)(*arguments)
+    return function(name)(*arguments)
 
 
 def raise_fault() -> None:

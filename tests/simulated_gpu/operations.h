@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <unordered_map>
 #include <unordered_set>
 
 #include "hooks.h"
@@ -71,9 +72,51 @@ void put_off(const Tensor& memory, const Tensor& before, const Tensor& after) {
     queue(current_stream, [memory, after] { copy_host(memory, after); });
 }
 
+// What an operation's schema says of it.
+struct Traits {
+    bool indexes = false, trips = false, repeats = false, draws = false;
+    std::vector<bool> writes, on_gpu;  // for each argument
+
+    explicit Traits(const c10::OperatorHandle& op) {
+        // Operations whose result tells the host something, or whose size does.
+        static const std::unordered_set<std::string> sized = {
+            "aten::nonzero",    "aten::masked_select",          "aten::_unique2",
+            "aten::unique_dim", "aten::unique_consecutive",     "aten::_unique",
+            "aten::bincount",   "aten::unique_dim_consecutive", "aten::_local_scalar_dense"};
+        const auto& schema = op.schema();
+        const std::string& name = schema.name();
+        indexes = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0 ||
+                  name.rfind("aten::_unsafe_index", 0) == 0;
+        repeats = name == "aten::repeat_interleave";
+        trips = sized.count(name);
+        for (const auto& returned : schema.returns())
+            switch (returned.type()->kind()) {
+                case c10::TypeKind::BoolType:
+                case c10::TypeKind::IntType:
+                case c10::TypeKind::FloatType:
+                case c10::TypeKind::NumberType:
+                    trips = true;
+                default:
+                    break;
+            }
+        draws = op.hasTag(at::Tag::nondeterministic_seeded);
+        for (const auto& argument : schema.arguments()) {
+            draws = draws || argument.type()->str().rfind("Generator", 0) == 0;
+            writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+            on_gpu.push_back(argument.name() == "state_steps");
+        }
+    }
+
+    // Kept: a step calls few operations, often.
+    static const Traits& of(const c10::OperatorHandle& op) {
+        thread_local std::unordered_map<const void*, Traits> known;
+        return known.try_emplace(&op.schema(), op).first->second;
+    }
+};
+
 class Call {
   public:
-    explicit Call(const c10::OperatorHandle& op) : op_(op), put_off_(adversarial()) {}
+    explicit Call(const c10::OperatorHandle& op) : op_(op), traits_(Traits::of(op)), put_off_(adversarial()) {}
 
     void run(torch::jit::Stack* stack) {
         const auto& schema = op_.schema();
@@ -82,8 +125,7 @@ class Call {
         drain();
         trip_ = note(*stack, begin);
         for (size_t i = 0; i < count; ++i) {
-            const auto* alias = schema.arguments()[i].alias_info();
-            writes_ = alias && alias->isWrite();
+            writes_ = traits_.writes[i];
             (*stack)[begin + i] = to_host((*stack)[begin + i]);
         }
         if (put_off_)
@@ -133,10 +175,9 @@ class Call {
 
     // The generator that the operation draws from, if it does; it is taken out of the arguments.
     std::optional<at::Generator> randomness(torch::jit::Stack& stack, size_t begin) const {
-        bool draws = op_.hasTag(at::Tag::nondeterministic_seeded);
+        if (!traits_.draws) return std::nullopt;
         at::Generator found = default_randomness();
         for (size_t i = 0; i < op_.schema().arguments().size(); ++i) {
-            draws = draws || op_.schema().arguments()[i].type()->str().rfind("Generator", 0) == 0;
             c10::IValue& value = stack[begin + i];
             if (!value.isGenerator()) continue;
             found = value.toGenerator();
@@ -144,7 +185,7 @@ class Call {
                         found.device().str(), "'");
             value = c10::IValue();
         }
-        return draws ? std::make_optional(found) : std::nullopt;
+        return found;
     }
 
     template <typename Visit>
@@ -158,15 +199,10 @@ class Call {
 
     const std::string& name() const { return op_.schema().name(); }
 
-    bool indexes() const {
-        return name().rfind("aten::index", 0) == 0 || name().rfind("aten::_index_put", 0) == 0 ||
-               name().rfind("aten::_unsafe_index", 0) == 0;
-    }
-
     void check_devices(const torch::jit::Stack& stack, size_t begin) const {
         const Tensor* far = nullptr;
         for (size_t i = begin; i < stack.size(); ++i) {
-            if (indexes() && stack[i].isList() && stack[begin].isTensor()) {
+            if (traits_.indexes && stack[i].isList() && stack[begin].isTensor()) {
                 TORCH_CHECK(on_gpu(stack[begin].toTensor()),
                             "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
                 continue;
@@ -175,42 +211,25 @@ class Call {
                 if (tensor.defined() && !tensor.is_cuda() && tensor.dim() > 0) far = &tensor;
             });
         }
-        const auto& arguments = op_.schema().arguments();
         for (size_t i = begin; i < stack.size(); ++i)
-            visit(stack[i], [&](const Tensor& tensor) {
-                TORCH_CHECK(arguments[i - begin].name() != "state_steps" || on_gpu(tensor),
-                            "an illegal memory access was encountered: ", name(),
-                            " reads the number of steps from host memory");
-            });
+            if (traits_.on_gpu[i - begin])
+                visit(stack[i], [&](const Tensor& tensor) {
+                    TORCH_CHECK(on_gpu(tensor), "an illegal memory access was encountered: ", name(),
+                                " reads the number of steps from host memory");
+                });
         TORCH_CHECK(!far, "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and ",
                     far ? far->device().str() : "", "! (when checking arguments of ", name(), ")");
     }
 
-    // Operations whose result tells the host something, or whose size does.
     bool note(const torch::jit::Stack& stack, size_t begin) const {
-        static const std::unordered_set<std::string> sized = {
-            "aten::nonzero",    "aten::masked_select",          "aten::_unique2",
-            "aten::unique_dim", "aten::unique_consecutive",     "aten::_unique",
-            "aten::bincount",   "aten::unique_dim_consecutive", "aten::_local_scalar_dense"};
-        bool trip = sized.count(name());
-        if (name() == "aten::repeat_interleave") trip = stack.back().isNone();
-        if (indexes())
+        bool trip = traits_.repeats ? stack.back().isNone() : traits_.trips;
+        if (traits_.indexes)
             for (size_t i = begin; i < stack.size(); ++i)
                 if (stack[i].isList())
                     visit(stack[i], [&](const Tensor& index) {
                         if (index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte))
                             trip = true;
                     });
-        for (const auto& returned : op_.schema().returns())
-            switch (returned.type()->kind()) {
-                case c10::TypeKind::BoolType:
-                case c10::TypeKind::IntType:
-                case c10::TypeKind::FloatType:
-                case c10::TypeKind::NumberType:
-                    trip = true;
-                default:
-                    break;
-            }
         if (trip) note_round_trip(name().substr(6));
         return trip;
     }
@@ -306,6 +325,7 @@ class Call {
     }
 
     const c10::OperatorHandle& op_;
+    const Traits& traits_;
     const bool put_off_;
     bool writes_ = false, trip_ = false;
     std::deque<Passed> passed_;

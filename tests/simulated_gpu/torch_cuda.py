@@ -135,6 +135,10 @@ def current_stream(device: Any = None) -> Stream:
     return Stream.of(simulated.call("current_stream"))
 
 
+def current_raw_stream(device: int) -> int:
+    return simulated.call("current_stream")  # type: ignore[no-any-return]
+
+
 def default_stream(device: Any = None) -> Stream:
     _require_this(device)
     return Stream.of(0)
