@@ -26,11 +26,6 @@ _Fields = list[tuple[RecordGroup, dict[str, kernels.WantedColumn]]]
 _Moves = list[tuple[RecordGroup, list[kernels.Part]]]
 
 
-def _is_computable(column: Column) -> bool:
-    """Return whether a column's initial values have the same bits when they are computed for some rows."""
-    return is_lazy(column) and column.stored_dtype is not torch.int8
-
-
 class LocalStore(RowStore):
     """Records in device, pinned or pageable memory.
 
@@ -201,7 +196,7 @@ class LocalStore(RowStore):
         After as many rows as the table has, computing them has taken as long as filling the memory does.
         """
         self._num_computed += count
-        if self._num_computed <= self.num_embeddings and all(map(_is_computable, self._columns.values())):
+        if self._num_computed <= self.num_embeddings and all(map(is_lazy, self._columns.values())):
             return True
         self._take_all(device)
         return False
@@ -212,8 +207,11 @@ class LocalStore(RowStore):
         ids, order = rows.to(_CPU, torch.int64).sort()
         found, columns = initial_values(self._columns, ids, self.seed, self.num_embeddings), {}
         for name in names:
-            values = torch.empty_like(found[name])
-            values[order] = found[name]
+            initial, column = found[name], self._columns[name]
+            if column.stored_dtype is torch.int8:  # not rounded yet, unlike other dtypes
+                initial = column.as_read(initial)
+            values = torch.empty_like(initial)
+            values[order] = initial
             columns[name] = out[name].copy_(values) if name in out else values.to(device)
         return Block(rows, columns)
 

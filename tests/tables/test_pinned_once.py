@@ -51,6 +51,16 @@ def test_rows_are_pinned_once_together_with_the_optimizers_state(
     assert items.table.pinned
 
 
+def test_int8_rows_are_pinned_once_together_with_columns_added_after_a_lookup(registered: list[int]) -> None:
+    rows = torch.tensor([3, 49])
+    with Table.create(50, 4, storage="pinned", init=init.normal(), stored_dtype=torch.int8) as table:
+        weight = table.gather(rows).weight
+        table.add_columns([Column("more", (4,), torch.float32, init.zeros())])
+        assert registered == []
+        assert torch.equal(table.read()[rows], weight)
+        assert registered == [table.nbytes]
+
+
 def test_rows_are_pinned_by_way_of_the_gpu_that_moves_them(two_gpus: TwoGpus) -> None:
     """A rank may have set no GPU, so that another rank's is current."""
     with Table.create(50, 4, storage="pinned", init=init.normal()) as table:
