@@ -161,13 +161,12 @@ def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
 
 def _merged_on_gpu(asked: FeatureIds, indices: Tensor | None) -> Tensor:
     near, bags = asked.near, asked.bags
-    starts, wrong = (near.starts, 1), near.wrong
-    if bags is not None:
-        starts, wrong = (bags.offsets.data_ptr(), bags.stride), bags.wrong
+    starts = (near.starts, 1) if bags is None else (bags.offsets.data_ptr(), bags.stride)
     begins = starts
     if not isinstance(asked.ids, Tensor):
         begins = 0, 0
     elif asked.begins is not None:
         begins = near.begins if asked.begins.is_cpu else asked.begins.data_ptr(), 1
     total = asked.total if asked.counts is None else near.num_ids
-    return merge(near, total, torch.int32 if near.end < 2**31 else torch.int64, starts, begins, wrong, indices)
+    dtype = torch.int32 if near.end < 2**31 else torch.int64
+    return merge(near, total, dtype, starts, begins, None if bags is None else bags.wrong, indices)

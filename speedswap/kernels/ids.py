@@ -178,13 +178,14 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     Returns:
         For each lookup as :func:`unique` does, with :func:`order_of`; None if an id is out of range.
     """
-    flat = [ids.detach().reshape(-1) for ids in lookups]
+    flat = [ids if ids.ndim == 1 else ids.reshape(-1) for ids in lookups]
     starts = list(accumulate([ids.shape[0] for ids in flat], initial=0))
     device = flat[0].device
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    results = [
-        None if ids.shape[0] else (nothing, nothing.view(given.shape)) for ids, given in zip(flat, lookups, strict=True)
-    ]
+    results: list[tuple[Tensor, Tensor] | None] = [None] * len(flat)
+    for i, ids in enumerate(flat):
+        if not ids.shape[0]:
+            nothing = torch.empty(0, dtype=torch.int64, device=device)
+            results[i] = nothing, nothing.view(lookups[i].shape)
     if not starts[-1]:
         return results
     bases = [0] if num_rows is None else list(accumulate([count + 1 for count in num_rows], initial=0))
@@ -201,8 +202,11 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
             continue
         # A view would keep far more memory alive than the rows need.
         rows = empty((last + 1 - first,), torch.int64, device).copy_(found[first : last + 1])
-        mine, positions = (each[starts[i] : starts[i + 1]] for each in (local, order))
-        mine = mine.view(lookups[i].shape)
+        mine, positions = local, order
+        if len(flat) > 1:
+            mine, positions = (each[starts[i] : starts[i + 1]] for each in (local, order))
+        if lookups[i].ndim != 1:
+            mine = mine.view(lookups[i].shape)
         mine.order = positions.sub_(starts[i]) if starts[i] else positions  # type: ignore[attr-defined]
         results[i] = rows, mine
     return results

@@ -250,13 +250,15 @@ def _run(
             ids_stream = side_stream(index, f"ids {direction}") if direction == "in" else rows_stream
             for tensor in [tensor for entry in entries for tensor in entry.inputs if tensor.is_cuda]:
                 tensor.record_stream(ids_stream)
-                tensor.record_stream(rows_stream)
+                if direction == "in":
+                    tensor.record_stream(rows_stream)
             if [entry for entry in entries if entry.follows]:
                 ids_stream.wait_event(ready)
             torch.cuda.set_stream(ids_stream)  # and its GPU, in this thread, which nothing else uses
         with _range(f"swap {direction}"):
             with _range("ids"):
-                _find([entry.lookup for entry in entries if entry.lookup is not None], device)
+                if lookups := [entry.lookup for entry in entries if entry.lookup is not None]:
+                    _find(lookups, device)
                 # A lookup with an id out of range has no rows to move.
                 moves = [entry.begin() if entry.lookup is None or entry.lookup.found else None for entry in entries]
             if rows_stream is not None and ids_stream is not None and rows_stream is not ids_stream:

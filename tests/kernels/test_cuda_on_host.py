@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
+import operator
 import os
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from speedswap.kernels.cuda.shapes import (
     columns_argument,
     compact_columns_argument,
     convert_shape,
+    copy_layout,
+    filled_columns,
     idle_argument,
     launch_shape,
 )
@@ -324,6 +328,21 @@ def test_launch_shape_keeps_its_promises(records, stride, num_rows, columns, mul
     )
     assert not host or shape.grid <= multiprocessors
     assert shape.grid < 2**31
+
+
+@pytest.mark.parametrize("unit", [16, 4, 1])
+@pytest.mark.parametrize("count", [1, 3, COLUMNS_PER_LAUNCH])
+def test_a_layout_filled_with_addresses_is_the_argument_made_at_once(count: int, unit: int):
+    records, stride, hot = 1 << 20, 4096 * unit, (5, 6, 7, 8, 9)
+    parts = [BlockPart(32 * unit * i, unit * (i + 1), unit * (100 + i), unit * (i + 1)) for i in range(count)]
+    blocks = [part.block for part in parts]
+    word_bytes, lanes, numbers = copy_layout(
+        stride, tuple(part[:2] for part in parts), functools.reduce(operator.or_, blocks, records) % 16
+    )
+    shape = launch_shape(records, stride, 10, parts, multiprocessors=132, host=False)
+    assert (word_bytes, lanes) == shape[:2]
+    assert word_bytes == unit
+    assert filled_columns(numbers, blocks, hot) == columns_argument(parts, word_bytes, hot)
 
 
 @pytest.mark.parametrize("aligned, word", [(8, 4), (4, 4), (2, 1), (1, 1)])

@@ -17,15 +17,15 @@ from speedswap.kernels.cuda.shapes import (
     NOT_HOT,
     PIECE,
     THREADS_PER_BLOCK,
-    BlockNumbers,
     CompactPart,
     block_addresses,
-    columns_argument,
     compact_columns_argument,
     convert_shape,
+    copy_layout,
+    filled_columns,
+    grid_and_threads,
     grid_of,
     int8_shape,
-    launch_shape,
 )
 from speedswap.kernels.records import Part, Records, Stored
 
@@ -47,7 +47,8 @@ def multiprocessors(device: int) -> int:
 class Planned(NamedTuple):
     """One launch of a move: the kernel's name, grid and thread blocks, and the arguments that describe the columns.
 
-    ``stride`` is that of the records in the kernel's words, ``columns`` its structure, which describes ``parts``.
+    ``stride`` is that of the records in the kernel's words, ``columns`` its structure, and ``row_bytes`` those of each
+    column's block.
     """
 
     kernel: str
@@ -56,13 +57,12 @@ class Planned(NamedTuple):
     stride: int
     columns: bytes
     lanes: int
-    parts: Sequence[BlockNumbers] | Sequence[CompactPart]
+    row_bytes: Sequence[int]
+    compact: bool
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the place of the address of each part's block within ``columns``, and the block's bytes per row."""
-        of_rows = [4 * each.width if isinstance(each, CompactPart) else each[3] for each in self.parts]
-        compact = isinstance(self.parts[0], CompactPart)
-        return zip(block_addresses(len(of_rows), compact=compact), of_rows, strict=True)
+        """Yield the place of each block's address within ``columns``, and the block's bytes per row."""
+        return zip(block_addresses(len(self.row_bytes), compact=self.compact), self.row_bytes, strict=True)
 
 
 def plan(what: What, records: Records, count: int, parts: Sequence[Part], multiprocessors: int) -> Iterator[Planned]:
@@ -79,14 +79,16 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
         ValueError: a converted column is not aligned to its values, or an int8 one to its scale: no GPU can read it.
     """
     host = records.device.type == "cpu"
-    copied: list[BlockNumbers] = []
+    copied: list[tuple[int, int]] = []  # offsets and widths
+    blocks: list[int] = []
     converted: dict[torch.dtype, list[CompactPart]] = {}
     moved = 0
     for part in parts:
         width = part.block.nbytes // part.block.shape[0] if part.stored is None else part.width
         moved += width
         if part.stored is None:
-            copied += ((part.offset, width, part.block.data_ptr(), width),)
+            copied += ((part.offset, width),)
+            blocks += (part.block.data_ptr(),)
         else:
             _require_aligned(records, part.offset, part.stored.dtype)
             compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
@@ -103,17 +105,19 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
             yield Planned(
                 name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some, hot),
-                shape.lanes, some,
+                shape.lanes, [4 * each.width for each in some], True,
             )  # fmt: skip
-    while copied:
-        group, copied = copied[:COLUMNS_PER_LAUNCH], copied[COLUMNS_PER_LAUNCH:]
-        word_bytes, lanes, grid, threads = launch_shape(
-            records.pointer, records.stride, count, group, multiprocessors=multiprocessors, host=host
-        )
+    for start in range(0, len(copied), COLUMNS_PER_LAUNCH):
+        group, near = copied[start : start + COLUMNS_PER_LAUNCH], blocks[start : start + COLUMNS_PER_LAUNCH]
+        places = records.pointer
+        for each in near:
+            places |= each
+        word_bytes, lanes, numbers = copy_layout(records.stride, tuple(group), places % 16)
         hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
         yield Planned(
-            f"{what}_w{word_bytes}", grid, threads, records.stride // word_bytes,
-            columns_argument(group, word_bytes, hot), lanes, group,
+            f"{what}_w{word_bytes}", *grid_and_threads(count * lanes, multiprocessors, host),
+            records.stride // word_bytes, filled_columns(numbers, near, hot), lanes, [width for _, width in group],
+            False,
         )  # fmt: skip
 
 
@@ -152,7 +156,7 @@ def move(
     limit, count = multiprocessors(index_of(device) if device.index is None else device.index), ids.shape[0]
     if records.device.type == "cpu":
         limit = host_limit(limit)
-    for kernel, grid, threads_per_block, stride, columns, lanes, _ in plan(what, records, count, parts, limit):
+    for kernel, grid, threads_per_block, stride, columns, lanes, *_ in plan(what, records, count, parts, limit):
         launch_kernel(
             device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
             lanes, 0, 0,
@@ -204,13 +208,14 @@ def launch_threads(
     Nothing is queued if there are none. ``arguments`` and ``waits`` are as for :func:`launch_kernel`.
     """
     if threads:
-        grid, stream = grid_of(threads, multiprocessors(device.index)), torch.cuda.current_stream(device)
+        grid = grid_of(threads, multiprocessors(device.index))
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         launch_kernel(device, stream, name, grid, THREADS_PER_BLOCK, *arguments, waits=waits)
 
 
 def launch_kernel(
     device: torch.device,
-    stream: torch.cuda.Stream,
+    stream: torch.cuda.Stream | int,
     name: str,
     grid: int,
     threads_per_block: int,
@@ -221,14 +226,14 @@ def launch_kernel(
 
     Args:
         device: the GPU, with its number.
-        stream: a stream of that GPU.
+        stream: a stream of that GPU, or its handle.
         name: the kernel's.
         grid, threads_per_block: the number of thread blocks, and of threads in each.
         arguments: the kernel's, in order: integers, floats for parameters of float64, and structures.
         waits: True to wait until the stream has done it, without the interpreter lock.
     """
-    index = device.index
-    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, stream.cuda_stream, arguments, waits)
+    index, handle = device.index, stream if type(stream) is int else stream.cuda_stream  # type: ignore[union-attr]
+    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, handle, arguments, waits)
 
 
 @functools.cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class FeatureTable:
         bags: each feature's offsets, int32 or int64, if any, and True if the last of them is its number of ids.
 
     Attributes:
-        wrong: int64, shape (1,), on the GPU: not 0 if :func:`join` has found offsets that do not ascend.
+        flag: the address on the GPU of a number that is not 0 if :func:`join` has found offsets that do not ascend.
         num_ids: the number of ids, as ``starts`` tell it.
         end: the greatest end of a feature's rows.
         features, starts, begins: addresses on the GPU; ``begins`` is 0 if there are none.
@@ -61,13 +63,17 @@ class FeatureTable:
             inner = ((shape[1] or 1), *stride) if stride[1:] else (1, *stride, 0)  # ids per bag, and strides
             numbers += address, is_narrow, *inner, base, limit, out, *of_bags
         held = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-        held.numpy()[:] = numbers
+        struct.pack_into(f"{len(numbers)}q", held.numpy(), 0, *numbers)  # type: ignore[arg-type]
         self._read = ids, bags  # alive while the kernels read them
-        near = held.to(self.device, non_blocking=True)
-        self.wrong = near[:1]
-        address = near.data_ptr()
+        self._near = held.to(self.device, non_blocking=True)
+        self.flag = address = self._near.data_ptr()
         self.starts, self.features = address + 8, address + 8 * first
         self.begins = 0 if begins is None else address + 8 * (2 + self.count)
+
+    @property
+    def wrong(self) -> Tensor:
+        """The flag: int64, shape (1,)."""
+        return self._near[:1]
 
 
 def merge(
@@ -93,7 +99,7 @@ def merge(
     rows = torch.empty(count, dtype=dtype, device=table.device)
     launch_threads(
         f"merge_ids_i{8 * dtype.itemsize}", table.device, count, table.features, table.count, *starts, *begins,
-        (table.wrong if wrong is None else wrong).data_ptr(), rows.data_ptr(),
+        table.flag if wrong is None else wrong.data_ptr(), rows.data_ptr(),
         0 if indices is None else indices.data_ptr(), count,
     )  # fmt: skip
     return rows
@@ -110,7 +116,7 @@ def join(table: FeatureTable, num_bags: int) -> Tensor:
     joined = torch.empty(count, dtype=torch.int64, device=table.device)
     launch_threads(
         "join_offsets", table.device, count, table.features, table.count, table.starts, num_bags, joined.data_ptr(),
-        table.wrong.data_ptr(),
+        table.flag,
     )  # fmt: skip
     return joined
 
@@ -148,22 +154,22 @@ def number(
     ends.cumsum_(0)
     features, starts = (0, 0) if table is None else (table.features, table.starts)
     waiting = _free[device]
-    mailbox = waiting.pop() if waiting else None
-    if mailbox is None or mailbox.numel() < 4 * num_lookups:
-        with torch.inference_mode(False):  # it is read later in other modes
-            mailbox = torch.empty(max(256, 8 * num_lookups), dtype=torch.int64, pin_memory=True)
+    address, mailbox = waiting.pop() if waiting else (0, None)
+    if mailbox is None or len(mailbox) < num_lookups:
+        made = torch.empty(max(64, 2 * num_lookups), 4, dtype=torch.int64, pin_memory=True)
+        address, mailbox = made.data_ptr(), made.numpy()
     try:
         launch_threads(
             f"number_{kind}", device, pieces, at, order.data_ptr(), count, counts_at, features,
-            starts, num_lookups, found.data_ptr(), local.data_ptr(), mailbox.data_ptr(), waits=True,
+            starts, num_lookups, found.data_ptr(), local.data_ptr(), address, waits=True,
         )  # fmt: skip
-        return found, local, mailbox[: 4 * num_lookups].view(num_lookups, 4).tolist()
+        return found, local, mailbox[:num_lookups].tolist()
     finally:
-        waiting.append(mailbox)
+        waiting.append((address, mailbox))
 
 
-# Idle pinned memory for answers; one piece per concurrent caller.
-_free: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+# Idle pinned memory for answers, its address and as an array; one piece per concurrent caller.
+_free: defaultdict[torch.device, list[tuple[int, Any]]] = defaultdict(list)
 
 
 def find_places(rows: Tensor, batches: Sequence[Tensor], rest: Tensor | None = None) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -96,7 +97,7 @@ def launch_shape(
     word_bytes = 16 if everything % 16 == 0 else 4 if everything % 4 == 0 else 1  # of WORDS
     words = width // word_bytes
     lanes = 32 if words > 16 else 1 << (words - 1).bit_length()
-    return Shape(word_bytes, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
+    return Shape(word_bytes, lanes, *grid_and_threads(num_rows * lanes, multiprocessors, host))
 
 
 def convert_shape(
@@ -113,13 +114,13 @@ def convert_shape(
         everything |= part.offset | 2 * part.width | part.block
     pieces = sum(_pieces(part) for part in parts)
     lanes = min(32, 1 << (pieces - 1).bit_length())
-    return Shape(16 if everything % 16 == 0 else 2, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
+    return Shape(16 if everything % 16 == 0 else 2, lanes, *grid_and_threads(num_rows * lanes, multiprocessors, host))
 
 
 def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: int, host: bool) -> Shape:
     """Choose the shape in which columns of int8 with a scale are converted: lanes that cover the widest row."""
     lanes = min(32, 1 << (max(part.width for part in parts) - 1).bit_length())
-    return Shape(1, lanes, *_grid_and_threads(num_rows * lanes, multiprocessors, host))
+    return Shape(1, lanes, *grid_and_threads(num_rows * lanes, multiprocessors, host))
 
 
 def grid_of(threads: int, multiprocessors: int) -> int:
@@ -128,7 +129,8 @@ def grid_of(threads: int, multiprocessors: int) -> int:
     return -(-(threads if threads < limit else limit) // THREADS_PER_BLOCK)
 
 
-def _grid_and_threads(threads: int, multiprocessors: int, host: bool) -> tuple[int, int]:
+def grid_and_threads(threads: int, multiprocessors: int, host: bool) -> tuple[int, int]:
+    """Return the grid and the threads per block for this many threads, in host memory or on the GPU."""
     if host:
         blocks = -(-threads // HOST_THREADS_PER_BLOCK)
         return blocks if blocks < multiprocessors else multiprocessors, HOST_THREADS_PER_BLOCK
@@ -144,6 +146,32 @@ def columns_argument(parts: Sequence[BlockNumbers], word_bytes: int, hot: Sequen
         first += width // word_bytes
         count += 1
     return _COLUMNS.pack(count, first, *hot, *numbers, *[0] * (_COLUMN_NUMBERS * (COLUMNS_PER_LAUNCH - count)))
+
+
+@functools.lru_cache(maxsize=256)
+def copy_layout(stride: int, columns: Sequence[tuple[int, int]], places: int) -> tuple[int, int, tuple[int, ...]]:
+    """Describe a move of columns that are copied as they are, for any number of rows.
+
+    Args:
+        stride: bytes from a record to the next.
+        columns: a tuple of 1 to 8 pairs: the offset in a record and the width of a column, in bytes. The rows of a
+            block are contiguous.
+        places: the bits, below 16, that are set in the address of the first record or of any block.
+
+    Returns:
+        Bytes per word and lanes, as of :func:`launch_shape`, and the numbers for :func:`filled_columns`.
+    """
+    parts = [(offset, width, 0, width) for offset, width in columns]
+    word_bytes, lanes, *_ = launch_shape(places, stride, 1, parts, multiprocessors=1, host=False)
+    return word_bytes, lanes, _COLUMNS.unpack(columns_argument(parts, word_bytes))
+
+
+def filled_columns(numbers: Sequence[int], blocks: Sequence[int], hot: Sequence[int]) -> bytes:
+    """Return :func:`columns_argument` of :func:`copy_layout`'s numbers, with the addresses of the blocks."""
+    filled, first = [*numbers], _BEFORE_COLUMNS + 2
+    filled[2:_BEFORE_COLUMNS] = hot
+    filled[first : first + _COLUMN_NUMBERS * len(blocks) : _COLUMN_NUMBERS] = blocks
+    return _COLUMNS.pack(*filled)
 
 
 def compact_columns_argument(parts: Sequence[CompactPart], hot: Sequence[int] = NOT_HOT) -> bytes:

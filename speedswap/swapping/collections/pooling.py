@@ -22,6 +22,7 @@ class Pass(NamedTuple):
         group: its index.
         start, stop: the slots.
         mode: "sum", "mean" or "max".
+        has_padding: True if a table has a padding row, whose ids do not count.
         is_mean: if there are sums and means, bool, shape (slots, 1): True for a mean.
     """
 
@@ -29,6 +30,7 @@ class Pass(NamedTuple):
     start: int
     stop: int
     mode: str
+    has_padding: bool
     is_mean: Tensor | None = None
 
     def pooled(self, found: FeatureBatch, weight: Tensor, local: Tensor) -> Tensor:
@@ -42,8 +44,10 @@ class Pass(NamedTuple):
         features = self.stop - self.start
         begin, end = found.bounds(self.group)
         first, last = found.span(range(self.start, self.stop))
-        offsets = found.offsets[self.start * found.stride : self.stop * found.stride + 1]
-        offsets = offsets - first if first else offsets
+        offsets = found.offsets
+        if features < len(found.slots):
+            offsets = offsets[self.start * found.stride : self.stop * found.stride + 1]
+            offsets = offsets - first if first else offsets
         if (first, last) != (begin, end):
             local = local.reshape(-1)[first - begin : last - begin]
         factors = None if found.weights is None else found.weights[first:last].to(weight.dtype)
@@ -55,9 +59,9 @@ class Pass(NamedTuple):
 
     def _counting(self, found: FeatureBatch) -> Tensor | None:
         """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
-        paddings = found.slots.paddings[self.start : self.stop]
-        if int(paddings.max()) < 0:
+        if not self.has_padding:
             return None
+        paddings = found.slots.paddings[self.start : self.stop]
         begin, _ = found.bounds(self.group)
         first, last = found.span(range(self.start, self.stop))
         rows = found.rows(self.group)[first - begin : last - begin]
@@ -113,11 +117,12 @@ def _passes(group: int, slots: Slots) -> list[Pass]:
     some = slots.of_group[group]
     modes = [slots.configs[slot].pooling for slot in some]
     sums = len(modes) - modes.count("max")
-    passes = []
+    pads, passes = [row >= 0 for row in slots.paddings[some.start : some.stop].tolist()], []
     if sums:
         means = [mode == "mean" for mode in modes[:sums]]
         is_mean = torch.tensor(means).unsqueeze(1) if any(means) and not all(means) else None
-        passes.append(Pass(group, some.start, some.start + sums, "mean" if any(means) else "sum", is_mean))
+        mode = "mean" if any(means) else "sum"
+        passes.append(Pass(group, some.start, some.start + sums, mode, any(pads[:sums]), is_mean))
     if sums < len(modes):
-        passes.append(Pass(group, some.start + sums, some.stop, "max"))
+        passes.append(Pass(group, some.start + sums, some.stop, "max", any(pads[sums:])))
     return passes
