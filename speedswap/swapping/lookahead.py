@@ -138,9 +138,14 @@ class Lookahead(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
         if self.depth == 0:
+            of_ranks = [
+                (module, given_of)
+                for module, given_of in self._ids.items()
+                if any(isinstance(each, TableModule) and each._step.is_sharded for each in module.modules())
+            ]
             for batch in self._loader:
                 self._begin_step(modules)
-                self._expect(batch)
+                self._expect(batch, of_ranks)
                 yield batch
             return
         with ExitStack() as rest:  # every module, even if a pending write has failed
@@ -191,13 +196,9 @@ class Lookahead(Generic[Batch]):
             raise
         return turn
 
-    def _expect(self, batch: Batch) -> None:
-        """Tell the steps of ranks' tables what the batch looks up, so that its lookups share rounds."""
-        of_ranks = [
-            (module, given_of)
-            for module, given_of in self._ids.items()
-            if any(isinstance(each, TableModule) and each._step.is_sharded for each in module.modules())
-        ]
+    @staticmethod
+    def _expect(batch: Batch, of_ranks: Sequence[tuple[LooksUp, GivenOf[Batch]]]) -> None:
+        """Tell the steps of ranks' tables what the batch looks up in them, so that its lookups share rounds."""
         announced = [each for module, given_of in of_ranks for each in module.lookups_of(given_of(batch))]
         lookups = [(module._step, lookup.ids) for module, lookup in announced]
         for step, _ in lookups:
