@@ -124,7 +124,7 @@ def figures(quick: bool) -> dict[str, Any]:
         found[name] = {
             "python": calls.python,
             "c": calls.c,
-            "launches": getattr(counts, "launches", len(launched)),
+            "launches": counts.launches or len(launched),
             "waits": len(counts.round_trips),
             "cpu_seconds": min(seconds(loop) for _ in range(2 if quick else BLOCKS)),
         }
