@@ -56,15 +56,7 @@ def measure_step(
     failure: Exception | None = None
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), nullcontext()):
         try:
-            with mode:
-                twin = _twin(optimizer, parameters)
-                step = _unhooked(type(twin))
-                with LimitedMemory(nbytes=nbytes) as first:
-                    step(twin)
-                with LimitedMemory(nbytes=nbytes) as second:
-                    step(twin)
-                state = sum(map(nbytes, storages(dict(twin.state)).values()))
-            return state, max(0, second.peak_bytes, first.peak_bytes - state)
+            return _measured(mode, optimizer, parameters, nbytes)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of fake tensors; real ones show whether it is the optimizer's own
@@ -73,6 +65,24 @@ def measure_step(
         f"optimizer {name_of(optimizer)} failed on parameters and gradients that are zero ({failure}); "
         "give optimizer=None and add its state yourself"
     ) from failure
+
+
+def _measured(
+    mode: Any,
+    optimizer: Optimizer | OptimizerFactory,
+    parameters: Mapping[Tensor, torch.layout | None],
+    nbytes: Callable[[Tensor], int],
+) -> tuple[int, int]:
+    # In a frame of its own: that of measure_step stays in a cycle with the failure of an earlier try.
+    with mode:
+        twin = _twin(optimizer, parameters)
+        step = _unhooked(type(twin))
+        with LimitedMemory(nbytes=nbytes) as first:
+            step(twin)
+        with LimitedMemory(nbytes=nbytes) as second:
+            step(twin)
+        state = sum(map(nbytes, storages(dict(twin.state)).values()))
+        return state, max(0, second.peak_bytes, first.peak_bytes - state)
 
 
 def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, torch.layout | None]) -> Optimizer:

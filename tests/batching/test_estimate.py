@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -291,6 +293,25 @@ def test_state_is_that_of_the_optimizer_itself(name):
         optimizer.step()
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     assert estimate.optimizer_state == bytes_of(*held)
+
+
+def test_optimizer_that_needs_real_tensors_leaves_none_behind():
+    """ASGD fails on fake tensors first; that error must not keep the real ones until a collection."""
+    model, seen = nn.Linear(31, 31), []
+
+    class Seen(torch.optim.ASGD):
+        def step(self, closure=None):
+            super().step(closure)
+            seen.extend(map(weakref.ref, self.param_groups[0]["params"]))
+
+    gc.disable()
+    try:
+        speedswap.batching.estimate_memory(model, torch.randn(4, 31), Seen)
+        alive = [one() for one in seen]
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(type(one) is nn.Parameter for one in alive)
 
 
 def test_optimizer_object_lends_its_settings_and_groups_and_is_not_stepped():
