@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -50,19 +51,31 @@ def group_bytes() -> int | None:
     The system's file cache counts as free as far as it is not in active use.
     """
     found = []
-    for group in _control_groups("memory"):
-        for most, used, idle in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
-        ):
-            try:
-                limit, taken = (int((group / name).read_text()) for name in (most, used))
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # of the other version, or "max"
+    for most, used, stat, idle in _memory_files(_OWN_GROUPS, _GROUPS):
+        try:
+            limit = _words(most)[0]
+            if limit == b"max" or int(limit) >= physical_bytes():  # version 1 has a large number for no limit
                 continue
-            if limit < physical_bytes():  # version 1 has a large number for no limit
-                found.append(max(0, limit - taken + int(stat.get(idle, 0))))
+            taken, words = _words(used)[0], _words(stat)
+        except OSError:  # the group is gone
+            continue
+        found.append(max(0, int(limit) - int(taken) + (int(words[words.index(idle) + 1]) if idle in words else 0)))
     return min(found, default=None)
+
+
+@functools.cache
+def _memory_files(own_groups: Path, root: Path) -> list[tuple[str, str, str, bytes]]:
+    """Return the files with the limit, the use and the statistics of each control group, and the name of idle bytes."""
+    names = (
+        ("memory.max", "memory.current", b"inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file"),  # version 1
+    )
+    return [
+        (f"{group}/{most}", f"{group}/{used}", f"{group}/memory.stat", idle)
+        for group in _control_groups("memory")
+        for most, used, idle in names
+        if all((group / name).is_file() for name in (most, used, "memory.stat"))
+    ]
 
 
 def cores() -> float:
@@ -164,6 +177,15 @@ def _control_groups(controller: str) -> Iterator[Path]:
             root = _GROUPS / controller if controllers else _GROUPS
             own = root / path.lstrip("/")
             yield from (each for each in (own, *own.parents) if each.is_relative_to(root))
+
+
+def _words(path: str) -> list[bytes]:
+    """Return the words of one of Linux's status files, of at most 64 KiB."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 16).split()
+    finally:
+        os.close(file)
 
 
 def _field(path: str, field: str) -> int | None:
