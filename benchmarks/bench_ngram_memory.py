@@ -3,11 +3,11 @@
     python benchmarks/bench_ngram_memory.py [TEXT] [--seeds 3] [--device cpu|cuda] [--quick] [--json FILE]
 
 The model is that of examples/ngram_memory.py, which says what TEXT is; a made-up language without one. Perplexities are
-those on held-out documents after training on the same batches with one thread. Steps are those of a larger model, with
-the rows of the next batch prefetched, in turn with those of the model alone: first over a fresh table on disk, then
-over tables that hundreds of steps have touched. What a table on disk commits after eight steps is timed by itself. The
-file also has the bytes of rows that a step moves, and the floating-point operations of its layers, from which the share
-of a GPU's bus can be computed.
+those on held-out documents after training on the same batches with one thread. Steps are those of two larger models,
+with the rows of the next batch prefetched, in turn with those of the model alone: first over a fresh table on disk,
+then over tables that hundreds of steps have touched. What a table on disk commits after eight steps is timed by itself.
+The file also has the bytes of rows that a step moves, and the floating-point operations of its layers, from which the
+share of a GPU's bus can be computed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,9 @@ from speedswap.apps.errors import BenchmarkError
 from speedswap.cli import run_command
 
 QUALITY = {"vocabulary": 4096, "dim": 128, "layers": 2, "length": 64, "batch": 16, "steps": 500, "rows": 4_000_000}
-STEP = {
-    "vocabulary": 8192,
-    "dim": 256,
-    "layers": 4,
-    "length": 128,
-    "batch": 8,
-    "steps": 8,
-    "repeats": 20,
-    "steps_before": 300,
-}
+STEP = {"vocabulary": 8192, "length": 128, "batch": 8, "steps": 8, "steps_before": 300}
+MODELS = ({"dim": 256, "layers": 4, "repeats": 10}, {"dim": 512, "layers": 8, "repeats": 6})
+"""Whose steps are timed: the larger a model is, the less its memory adds."""
 PLACES = {"pageable": 10_000_000, "disk": 1_000_000_000}
 ROW_DIM, LR, MEMORY_LR = 16, 1e-3, 0.5
 
@@ -79,9 +72,10 @@ def perplexities(path: Path | None, seeds: int, quick: bool, device: str) -> lis
     return found
 
 
-def steps(path: Path | None, quick: bool, device: str) -> dict[str, Any]:
+def steps(path: Path | None, model: Mapping[str, int], quick: bool, device: str) -> dict[str, Any]:
     """Time the steps of a model alone and with its memory in each place."""
-    size = {**STEP, **({"dim": 32, "layers": 1, "steps": 4, "repeats": 1, "steps_before": 2} if quick else {})}
+    small = {"dim": model["dim"] // 8, "layers": model["layers"] // 4, "steps": 4, "repeats": 1, "steps_before": 2}
+    size = {**STEP, **model, **(small if quick else {})}
     train, _, tokens = model_of.read(path, size["vocabulary"])
     with TemporaryDirectory() as folder:
         rows_of = {"without": 0, **PLACES}
@@ -180,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     cli.write(
         args.json,
         f"ngram_memory-{device}",
-        {**found, "threads": threads, "step": steps(args.text, args.quick, device)},
+        {**found, "threads": threads, "steps": [steps(args.text, model, args.quick, device) for model in MODELS]},
     )
     return 0
 

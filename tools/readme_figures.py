@@ -508,13 +508,19 @@ def ncf(found: Figures) -> Rows:
 
 def ngram_memory(found: Figures) -> Rows:
     """Compare a language model's perplexity and step with those of the model alone."""
-    runs, size, step = found["quality"]["seeds"], found["quality"]["workload"], found["step"]
+    runs, size = found["quality"]["seeds"], found["quality"]["workload"]
     tokens = size["batch"] * size["length"] * size["steps"]
     both = [[run[name] for run in runs] for name in ("with", "without")]
     means = [statistics.mean(each) for each in both]
     memory, alone = (f"{mean:.1f} ({min(each):.1f} to {max(each):.1f})" for mean, each in zip(means, both, strict=True))
     what = f"perplexity after {tokens:,} tokens, {size['rows']:,} rows, mean of {len(runs)} seeds (range)"
     yield what, memory, f"the model alone {alone}", f"{means[1] / means[0]:.2f}"
+    for step in found["steps"]:
+        yield from _step_with_ngrams(step)
+
+
+def _step_with_ngrams(step: Figures) -> Rows:
+    """Compare a step with a memory in each place with that of the model alone."""
     work, seconds = step["workload"], step["seconds"]
     model = f"{work['layers']} layers of {work['dim']}, {step['tokens']:,} tokens"
     for place, took in seconds.items():
@@ -571,6 +577,13 @@ def host_time(found: Figures) -> Rows:
             f"{calls:,}",
             f"commit {then['commit']}: {before:,}",
             f"{before / calls:.2f}",
+        )
+        took, before_took = ours["cpu_seconds"], theirs["cpu_seconds"]
+        yield (
+            f"processor time of {what}, the simulated GPU's included",
+            ms(took, 2),
+            f"commit {then['commit']}: {ms(before_took, 2)}",
+            f"{before_took / took:.2f}",
         )
 
 

@@ -18,9 +18,11 @@ def test_figures_of_a_small_run(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "it").read_text())["results"]
     (run,) = found["quality"]["seeds"]
     assert run["with"] < run["without"] / 2
-    assert found["step"]["flops"]["without"] < found["step"]["flops"]["disk"]
-    assert 0 < found["step"]["rows_per_step"] <= found["step"]["tokens"] * 8
-    perplexity, pageable, disk, processor, fresh, moved = readme_figures.ngram_memory(found)
+    for step in found["steps"]:
+        assert step["flops"]["without"] < step["flops"]["disk"]
+        assert 0 < step["rows_per_step"] <= step["tokens"] * 8
+    perplexity, pageable, disk, processor, fresh, moved, *larger = readme_figures.ngram_memory(found)
+    assert len(larger) == 5
     assert perplexity[2].startswith("the model alone ")
     assert "10,000,000 rows of 16, pageable" in pageable[0]
     assert "1,000,000,000 rows of 16, disk" in disk[0]
