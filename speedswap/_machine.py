@@ -57,7 +57,7 @@ def group_bytes() -> int | None:
             if limit == b"max" or int(limit) >= physical_bytes():  # version 1 has a large number for no limit
                 continue
             taken, words = _words(used)[0], _words(stat)
-        except OSError:  # the group is gone
+        except (OSError, ValueError, IndexError):  # the group is gone, or the system writes it otherwise
             continue
         found.append(max(0, int(limit) - int(taken) + (int(words[words.index(idle) + 1]) if idle in words else 0)))
     return min(found, default=None)

@@ -25,6 +25,19 @@ OPTIMIZERS = {
 }
 
 
+BETWEEN = [
+    ("two", 10),
+    ("unused", 5),
+    ("accumulate", 5),
+    ("read", 5),
+    ("look up", 5),
+    ("write", 5),
+    ("init", 5),
+    ("fill", 4),
+]
+"""What comes between steps, and how many of them at least take rows that came ahead."""
+
+
 class Taken:
     """The number of lookups that used prefetched rows, and of those whose rows had to be sent again."""
 

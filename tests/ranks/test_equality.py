@@ -10,6 +10,12 @@ from equality_scenarios import OPTIMIZERS, Case, train, train_all, train_without
 from rank_pool import RankPool
 
 UNEVEN = ((5, 2, 7, 1, 4), (0, 6, 2, 3, 1), (3, 0, 0, 8, 0), (0, 0, 0, 0, 0))
+CASES_ON_HOSTS = [
+    Case("adam", sizes=UNEVEN, passes=3, clip={"norm_type": 2.0}),
+    Case("adam", model="bag mean ragged", sizes=UNEVEN),
+    Case("momentum", ignoring=((2, 1), (3, 0), (3, 2), (4, -1))),
+    Case("adagrad", rows=3, padding_idx=None, sizes=UNEVEN),
+]
 
 CASES = {
     2: [

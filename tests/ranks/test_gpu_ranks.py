@@ -13,6 +13,7 @@ import torch
 from equality_scenarios import Case, train, train_all
 from rank_pool import RankPool
 from test_equality import UNEVEN, assert_as_one_process
+from test_lookahead import require_equal
 
 import speedswap
 
@@ -57,40 +58,18 @@ def test_bytes_of_rows_go_through_nccl(ranks: RankPool) -> None:
     assert ranks.run(scenarios.through_nccl, 1) == [True]
 
 
-def assert_same_at_all_depths(found: list[Any], wanted: int) -> None:
-    """Compare rows and losses, bit for bit; and count the lookups whose rows came ahead."""
-    for (rows, losses, taken, _), *others in found:
-        assert taken == 0
-        for other_rows, other_losses, other_taken, _ in others:
-            assert torch.equal(other_rows, rows)
-            assert other_losses == losses
-            assert other_taken >= wanted
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_lookahead_changes_no_bit(ranks: RankPool, device: str, size: int) -> None:
     """Ids go ahead and rows are gathered ahead; weights are sent in the batch's turn, through host memory."""
     found = ranks.run(lookahead.compared, size, (0, 1, 3), sizes=UNEVEN, device=device)
-    assert_same_at_all_depths(found, 3)
+    require_equal(found, 3)
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(
-    ("between", "wanted"),
-    [
-        ("two", 10),
-        ("unused", 5),
-        ("accumulate", 5),
-        ("read", 5),
-        ("look up", 5),
-        ("write", 5),
-        ("init", 5),
-        ("fill", 4),
-    ],
-)
+@pytest.mark.parametrize(("between", "wanted"), lookahead.BETWEEN)
 def test_what_comes_between_steps_changes_no_bit(ranks: RankPool, device: str, between: str, wanted: int) -> None:
     more = {"optimizer": "adagrad", "between": between, "device": device}
-    assert_same_at_all_depths(ranks.run(lookahead.compared, 2, (0, 1), **more), wanted)
+    require_equal(ranks.run(lookahead.compared, 2, (0, 1), **more), wanted)
 
 
 def only_on_a_simulated_gpu() -> None:
@@ -109,7 +88,7 @@ def test_rows_go_between_gpus_on_hosts_with_the_bits_of_a_flat_exchange(ranks: R
 def test_lookahead_between_gpus_on_hosts_changes_no_bit(ranks: RankPool, device: str, size: int) -> None:
     only_on_a_simulated_gpu()
     more = {"sizes": UNEVEN, "device": device, "on_gpu": True}
-    assert_same_at_all_depths(ranks.run(nccl.on_hosts, size, 2, lookahead.compared, (0, 1, 3), **more), 3)
+    require_equal(ranks.run(nccl.on_hosts, size, 2, lookahead.compared, (0, 1, 3), **more), 3)
 
 
 @pytest.mark.sweep(1)

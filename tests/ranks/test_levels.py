@@ -9,9 +9,9 @@ import lookahead_scenarios as lookahead
 import misfit_scenarios as misfits
 import pytest
 import torch
-from equality_scenarios import Case, train_all
+from equality_scenarios import train_all
 from rank_pool import RankPool
-from test_equality import UNEVEN, assert_as_one_process
+from test_equality import CASES_ON_HOSTS, UNEVEN, assert_as_one_process
 
 import speedswap
 
@@ -63,15 +63,9 @@ def test_two_levels_have_the_bits_of_one_with_less_between_hosts(ranks: RankPool
 
 def test_ranks_on_hosts_train_as_one_process(ranks: RankPool) -> None:
     """Uneven and empty batches, passes, losses that ignore the rows, bags, clipping; hosts as torchrun tells them."""
-    cases = [
-        Case("adam", sizes=UNEVEN, passes=3, clip={"norm_type": 2.0}),
-        Case("adam", model="bag mean ragged", sizes=UNEVEN),
-        Case("momentum", ignoring=((2, 1), (3, 0), (3, 2), (4, -1))),
-        Case("adagrad", rows=3, padding_idx=None, sizes=UNEVEN),
-    ]
     for size in (4, 5):
-        found = ranks.run(scenarios.on_hosts, size, 2, train_all, cases)
-        for number, case in enumerate(cases):
+        found = ranks.run(scenarios.on_hosts, size, 2, train_all, CASES_ON_HOSTS)
+        for number, case in enumerate(CASES_ON_HOSTS):
             assert_as_one_process(case, [each[number] for each in found])
 
 

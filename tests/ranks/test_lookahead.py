@@ -35,19 +35,7 @@ def test_lookahead_changes_no_bit(ranks: RankPool, world_size: int) -> None:
     assert world_size == 1 or any(depths[1][3] for depths in results)  # rows were sent again
 
 
-@pytest.mark.parametrize(
-    ("between", "wanted"),
-    [
-        ("two", 10),
-        ("unused", 5),
-        ("accumulate", 5),
-        ("read", 5),
-        ("look up", 5),
-        ("write", 5),
-        ("init", 5),
-        ("fill", 4),
-    ],
-)
+@pytest.mark.parametrize(("between", "wanted"), scenarios.BETWEEN)
 def test_what_comes_between_steps_changes_no_bit(ranks: RankPool, between: str, wanted: int) -> None:
     """Two lookups, a loss that ignores the rows, several passes, other lookups, and writes to the table."""
     require_equal(ranks.run(scenarios.compared, 2, (0, 1), optimizer="adagrad", between=between), wanted)

@@ -9,9 +9,9 @@ import misfit_scenarios as misfits
 import nccl_scenarios as scenarios
 import pytest
 import torch
-from equality_scenarios import Case, train_all
+from equality_scenarios import train_all
 from rank_pool import RankPool
-from test_equality import UNEVEN, assert_as_one_process
+from test_equality import CASES_ON_HOSTS, assert_as_one_process
 
 
 @pytest.mark.parametrize(("size", "per_host"), [(3, 2), (4, 2), (5, 2), (5, 3), (5, 4)])
@@ -28,14 +28,8 @@ def test_two_levels_have_the_bits_of_a_flat_exchange(ranks: RankPool, size: int)
 
 
 def test_ranks_on_hosts_train_as_one_process(ranks: RankPool) -> None:
-    cases = [
-        Case("adam", sizes=UNEVEN, passes=3, clip={"norm_type": 2.0}),
-        Case("adam", model="bag mean ragged", sizes=UNEVEN),
-        Case("momentum", ignoring=((2, 1), (3, 0), (3, 2), (4, -1))),
-        Case("adagrad", rows=3, padding_idx=None, sizes=UNEVEN),
-    ]
-    found = ranks.run(scenarios.on_hosts, 5, 2, train_all, cases)
-    for number, case in enumerate(cases):
+    found = ranks.run(scenarios.on_hosts, 5, 2, train_all, CASES_ON_HOSTS)
+    for number, case in enumerate(CASES_ON_HOSTS):
         assert_as_one_process(case, [each[number] for each in found])
 
 
