@@ -76,6 +76,15 @@ def test_averages_of_lightning_are_refused_with_ours() -> None:
         fitted(page["Scores"](), max_epochs=1, callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])
 
 
+def test_fabrics_page_resumes_to_the_same_bits() -> None:
+    page = run_page("fabric")
+    through, resumed = page["model"].module, page["resumed"].module
+    assert torch.equal(resumed[0].read(), through[0].read())
+    assert torch.equal(resumed[1].weight, through[1].weight)
+    untrained = page["made"]()[0].module
+    assert not torch.equal(untrained[0].read(), through[0].read())
+
+
 def test_fabric_saves_and_resumes() -> None:
     """In its own files, and in checkpoints of ours, which an optimizer that Fabric has not wrapped loads too."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")

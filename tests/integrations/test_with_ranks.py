@@ -1,4 +1,4 @@
-"""Two processes under torchrun own the tables of Lightning's, accelerate's and Trainer's models."""
+"""Two processes under torchrun own the tables of Lightning's, Fabric's, accelerate's and Trainer's models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ fit(SharedScores(), 1, **two)
 resumed, through = SharedScores(), SharedScores()
 fit(resumed, 2, "apart.ckpt", **two)
 fit(through, 2, **two)
+"""
+FABRIC = """
+fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+data = TensorDataset(torch.arange(2000) * 37, torch.arange(2000) % 2.0)
+loader = fabric.setup_dataloaders(DataLoader(data, batch_size=250))
+through, optimizer = made_by_ranks()
+train(through, optimizer)
+speedswap.save_checkpoint("tables", through.module, optimizer)
+train(through, optimizer)
+resumed, optimizer = made_by_ranks()
+speedswap.load_checkpoint("tables", resumed.module, optimizer)
+train(resumed, optimizer)
+through, resumed = through.module, resumed.module
+through.items, resumed.items = through[0], resumed[0]
 """
 ACCELERATE = """
 class SharedScores(Scores):
@@ -67,6 +82,12 @@ def test_lightnings_ddp_saves_and_resumes(tmp_path: Path, in_a_folder: None) -> 
     pytest.importorskip("lightning")
     code = code_of("lightning", "class Scores(", "class TableCheckpoints", "class SharedScores")
     (tmp_path / "train.py").write_text(code + LIGHTNING + SAME)
+    assert torchrun(2, ["train.py"]).count("tables agree") == 2
+
+
+def test_fabrics_processes_save_and_resume(tmp_path: Path, in_a_folder: None) -> None:
+    pytest.importorskip("lightning")
+    (tmp_path / "train.py").write_text(code_of("fabric", "def train(", "def made_by_ranks(") + FABRIC + SAME)
     assert torchrun(2, ["train.py"]).count("tables agree") == 2
 
 
