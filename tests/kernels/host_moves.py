@@ -22,7 +22,7 @@ from host_library import HostKernels  # noqa: E402
 from host_lookups import check_lookups  # noqa: E402
 
 # By its path: the package around it would bring torch, which the sanitizer would watch too.
-_SHAPES = HERE.parents[1] / "speedswap" / "kernels" / "cuda" / "shapes.py"
+_SHAPES = Path(importlib.util.find_spec("speedswap").origin).parent / "kernels" / "cuda" / "shapes.py"
 _spec = importlib.util.spec_from_file_location("shapes", _SHAPES)
 shapes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(shapes)
