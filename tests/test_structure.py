@@ -75,6 +75,7 @@ def is_underscore(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@cache
 def own_underscore_names(package: str) -> set[str]:
     """Return the underscore names that a package gives to its modules, functions, classes, variables and attributes."""
     names = {path.stem for path in (PACKAGE / package).rglob("_*") if is_underscore(path.stem)}
@@ -117,7 +118,6 @@ def inherited_underscore_names(package: str) -> set[str]:
 
 # As attributes, these are torch's or a named tuple's.
 NOT_OURS = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.Module()), "_replace", "_asdict", "_fields", "_make"}
-UNDERSCORE_NAMES = {package: own_underscore_names(package) for package in BELOW}
 
 
 @pytest.mark.parametrize("package", BELOW)
@@ -126,8 +126,8 @@ def test_underscore_names_stay_in_their_package(package):
 
     A class may use those of the classes that it derives from.
     """
-    others: set[str] = set().union(*(names for other, names in UNDERSCORE_NAMES.items() if other != package))
-    foreign = others - UNDERSCORE_NAMES[package] - inherited_underscore_names(package) - NOT_OURS
+    others: set[str] = set().union(*(own_underscore_names(other) for other in BELOW if other != package))
+    foreign = others - own_underscore_names(package) - inherited_underscore_names(package) - NOT_OURS
     wrong = set()
     for path, tree in modules(package):
         touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & foreign

@@ -78,19 +78,13 @@ def lines(folder):
     return command_lines(SEED, folder)
 
 
-@pytest.fixture(scope="module")
-def known(folder, lines, server):
-    """The outcome of each known line."""
-    words = {"TEXT": str(folder / "text.txt"), "MODEL": str(folder / "model"), "OUT": str(folder / "out")}
-    found = outcomes([[words.get(word, word) for word in line] for line in KNOWN.values()], folder, server)
-    return dict(zip(KNOWN, found, strict=True))
-
-
 @pytest.mark.sweep(12)
 @pytest.mark.slow
+@pytest.mark.usefixtures("lines")  # which make the files
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_once_failed_is_done_or_refused_in_a_line(name, known):
-    outcome = known[name]
+def test_what_once_failed_is_done_or_refused_in_a_line(name, folder, server):
+    words = {"TEXT": str(folder / "text.txt"), "MODEL": str(folder / "model"), "OUT": str(folder / "out")}
+    (outcome,) = outcomes([[words.get(word, word) for word in KNOWN[name]]], folder, server)
     assert outcome.failed is None, outcome
     if outcome.status == 2 and "usage:" not in outcome.errors:
         (said,) = [line for line in outcome.errors.splitlines() if line.startswith("speedswap: ")]
