@@ -2,7 +2,7 @@
 #
 #   make demo        install into .venv and train word2vec on real text; vectors and plot go to demo-output/
 #   make check       while you work: lint, types, and the quick tests of the core; a minute and a half on two cores
-#   make test        what a change has to pass: lint, types, and the tests of all that users see; some seven minutes
+#   make test        what a change has to pass: lint, types, and the tests of all that users see; ten minutes on two cores
 #   make test-all    what a release has to pass: also every case of every sweep, kills and cuts at every point, torture,
 #                    notebooks, benchmarks, and the tools; a quarter of an hour
 #   make gpu-check   on a machine with a GPU: build, test, sanitize, measure, in three calls of less than eight minutes;
@@ -19,7 +19,7 @@
 # PARTS=tables             of gpu-check, this call alone (tests, tables or applications), or these parts by name; OUT=…
 #                          LIMIT=…: its folder and the seconds of a call; COMMIT=…: where the files are no repository
 # MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
-# PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
+# PROCESSES=2              of the tests, with about 2 GiB of memory each; `make test` has one more, on the simulated GPU
 # SPEEDSWAP_WERROR=OFF     take no compiler's warning for an error, where the tests are installed
 # SPEEDSWAP_CUDA=ON|OFF    compile the CUDA kernels for all GPUs, or not at build (AUTO: for those of this machine, if nvcc is found)
 
@@ -29,7 +29,7 @@ TORCH_INDEX ?=
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 OUT ?= benchmarks/results
 PARTS ?=
-PROCESSES ?= 2
+PROCESSES ?= 3
 MINUTES ?= 10
 SEED ?=
 ONLY ?=
@@ -47,12 +47,13 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
-demo check test test-all torture docs: export OMP_WAIT_POLICY ?= passive
+demo check test test-package test-simulated test-all torture docs: export OMP_WAIT_POLICY ?= passive
 
 # Many processes import the same files, which Python would compile again for each.
-demo check test test-all torture docs: export PYTHONDONTWRITEBYTECODE :=
+demo check test test-package test-simulated test-all torture docs: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all torture lint libraries lint-and-libraries format bench figures docs gpu-check clean FORCE
+.PHONY: demo check test test-package test-simulated test-all torture lint libraries lint-and-libraries format bench \
+    figures docs gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -77,9 +78,16 @@ CORE := $(addprefix tests/,test_public_names.py test_structure.py optim batching
 check: lint-and-libraries
 	$(BIN)/python -m pytest -m 'not release and not sweep and not slow' $(PYTEST_OPTIONS) $(CORE)
 
+# Tests also sleep and wait for other processes: three of them, and one on the simulated GPU, keep two cores busy.
 test: lint-and-libraries
+	@$(MAKE) --no-print-directory --jobs $(if $(filter 0,$(PROCESSES)),1,2) test-package test-simulated
+
+test-package: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m 'not release' $(PYTEST_OPTIONS)
-	$(BIN)/python tools/simulated_tests.py core -q -m 'not release' $(PYTEST_OPTIONS)
+
+test-simulated: $(VENV)/.stamp-dev
+	@$(BIN)/python tools/simulated_tests.py core -q -m 'not release' $(PYTEST_OPTIONS) -n 0 > $(VENV)/simulated.log 2>&1; \
+	    status=$$?; cat $(VENV)/simulated.log; exit $$status
 
 test-all: lint-and-libraries
 	$(BIN)/python -m pytest --nbmake $(PYTEST_OPTIONS)
@@ -99,7 +107,7 @@ lint: $(VENV)/.stamp-dev
 libraries: $(VENV)/.stamp-dev
 	PYTHONPATH=tests $(BIN)/python tests/kernels/host_build.py
 
-lint-and-libraries: $(VENV)/.stamp-dev
+lint-and-libraries:
 	@$(MAKE) --no-print-directory --jobs 2 lint libraries
 
 format: $(VENV)/.stamp-dev
@@ -150,19 +158,32 @@ $(TORCH_STAMP): $(VENV)/.stamp-made
 	@touch $@
 
 # The install is editable: Python files are read from here, and only a change to the build's inputs, or to which Python
-# files there are, runs it again.
-# Where torch was built for CUDA, the CuPy that fits comes along. torch's version is repeated so that nothing moves it.
-CUDA_EXTRA = $(shell $(BIN)/python -W ignore -c 'import torch; v = torch.version.cuda; print(",cuda" + v.split(".")[0] if v else "")')
+# files there are, runs it again. It compiles while torch and the other packages are unpacked, where make runs two jobs.
 
 $(VENV)/.python-files: FORCE | $(VENV)/.stamp-made
 	@find speedswap -name '*.py' | sort > $@.now
 	@cmp -s $@.now $@ && rm $@.now || mv $@.now $@
 
-$(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
-	$(INSTALL) --quiet --editable '.[demo$(CUDA_EXTRA)]' $(TORCH)
+$(VENV)/.stamp-build: $(BUILD_INPUTS) $(VENV)/.python-files | $(VENV)/.stamp-made
+	$(INSTALL) --quiet --no-deps --editable .
+	@touch $@
+
+# Where torch was built for CUDA, the CuPy that fits comes along. torch's version is repeated so that nothing moves it.
+CUDA_EXTRA = $(shell $(BIN)/python -W ignore -c 'import torch; v = torch.version.cuda; print("cuda" + v.split(".")[0] if v else "")')
+
+$(VENV)/.stamp-demo-packages: $(TORCH_STAMP) pyproject.toml tools/packages.py
+	$(BIN)/python tools/packages.py $(CUDA_EXTRA) demo > $@.txt
+	$(INSTALL) --quiet $(TORCH) --requirement $@.txt
+	@touch $@
+
+$(VENV)/.stamp-dev-packages: $(TORCH_STAMP) pyproject.toml tools/packages.py
+	$(BIN)/python tools/packages.py $(CUDA_EXTRA) demo dev docs > $@.txt
+	$(INSTALL) --quiet $(TORCH) --requirement $@.txt
+	@touch $(VENV)/.stamp-demo-packages $@
+
+$(VENV)/.stamp-demo: $(VENV)/.stamp-build $(VENV)/.stamp-demo-packages
 	@touch $@
 
 $(VENV)/.stamp-dev: export SPEEDSWAP_WERROR ?= ON
-$(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
-	$(INSTALL) --quiet --editable '.[demo,dev,docs$(CUDA_EXTRA)]' $(TORCH)
+$(VENV)/.stamp-dev: $(VENV)/.stamp-build $(VENV)/.stamp-dev-packages
 	@touch $(VENV)/.stamp-demo $@
