@@ -4,14 +4,14 @@
 
     from speedswap.apps.doctor import TableSpec, advise, lines
 
-    tables = advise([TableSpec(10**8, 128, "adam", batch=65_536)], Path("."))
+    tables, rates = advise([TableSpec(10**8, 128, "adam", batch=65_536)], Path("."))
     for place in tables[0].options:
         print(place.name, place.fits, place.seconds)
     print(lines(tables))
 """
 
 from speedswap.apps.doctor.findings import Finding, examine
-from speedswap.apps.doctor.places import PlaceEstimate, TableAdvice, advise, estimate, lines
+from speedswap.apps.doctor.places import PlaceEstimate, TableAdvice, advise, lines
 from speedswap.apps.doctor.rates import Rates, TableSpec
 
-__all__ = ["Finding", "PlaceEstimate", "Rates", "TableAdvice", "TableSpec", "advise", "estimate", "examine", "lines"]
+__all__ = ["Finding", "PlaceEstimate", "Rates", "TableAdvice", "TableSpec", "advise", "examine", "lines"]

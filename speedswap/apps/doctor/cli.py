@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,14 @@ from typing import Any
 
 from speedswap.apps.doctor.findings import Finding, examine, of_disk
 from speedswap.apps.doctor.models import built, embeddings
-from speedswap.apps.doctor.places import PlaceEstimate, TableAdvice, advise, lines
-from speedswap.apps.doctor.rates import TableSpec
+from speedswap.apps.doctor.places import TableAdvice, advise, lines
+from speedswap.apps.doctor.rates import Rates, TableSpec
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.options import ROW_BY_ROW
+from speedswap.apps.options import ROW_BY_ROW, in_gib
 from speedswap.apps.output import check_scratch
 
 _WIDTH = 80
-_ROWS = "10_000_000"  # of the samples' table, if none is asked about
+_ROWS = "1e7"  # of the samples' table, if none is asked about
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--optimizer", default="adam", help=f"{ROW_BY_ROW} (default: %(default)s)")
     parser.add_argument("--batch", default="65536", metavar="N", help="ids in a step (default: %(default)s)")
     parser.add_argument(
-        "--path", type=Path, metavar="DIR", help="where a table on disk would be (default: the current directory)"
+        "--path", type=Path, default=Path(), metavar="DIR", help="for tables on disk (default: the current directory)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -50,48 +51,40 @@ def run(args: argparse.Namespace) -> int:
     """Examine, measure, print; return the exit status."""
     rows, dim, batch = (_whole(name, getattr(args, name) or _ROWS) for name in ("rows", "dim", "batch"))
     sample = TableSpec(rows, dim, args.optimizer, batch)
-    specs, found = [sample] if args.rows else [], [*examine(batch)]
+    check_scratch(args.path, "path")
+    specs, found, code = [sample] if args.rows else [], list[Finding](), ""
     if args.model is not None:
         specs, finding = embeddings(built(args.model), sample)
         found.append(finding)
-    folder: Path | None = args.path or Path()
-    try:
-        check_scratch(folder, "path")
-    except SettingsError as error:
-        says, _, remedy = str(error).rpartition(": ")
-        found.append(Finding("slow" if args.path is None else "broken", "disk", says, remedy))
-        folder = None
-    tables = advise(specs or [sample], folder)
-    largest = tables[-1]
-    if folder is not None:
-        found.append(of_disk(folder, largest.rates.reads, largest.rates.access))
-    code = lines(tables, is_model=args.model is not None)
+    tables, rates = advise(specs or [sample], args.path)
+    if specs and not (found and found[0].remedy):
+        code = lines(tables, is_model=args.model is not None)
+    found += [of_disk(args.path, rates.reads), *examine(sum(spec.nbytes for spec in specs))]
     if args.json:
-        document: dict[str, Any] = {"findings": [each._asdict() for each in found], "rates": asdict(largest.rates)}
+        document: dict[str, Any] = {"findings": [each._asdict() for each in found], "rates": rates._asdict()}
         if specs:
             document |= {"tables": [*map(_as_json, tables)], "code": code}
         print(json.dumps(document, indent=1))
     else:
-        print("\n".join([*_of_findings(found), "", *_of_rates(largest)]))
-        if specs:
-            print("\n".join(["", *(_of_places(largest) if len(tables) == 1 else _of_tables(tables)), "", code]))
+        advice = () if not specs else _of_places(tables[0]) if len(tables) == 1 else _of_tables(tables)
+        print("\n".join([*_of_findings(found), *_of_rates(tables, rates), *advice, code]).rstrip())
     return int(any(each.level == "broken" for each in found))
-
-
-def _as_json(table: TableAdvice) -> dict[str, Any]:
-    places = [each._asdict() for each in table.options]
-    return {**asdict(table.spec), "bytes": table.nbytes, "places": places, "recommended": table.best.name}
 
 
 def _whole(name: str, text: str) -> int:
     """Read a whole number, also as 1e8."""
     try:
-        number = float(text) if "e" in text.lower() else int(text)
-        if number != int(number):
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise SettingsError(f"{name} is {text[:40]!r}: give a whole number, such as 100000000 or 1e8") from None
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise SettingsError(f"{name} is {text[:40]!r}: give a whole number, such as 100000000 or 1e8")
     return int(number)
+
+
+def _as_json(table: TableAdvice) -> dict[str, Any]:
+    places = [each._asdict() for each in table.options]
+    return {**asdict(table.spec), "bytes": table.spec.nbytes, "places": places, "recommended": table.best.name}
 
 
 def _of_findings(found: Sequence[Finding]) -> Iterator[str]:
@@ -100,44 +93,39 @@ def _of_findings(found: Sequence[Finding]) -> Iterator[str]:
         if each.remedy:
             yield f"{'':<23}→ {each.remedy}"
     counts = Counter(each.level for each in found)
-    yield f"\n{counts['broken']} broken, {counts['slow']} slow, {counts['ok']} ok"
+    yield f"\n{counts['broken']} broken, {counts['slow']} slow, {counts['ok']} ok\n"
 
 
-def _of_rates(table: TableAdvice) -> Iterator[str]:
-    spec, rates, _ = table
-    yield f"Measured, with rows of {rates.record_bytes:,} bytes ({spec.dim} numbers and the state of {spec.optimizer}):"
-    if rates.reads is not None:
-        yield f"  {'disk, random rows read':<28}{rates.reads:8,.0f} rows/s"
-    for name, rate in {
-        "disk, rows written": rates.writes,
-        "memory, random rows read": rates.gather,
-        "memory, random rows written": rates.scatter,
-        "pinned memory to the GPU": rates.to_gpu,
-        "the GPU to pinned memory": rates.from_gpu,
-    }.items():
-        if rate is not None:
-            yield f"  {name:<28}{rate / 1e6:8,.0f} MB/s"
+def _of_rates(tables: Sequence[TableAdvice], rates: Rates) -> Iterator[str]:
+    spec = tables[-1].spec
+    yield f"Measured with rows of {rates.record_bytes:,} bytes ({spec.dim} numbers and the state of {spec.optimizer}):"
+    for place, seconds in rates.step_seconds.items():
+        yield f"  {f'{place}, ids of a step':<26}{1 / seconds:12,.0f} per second"
+    yield f"  {'disk, random rows read':<26}{rates.reads:12,.0f} per second"
+    yield f"  {'disk, rows written':<26}{rates.writes / rates.record_bytes:12,.0f} per second"
+    if others := {table.spec.record_bytes for table in tables} - {rates.record_bytes}:
+        yield textwrap.fill(f"Scaled from these: rows of {', '.join(map(str, sorted(others)))} bytes.", _WIDTH)
 
 
 def _of_places(table: TableAdvice) -> Iterator[str]:
     spec = table.spec
-    size = f"{spec.rows:,} rows × {table.rates.record_bytes:,} bytes = {_gib(table)}"
-    yield f"{size}; a step of {spec.batch:,} ids:"
+    size = f"{spec.rows:,} rows × {spec.record_bytes:,} bytes = {in_gib(spec.nbytes)} GiB"
+    yield f"\n{size}; a step of {spec.batch:,} ids:"
     for each in table.options:
         mark = "→" if each is table.best else " "
-        yield f"{mark} {each.name:<10}{'yes' if each.fits else 'no':<5}{_step_time(each):<20}{each.why}"
+        yield f"{mark} {each.name:<10}{'yes' if each.fits else 'no':<5}{_in_ms(each.seconds):>18}  {each.why}"
+    yield ""
 
 
 def _of_tables(tables: Sequence[TableAdvice]) -> Iterator[str]:
-    yield f"Embeddings, their places, and a step of {tables[0].spec.batch:,} ids in each:"
-    for each in tables:
-        rows = f"{each.spec.rows:,} × {each.spec.dim}"
-        yield f"  {each.spec.name:<17}{rows:>20}{_gib(each):>12}  {each.best.name:<10}{_step_time(each.best)}"
+    yield f"\nTables, their places, and a step of {tables[0].spec.batch:,} ids in each:"
+    for spec, best in ((each.spec, each.best) for each in tables):
+        rows = f"{spec.rows:,} × {spec.dim}"
+        yield f"{rows:>20}{in_gib(spec.nbytes):>9} GiB  {best.name:<9}{_in_ms(best.seconds):>18}  {spec.name}"
+    seconds, nbytes = [each.best.seconds for each in tables], in_gib(sum(each.spec.nbytes for each in tables))
+    in_all = None if None in seconds else sum(filter(None, seconds))
+    yield f"{'in all':>20}{nbytes:>9} GiB  {'':<9}{_in_ms(in_all):>18}\n"
 
 
-def _gib(table: TableAdvice) -> str:
-    return f"{table.nbytes / 2**30:,.1f} GiB"
-
-
-def _step_time(place: PlaceEstimate) -> str:
-    return "" if place.seconds is None else f"about {1000 * place.seconds:,.1f} ms"
+def _in_ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"about {1000 * seconds:,.1f} ms"

@@ -17,7 +17,7 @@ from speedswap.apps.ranks import is_launched
 
 _SLOW_READS = 5000  # rows per second; an NVMe disk has hundreds of thousands
 _IN_MEMORY, _NETWORK = ("tmpfs", "ramfs"), ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "afs")
-_NODES, _SHARED_MEMORY = Path("/sys/devices/system/node"), Path("/dev/shm")
+_NODES = Path("/sys/devices/system/node")
 
 
 class Finding(NamedTuple):
@@ -36,56 +36,39 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def examine(batch: int) -> Iterator[Finding]:
+def examine(nbytes: int = 0) -> Iterator[Finding]:
     """Yield the findings about processors, memory and GPU.
 
     Args:
-        batch: ids in a batch, which a ``DataLoader``'s workers send through shared memory.
+        nbytes: of the tables that are to be trained.
     """
-    yield _threads()
+    cores, used = _machine.cores(), kernels.get_num_threads()
+    idle = 2 * used < cores and not is_launched()  # half of them may be hyperthreads
+    why = "they wait for each other" if used > math.ceil(cores) else "the others are idle" if idle else ""
+    yield _slow_if(why, "threads", f"{used} on {cores:g} cores", f"export OMP_NUM_THREADS={int(cores) or 1}")
     nodes = len(list(_NODES.glob("node[0-9]*")))
-    if nodes > 1:
-        says = f"memory is divided between {nodes} nodes; that of another node is slower"
-        yield Finding("slow", "NUMA", says, "numactl --interleave=all python train.py")
-    if _machine.pages().endswith("never"):
-        remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Finding("slow", "huge pages", "off: random rows take two accesses to memory in place of one", remedy)
-    else:
-        yield Finding("ok", "huge pages", _machine.pages().rpartition(": ")[2])
-    free, limited = size_in_words(_machine.available_bytes()), _machine.group_bytes() is not None
-    says = f"{free} free of {size_in_words(_machine.physical_bytes())}"
-    yield Finding("ok", "memory", says + (", all that the container's limit leaves" if limited else ""))
-    yield _shared_memory(batch)
-    yield from _gpu()
+    why = "that of another node is slower" if nodes > 1 else ""
+    yield _slow_if(why, "NUMA", f"nodes of memory: {nodes or 1}", "numactl --interleave=all python train.py")
+    pages = _machine.pages().rpartition(": ")[2]
+    why = "random rows take two accesses to memory in place of one" if pages == "never" else ""
+    remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    yield _slow_if(why, "huge pages", pages, remedy)
+    free, is_limited = _machine.available_bytes(), _machine.group_bytes() is not None
+    says = f"{size_in_words(free)} free of {size_in_words(_machine.physical_bytes())}"
+    why = f"the tables take {size_in_words(nbytes)}" if nbytes > free else ""
+    remedy = "stored_dtype=torch.bfloat16, state_dtype=torch.bfloat16 (half the bytes), or a place below"
+    yield _slow_if(why, "memory", says + (", all that the container's limit leaves" if is_limited else ""), remedy)
+    yield from _gpu(free)
 
 
-def _threads() -> Finding:
-    share, used = _machine.cores(), kernels.get_num_threads()
-    says = f"{used} on {share:g} cores"
-    if used > math.ceil(share):
-        return Finding(
-            "slow", "threads", f"{says}: they wait for each other", f"export OMP_NUM_THREADS={int(share) or 1}"
-        )
-    if 2 * used < share and not is_launched():  # half of them may be hyperthreads
-        return Finding("slow", "threads", f"{says}: the others are idle", f"export OMP_NUM_THREADS={int(share)}")
-    return Finding("ok", "threads", says)
+def _slow_if(why: str, what: str, says: str, remedy: str) -> Finding:
+    """Return a finding that is slow for a reason, or ok without one."""
+    return Finding("slow", what, f"{says}: {why}", remedy) if why else Finding("ok", what, says)
 
 
-def _shared_memory(batch: int) -> Finding:
-    if not _SHARED_MEMORY.is_dir():
-        return Finding("ok", "/dev/shm", "none")
-    free, workers = shutil.disk_usage(_SHARED_MEMORY).free, math.ceil(_machine.cores())
-    need = 2 * workers * batch * 8  # each worker is two batches ahead
-    says = f"{size_in_words(free)} free"
-    if need <= free:
-        return Finding("ok", "/dev/shm", says)
-    says += f"; {workers} workers of a DataLoader need {size_in_words(need)} for batches of {batch:,} ids"
-    return Finding("broken", "/dev/shm", says, f"docker run --shm-size={(need >> 30) + 1}g … (or fewer workers)")
-
-
-def _gpu() -> Iterator[Finding]:
-    driver, is_seen = driver_version(), torch.cuda.is_available()
-    if not is_seen:
+def _gpu(free: int) -> Iterator[Finding]:
+    driver = driver_version()
+    if not torch.cuda.is_available():
         says, _, remedy = without_gpu(driver).partition("; ")
         yield Finding("ok", "GPU", f"{says}; {remedy}") if driver is None else Finding("broken", "GPU", says, remedy)
         return
@@ -94,37 +77,26 @@ def _gpu() -> Iterator[Finding]:
     for says, _, remedy in (problem.partition("; ") for problem in problems):
         yield Finding("broken", "CuPy", says, remedy)
     reason = kernels.capabilities()["CUDA kernels"]
-    if reason.startswith("none: "):
-        says, _, remedy = reason.removeprefix("none: ").rpartition("; ")
-        if not problems:
-            yield Finding("broken", "CUDA kernels", says or remedy, remedy if says else "speedswap info")
-    else:
+    if not reason.startswith("none: "):
         yield Finding("ok", "CUDA kernels", reason)
+    elif not problems:
+        says, _, remedy = reason.removeprefix("none: ").rpartition("; ")
+        yield Finding("broken", "CUDA kernels", says or remedy, remedy if says else "speedswap info")
     limit = _machine.lockable_bytes()
-    if limit is not None and limit < _machine.available_bytes():
-        says = f"{size_in_words(limit)} may be locked; some systems pin no more, and the table is staged then"
-        yield Finding("slow", "locked memory", says, "ulimit -l unlimited (docker run --ulimit memlock=-1 …)")
+    why = "some systems pin no more, and the table is staged then" if limit is not None and limit < free else ""
+    says = "no limit" if limit is None else f"up to {size_in_words(limit)}"
+    yield _slow_if(why, "locked memory", says, "ulimit -l unlimited (docker run --ulimit memlock=-1 …)")
 
 
-def of_disk(path: Path, rows_per_second: float | None, access: str) -> Finding:
-    """Return the finding about a directory and its file system.
+def of_disk(path: Path, reads: float) -> Finding:
+    """Return the finding about a directory for tables.
 
     Args:
         path: the directory.
-        rows_per_second: random rows of a table on disk that were read there; None if there was no room for it.
-        access: how they were read, as a table's details say it.
+        reads: random rows per second of a table on disk that were read there.
     """
-    kind, free = _machine.file_system(path), shutil.disk_usage(path).free
-    if rows_per_second is None:
-        says = f"{path}: {size_in_words(free)} free are too few to measure, and for most tables"
-        return Finding("slow", "disk", says, "make room, or give another directory: --path DIR")
-    says = f"{path}: {kind or 'unknown file system'}, {size_in_words(free)} free, {rows_per_second:,.0f} random rows/s"
-    if kind in _IN_MEMORY:
-        return Finding("slow", "disk", f"{says}: this is memory", "give a directory on a disk: --path DIR")
-    if kind.startswith(_NETWORK):
-        return Finding("slow", "disk", f"{says}: over a network", "give a directory on a local disk: --path DIR")
-    if rows_per_second < _SLOW_READS:
-        return Finding("slow", "disk", says, "use an NVMe disk, or a cache as large as the table: cache_bytes=…")
-    if not access.startswith("O_DIRECT"):
-        says += ", through the file cache"
-    return Finding("ok", "disk", says + (" (the container's own layer)" if kind == "overlay" else ""))
+    kind, free = _machine.file_system(path), size_in_words(shutil.disk_usage(path).free)
+    says = f"{path}: {kind or 'unknown file system'}, {free} free, {reads:,.0f} random rows/s"
+    why = "this is memory" if kind in _IN_MEMORY else "over a network" if kind.startswith(_NETWORK) else ""
+    remedy = "--path DIR on a local NVMe disk, or a cache as large as the table: cache_bytes=…"
+    return _slow_if(why or ("few" if reads < _SLOW_READS else ""), "disk", says, remedy)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import runpy
 import sys
+import traceback
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,59 +15,75 @@ import torch
 from torch import nn
 
 import speedswap
+from speedswap._words import a_kind
 from speedswap.apps.doctor.findings import Finding
 from speedswap.apps.doctor.rates import TableSpec
 from speedswap.apps.errors import SettingsError
 from speedswap.errors import ConversionError
+from speedswap.swapping.collections.group import TableInGroup
+from speedswap.swapping.table_module import TableModule
 
-_MIN_ROWS = 100_000  # convert's default
+_MIN_ROWS: int = inspect.signature(speedswap.convert).parameters["min_rows"].default
 
 
 def built(target: str) -> nn.Module:
     """Return the model that a function makes without arguments, on the meta device unless it names another.
 
     Args:
-        target: ``module:function`` or ``path.py:function``.
+        target: ``module:function`` or ``path.py:function``. What it prints goes to standard error.
 
     Raises:
-        SettingsError: there is no such function, or it returns no module. The function's own errors are passed on.
+        SettingsError: there is no such function, it raises, or it returns no module.
     """
-    where, _, function = target.rpartition(":")
-    file = Path(where)
-    folder, module = (file.parent, file.stem) if file.suffix == ".py" else (Path(), where)
-    wrong = f"model is {target!r}: give module:function or path.py:function, which returns a torch.nn.Module"
-    sys.path.insert(0, str(folder.absolute()))
+    where, _, name = target.rpartition(":")
+    file = Path(where).absolute()
+    sys.path.insert(0, str(file.parent))
     try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(f"{wrong} ({error})") from error
-    with torch.device("meta"):
-        model = make()
-    if not isinstance(model, nn.Module):
-        raise SettingsError(f"{wrong}, not {type(model).__name__}")
+        with redirect_stdout(sys.stderr):
+            found = runpy.run_path(str(file)) if file.suffix == ".py" else vars(importlib.import_module(where))
+            if name not in found:
+                raise AttributeError(f"{where} has no {name!r}")
+            with torch.device("meta"):
+                model = found[name] if isinstance(found[name], nn.Module) else found[name]()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{name} returns {a_kind(model)}")
+    except (Exception, SystemExit) as error:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(sys.path[0])]
+        place = "".join(f" in {Path(each.filename).name}, line {each.lineno}" for each in frames[-1:])
+        says, *_ = str(error).splitlines() or [""]
+        raise SettingsError(
+            f"model is {target!r}, which raises {type(error).__name__}{place}: {says}; give module:function or "
+            "path.py:function, called without arguments under torch.device('meta') to return a torch.nn.Module"
+        ) from error
     return model
 
 
 def embeddings(model: nn.Module, like: TableSpec) -> tuple[list[TableSpec], Finding]:
-    """Return a model's embeddings of 100,000 rows or more, and whether :func:`speedswap.convert` takes them.
+    """Return a model's tables of 100,000 rows or more, and whether :func:`speedswap.convert` takes its embeddings.
 
     Args:
         model: the model. Where its embeddings are all on meta they are converted, to see whether that works.
         like: has the optimizer and the batch.
     """
-    found = {name: each for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
-    specs, is_tried = list[TableSpec](), False
-    for name, each in found.items():
-        if each.num_embeddings >= _MIN_ROWS:
-            is_ours = isinstance(each, speedswap.Embedding | speedswap.EmbeddingBag)
-            dtype = str(each.weight.dtype).removeprefix("torch.")
-            rows, dim = each.num_embeddings, each.embedding_dim
-            specs.append(replace(like, rows=rows, dim=dim, name=name, dtype=dtype, is_converted=is_ours))
-            is_tried |= not is_ours
-    if is_tried and all(each.weight.is_meta for each in found.values()):
+    kinds = (nn.Embedding, nn.EmbeddingBag, TableInGroup)
+    found = {name: each for name, each in model.named_modules() if isinstance(each, kinds)}
+    specs = [
+        replace(
+            like,
+            rows=each.num_embeddings,
+            dim=each.embedding_dim,
+            name=name,
+            dtype=str(each.weight.dtype).removeprefix("torch."),
+            is_converted=isinstance(each, TableModule | TableInGroup),
+        )
+        for name, each in found.items()
+        if each.num_embeddings >= _MIN_ROWS
+    ]
+    if not all(spec.is_converted for spec in specs) and all(each.weight.is_meta for each in found.values()):
         try:
             speedswap.convert(model, storage="pageable")
         except ConversionError as error:
             says, _, remedy = str(error).rpartition("\n")
-            return specs, Finding("broken", "model", says, remedy)
-    return specs, Finding("ok", "model", f"{len(specs)} embeddings of {_MIN_ROWS:,} rows or more")
+            return specs, Finding("broken", "model", " ".join(says.split()), remedy)
+    says = f"{len(specs)} of {len(found)} tables have {_MIN_ROWS:,} rows or more; convert leaves smaller ones"
+    return specs, Finding("ok", "model", says)

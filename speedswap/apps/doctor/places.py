@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from speedswap._machine import available_bytes
-from speedswap.apps.doctor.rates import Rates, TableSpec
-from speedswap.apps.options import named_optimizer
+from speedswap.apps.doctor.rates import Rates, TableSpec, measured
+from speedswap.apps.options import in_gib, named_optimizer
 from speedswap.tables.disk.cache import cache_bytes_for
 
-_SHARE = 0.8  # of free memory, for a table
+_TIMES_IN_MEMORY = 1.25  # a table's bytes that have to be free
 _TIMES_ON_DISK = 3  # docs/disk.md: rows that training touches
 _TIMES_WRITTEN = 1.5  # docs/disk.md: a changed row, in the long run
+_LEAST_BYTES, _PAGE_BYTES = 256, 4096  # narrower rows take as long: in a step, and to read from a disk
 
 
 class PlaceEstimate(NamedTuple):
@@ -28,67 +29,22 @@ class PlaceEstimate(NamedTuple):
         name: ``device``, ``pinned``, ``pageable``, ``disk`` or ``ranks``.
         fits: whether the table fits there.
         why: in a few words, why or why not.
-        seconds: estimated, of a step whose ids are all equally likely, which no cache helps; None where the table does
-            not fit, or the rates are not known.
-        storage: the place as code; empty if it cannot be used here.
+        seconds: estimated, of a step whose ids are all equally likely, which no cache helps; None for ranks.
+        storage: the place as code.
     """
 
     name: str
     fits: bool
     why: str
     seconds: float | None
-    storage: str = ""
-
-
-def estimate(
-    spec: TableSpec, rates: Rates, folder: Path | None, taken: Mapping[str, int] | None = None
-) -> Iterator[PlaceEstimate]:
-    """Yield every place with what a table costs there, the fastest first.
-
-    Args:
-        spec: the table.
-        rates: of this machine, for this table.
-        folder: where a table on disk would be made.
-        taken: bytes of other tables, by the name of their place.
-    """
-    table_bytes = spec.rows * rates.record_bytes
-    seconds = _step_seconds(spec, rates)
-    in_use = Counter(taken)
-    near, host = torch.cuda.mem_get_info()[0] if rates.to_gpu else None, available_bytes()
-    on_host = in_use["pinned"] + in_use["pageable"]
-
-    def place(name: str, storage: str, free: int, used: int, times: int = 1) -> PlaceEstimate:
-        fits = times * (table_bytes + used) <= (_SHARE if times == 1 else 1) * free
-        why = f"{'up to ' * (times > 1)}{_gib(times * table_bytes)} of {_gib(max(0, free - times * used))} free"
-        return PlaceEstimate(name, fits, why, seconds[name] if fits else None, storage)
-
-    if near is None:
-        yield from (PlaceEstimate(name, False, "no usable GPU", None) for name in ("device", "pinned"))
-    else:
-        yield place("device", "speedswap.Device()", near, in_use["device"])
-        yield place("pinned", "speedswap.Pinned()", host, on_host)
-    yield place("pageable", "speedswap.Pageable()", host, on_host)
-    if folder is None or "disk" not in seconds:
-        yield PlaceEstimate("disk", False, "no directory to write to", None)
-    else:
-        disk = f"speedswap.Disk({str(_unused(folder.absolute(), spec.name or 'embedding'))!r})"
-        yield place("disk", disk, shutil.disk_usage(folder).free, in_use["disk"], _TIMES_ON_DISK)
-    machines = math.ceil((table_bytes + on_host + in_use["ranks"]) / (_SHARE * host))
-    why = f"{machines:,} machines with as much free memory" if machines > 1 else "one machine is enough"
-    yield PlaceEstimate("ranks", machines > 1, why, None, "speedswap.Ranks()")
+    storage: str
 
 
 class TableAdvice(NamedTuple):
-    """A table, the rates measured for it, and its places, the fastest first."""
+    """A table and its places, the fastest first."""
 
     spec: TableSpec
-    rates: Rates
     options: Sequence[PlaceEstimate]
-
-    @property
-    def nbytes(self) -> int:
-        """The table's bytes, with the optimizer's state."""
-        return self.spec.rows * self.rates.record_bytes
 
     @property
     def best(self) -> PlaceEstimate:
@@ -96,49 +52,63 @@ class TableAdvice(NamedTuple):
         return next(each for each in self.options if each.fits)
 
 
-def advise(specs: Sequence[TableSpec], folder: Path | None) -> list[TableAdvice]:
-    """Measure this machine's rates for tables of each width, and find places that hold all tables together.
+def advise(specs: Sequence[TableSpec], folder: Path) -> tuple[list[TableAdvice], Rates]:
+    """Find places that hold all tables together, with rates measured for the largest.
 
     The smaller a table, the earlier it chooses: the most tables are then in the fastest places.
 
+    Args:
+        specs: the tables, at least one.
+        folder: where tables on disk would be made.
+
     Returns:
-        The tables by their bytes, the largest last.
+        The tables by their bytes, the largest last, and the rates.
     """
-    longest = {(spec.dim, spec.dtype): spec for spec in sorted(specs, key=lambda spec: spec.rows)}
-    rates = {width: Rates.measured(spec, folder) for width, spec in longest.items()}
-    tables = [TableAdvice(spec, rates[spec.dim, spec.dtype], ()) for spec in specs]
-    taken, found = Counter[str](), list[TableAdvice]()
-    for table in sorted(tables, key=lambda table: table.nbytes):
-        found.append(table._replace(options=[*estimate(table.spec, table.rates, folder, taken)]))
-        taken[found[-1].best.name] += table.nbytes
-    return found
+    specs = sorted(specs, key=lambda spec: spec.nbytes)
+    rates, taken, found = measured(specs[-1], folder), Counter[str](), list[TableAdvice]()
+    for spec in specs:
+        found.append(TableAdvice(spec, [*estimate(spec, rates, folder, taken)]))
+        taken[found[-1].best.name] += spec.nbytes
+    return found, rates
+
+
+def estimate(spec: TableSpec, rates: Rates, folder: Path, taken: Counter[str]) -> Iterator[PlaceEstimate]:
+    """Yield every place that this machine has with what a table costs there, the fastest first, and at last ranks.
+
+    Args:
+        spec: the table.
+        rates: of this machine.
+        folder: where a table on disk would be made.
+        taken: bytes of other tables, by the name of their place.
+    """
+    host, on_host = available_bytes(), taken["pinned"] + taken["pageable"]
+    path = folder.absolute() / (spec.name or "embedding")
+    room = {
+        "device": (torch.cuda.mem_get_info()[0] if "device" in rates.step_seconds else 0, taken["device"]),
+        "pinned": (host, on_host),
+        "pageable": (host, on_host),
+        "disk": (shutil.disk_usage(folder).free, taken["disk"]),
+    }
+    for name, seconds in _step_seconds(spec, rates).items():
+        (free, used), times = room[name], _TIMES_ON_DISK if name == "disk" else _TIMES_IN_MEMORY
+        needed, left = int(times * spec.nbytes), max(0, free - int(times * used))
+        why = f"{in_gib(needed)} GiB needed, {in_gib(left)} free"
+        code = f"speedswap.{name.title()}({repr(str(path)) if name == 'disk' else ''})"
+        yield PlaceEstimate(name, needed <= left, why, seconds, code)
+    machines = math.ceil(_TIMES_IN_MEMORY * (spec.nbytes + on_host + taken["ranks"]) / max(1, host))
+    why = f"{machines:,} machines with as much free memory" if machines > 1 else "one machine is enough"
+    yield PlaceEstimate("ranks", machines > 1, why, None, "speedswap.Ranks()")
 
 
 def _step_seconds(spec: TableSpec, rates: Rates) -> dict[str, float]:
-    """Return the seconds of a step by place."""
-    unique = distinct(spec.rows, spec.batch)
-    moved = unique * rates.record_bytes
-    own = rates.lookup_seconds * spec.batch
-    host = moved / rates.gather + moved / rates.scatter
-    found = {"pageable": own + host}
-    if rates.to_gpu and rates.from_gpu:
-        bus = moved / rates.to_gpu + moved / rates.from_gpu
-        found = {"device": own, "pinned": own + bus, "pageable": own + bus + host}
-    if rates.reads and rates.writes:
-        table_bytes = spec.rows * rates.record_bytes
-        missing = 1 - cache_bytes_for(table_bytes, None) / table_bytes
-        disk = unique / rates.reads + _TIMES_WRITTEN * moved / rates.writes
-        found["disk"] = found["pageable"] + missing * disk
-    return found
-
-
-def distinct(rows: int, batch: int) -> float:
-    """Return how many different rows a batch of equally likely ids has on average.
-
-    >>> distinct(10**9, 1000), distinct(1, 1000)  # doctest: +ELLIPSIS
-    (999.99..., 1.0)
-    """
-    return rows * -math.expm1(batch * math.log1p(-1 / rows)) if rows > 1 else 1.0
+    """Return the seconds of a step by place, from the rates of a table whose rows may be of another width."""
+    own, theirs = spec.record_bytes, rates.record_bytes
+    wider = max(own, _LEAST_BYTES) / max(theirs, _LEAST_BYTES)
+    found = {place: wider * spec.batch * seconds for place, seconds in rates.step_seconds.items()}
+    distinct = spec.rows * (1 - (1 - 1 / spec.rows) ** spec.batch)  # if all ids are equally likely
+    missing = 1 - cache_bytes_for(spec.nbytes, None) / spec.nbytes
+    read = max(own, _PAGE_BYTES) / max(theirs, _PAGE_BYTES) / rates.reads
+    return found | {"disk": found["pageable"] + missing * distinct * (read + _TIMES_WRITTEN * own / rates.writes)}
 
 
 def lines(tables: Sequence[TableAdvice], is_model: bool = False) -> str:
@@ -158,13 +128,3 @@ def lines(tables: Sequence[TableAdvice], is_model: bool = False) -> str:
     if any(each.best.name == "ranks" for each in tables):
         made.append("# run on each machine by torchrun, after torch.distributed.init_process_group()")
     return "\n".join(made)
-
-
-def _unused(folder: Path, name: str) -> Path:
-    """Return the path of a table that does not exist yet."""
-    names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
-    return next(folder / name for name in names if not (folder / name).exists())
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"

@@ -1,12 +1,14 @@
-"""Rates of this machine, measured in seconds on samples of the table in question."""
+"""Rates of this machine, measured in seconds on samples of a table."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -14,16 +16,17 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap import kernels
 from speedswap._machine import available_bytes
+from speedswap._words import size_in_words
 from speedswap.apps.bench.measure import in_turn
-from speedswap.apps.bench.workload import random_batches
+from speedswap.apps.errors import SettingsError
 from speedswap.apps.files import scratch_folder
 from speedswap.apps.options import WIDEST, named_optimizer, whole
-from speedswap.tables import Block, Storage
+from speedswap.tables import Storage
 
-_MEMORY_SAMPLE, _DISK_SAMPLE, _LINK_SAMPLE = 1 << 29, 1 << 28, 1 << 26  # bytes
+_MEMORY_SAMPLE, _DISK_SAMPLE, _LEAST_FREE = 1 << 29, 1 << 26, 1 << 28  # bytes
 _CACHE_BYTES = 4 << 20  # of the table on disk, most of whose rows are not in it
-_MOST_LOOKUPS = 65_536
-_WRITE_SECONDS, _READ_SECONDS = 1.5, 1.0
+_MOST_LOOKUPS, _READS, _BATCHES = 65_536, 512, 32
+_READ_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class TableSpec:
         batch: ids in a step.
         name: of the table.
         dtype: of its numbers, such as ``bfloat16``.
-        is_converted: whether a model has it as an embedding of speedswap already.
+        is_converted: whether a model has it as a table of speedswap already.
 
     Raises:
         SettingsError: a number is out of range, or no optimizer has the name.
@@ -66,116 +69,88 @@ class TableSpec:
         speedswap.attach(optimizer, items)
         return items, optimizer
 
+    @property
     def record_bytes(self) -> int:
-        """Return the bytes of a row with its optimizer state, as a table in memory holds it."""
-        items, _ = self.training(1, "pageable", "cpu")
-        return items.table.nbytes
+        """The bytes of a row with its optimizer state, as a table in memory holds it."""
+        return _record_bytes(self.dim, self.optimizer, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The table's bytes, with the optimizer's state."""
+        return self.rows * self.record_bytes
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Measured rates; None if there is no GPU, or no directory to write to.
+@functools.cache
+def _record_bytes(dim: int, optimizer: str, dtype: str) -> int:
+    items, _ = TableSpec(1, dim, optimizer, 1, dtype=dtype).training(1, "pageable", "cpu")
+    return items.table.nbytes
+
+
+class Rates(NamedTuple):
+    """Rates of one table on this machine.
 
     Attributes:
         record_bytes: of a row with its optimizer state.
-        gather, scatter: random rows of a table in host memory, in bytes per second.
-        lookup_seconds: of a step, per id, besides gather and scatter.
+        step_seconds: of a training step, per id, by place: ``pageable``, and with a GPU ``device`` and ``pinned``.
         reads: rows per second, at random, of a table on disk that are in no cache.
         writes: bytes per second of rows that such a table writes.
-        access: how it reads, as :class:`speedswap.Table` on disk says it.
-        to_gpu, from_gpu: pinned memory to the GPU and back, in bytes per second.
     """
 
     record_bytes: int
-    gather: float
-    scatter: float
-    lookup_seconds: float
-    reads: float | None = None
-    writes: float | None = None
-    access: str = ""
-    to_gpu: float | None = None
-    from_gpu: float | None = None
-
-    @classmethod
-    def measured(cls, spec: TableSpec, folder: Path | None) -> Rates:
-        """Measure with samples of a table: half a GiB in memory, a quarter in a temporary directory in ``folder``."""
-        record = spec.record_bytes()
-        rows = max(2, min(spec.rows, _MEMORY_SAMPLE // record, available_bytes() // 8 // record))
-        gather, scatter, step = _seconds(spec, rows, record, "pageable", "cpu")
-        own = max(0.0, step - gather - scatter)
-        bus: tuple[float, float] | tuple[None, None] = (None, None)
-        if kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none"):
-            (_, _, own), bus = _seconds(spec, rows, record, "device", "cuda"), _links()
-        reads, writes, access = None, None, ""
-        if folder is not None and shutil.disk_usage(folder).free > 4 * _DISK_SAMPLE:
-            reads, writes, access = _of_disk(spec, record, folder)
-        moved = _lookups(spec, rows) * record
-        own /= _lookups(spec, rows)
-        return cls(record, moved / gather, moved / scatter, own, reads, writes, access, *bus)
+    step_seconds: dict[str, float]
+    reads: float
+    writes: float
 
 
-def _lookups(spec: TableSpec, rows: int) -> int:
-    return max(1, min(spec.batch, _MOST_LOOKUPS, rows // 2))
+def measured(spec: TableSpec, folder: Path) -> Rates:
+    """Measure with samples of a table: half a GiB per place in memory, and 64 MiB in a temporary directory in a folder.
+
+    Raises:
+        SettingsError: the folder's disk has too little room.
+    """
+    if (free := shutil.disk_usage(folder).free) < _LEAST_FREE:
+        raise SettingsError(f"path is {str(folder)!r}, with {size_in_words(free)} free: give a directory with 1 GiB")
+    has_gpu = kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none")
+    places = ("device", "pinned", "pageable") if has_gpu else ("pageable",)
+    seconds = {place: _step_seconds(spec, place, "cuda" if has_gpu else "cpu") for place in places}
+    return Rates(spec.record_bytes, seconds, *_of_disk(spec, folder))
 
 
-def _seconds(spec: TableSpec, rows: int, record: int, storage: str, device: str) -> tuple[float, float, float]:
-    """Return the seconds of a gather, a scatter and a step, each of distinct random rows."""
-    items, optimizer = spec.training(rows, storage, device)
-    drawn = random_batches(rows, _lookups(spec, rows), record, device)
-    batches = [kernels.unique(batch.near)[0] for batch in drawn]
-    values = items.table.lease(batches[0]).columns
-    grad = torch.ones_like(values["weight"])
-
-    def gather(call: int) -> None:
-        items.table.lease(batches[call % len(batches)])
-
-    def scatter(call: int) -> None:
-        items.table.give_back(Block(batches[call % len(batches)], {}), values)
+def _step_seconds(spec: TableSpec, place: str, device: str) -> float:
+    """Return the seconds per id of steps with random ids, on a sample that has as many ids per row as the table."""
+    lookups = max(1, min(spec.batch, _MOST_LOOKUPS, _MEMORY_SAMPLE // 4 // spec.record_bytes))
+    most = min(_MEMORY_SAMPLE, available_bytes() // 8) // spec.record_bytes
+    rows = max(1, min(spec.rows * lookups // spec.batch, most))
+    items, optimizer = spec.training(rows, place, device)
+    batches = torch.randint(rows, (_BATCHES, lookups), device=device)
 
     def step(call: int) -> None:
-        items(batches[call % len(batches)]).backward(grad)
+        items(batches[call % _BATCHES]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds = in_turn({way: way for way in (gather, scatter, step)}, repeats=3, warm_up=1)
+    seconds = in_turn({place: step}, repeats=5, warm_up=1)[place]
     items.table.close()
-    return seconds[gather], seconds[scatter], seconds[step]
+    return seconds / lookups
 
 
-def _of_disk(spec: TableSpec, record: int, folder: Path) -> tuple[float, float, str]:
-    """Write rows of a table on disk for a while, then read some of them at random."""
-    rows, least = _DISK_SAMPLE // record, 4 * _CACHE_BYTES // record
+def _of_disk(spec: TableSpec, folder: Path) -> tuple[float, float]:
+    """Write rows of a table on disk, then read some of them at random, for a while."""
+    rows = max(1, _DISK_SAMPLE // spec.record_bytes)
     with ExitStack() as stack:
         scratch, remove = scratch_folder(stack, folder)
         stack.callback(remove)
         place = speedswap.Disk(scratch / "items", cache_bytes=_CACHE_BYTES, scratch=True)
         items, _ = spec.training(rows, place, "cpu")
         stack.callback(items.table.close)
-        values, written, begin = (
-            torch.rand(max(1, least // 4), spec.dim, dtype=items.weight.dtype),
-            0,
-            time.perf_counter(),
-        )
-        while written < rows and (written < least or time.perf_counter() - begin < _WRITE_SECONDS):
-            items.table.write(written, values[: rows - written])
-            written = min(rows, written + len(values))
+        values, begin = torch.rand(rows, spec.dim, dtype=items.weight.dtype), time.perf_counter()
+        items.table.write(0, values)
         items.table.drain()
-        wrote = time.perf_counter() - begin
-        generator, count, spent = torch.Generator().manual_seed(0), 64, 0.0
-        while spent < _READ_SECONDS:
-            ids, _ = kernels.unique(torch.randint(written, (min(count, written),), generator=generator))
-            begin = time.perf_counter()
+        written, read, begin = time.perf_counter() - begin, 0, time.perf_counter()
+        while not read or time.perf_counter() - begin < _READ_SECONDS:
+            ids, _ = kernels.unique(torch.randint(rows, (_READS,)))
             items.table.gather(ids)
-            took = time.perf_counter() - begin
-            spent, count = spent + took, min(4 * count, _lookups(spec, written))
-        missed = 1 - _CACHE_BYTES / (written * record)
-        access = items.table.store.files.details()["access"]  # type: ignore[union-attr]
-    return len(ids) * missed / took, written * record / wrote, access
-
-
-def _links() -> tuple[float, float]:
-    """Return the bytes per second of copies from pinned memory to the GPU, and back."""
-    host = torch.empty(_LINK_SAMPLE, dtype=torch.uint8, pin_memory=True)
-    near = host.to("cuda")
-    seconds = in_turn({"to": lambda call: near.copy_(host), "from": lambda call: host.copy_(near)}, repeats=5)
-    return _LINK_SAMPLE / seconds["to"], _LINK_SAMPLE / seconds["from"]
+            read += len(ids)
+        reads = read / (time.perf_counter() - begin)
+    nbytes = rows * spec.record_bytes
+    return reads * (1 - _CACHE_BYTES / nbytes), nbytes / written
