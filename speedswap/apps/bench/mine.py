@@ -101,7 +101,7 @@ def read_ids(path: Path, column: str | None = None) -> Tensor:
         except BenchmarkError:
             raise
         except (ValueError, OverflowError) as error:  # also NumPy's and pyarrow's
-            remedy = "give whole numbers of 64 bits; speedswap.IdMap makes rows of any keys"
+            remedy = "give whole numbers of 64 bits without a heading; speedswap.IdMap makes rows of any keys"
             raise BenchmarkError(f"the file of ids {path} cannot be used ({error}): {remedy}") from error
     if not len(values):
         raise BenchmarkError(f"{path} has no ids: give a file with whole numbers")

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         document: dict[str, Any] = {"findings": [each._asdict() for each in found], "rates": rates._asdict()}
         if specs:
             document |= {"tables": [*map(_as_json, tables)], "code": code}
-        print(json.dumps(document, indent=1))
+        print(json.dumps(document, indent=1, default=str))
     else:
         advice = () if not specs else _of_places(tables[0]) if len(tables) == 1 else _of_tables(tables)
         print("\n".join([*_of_findings(found), *_of_rates(tables, rates), *advice, code]).rstrip())

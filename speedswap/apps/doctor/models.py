@@ -8,7 +8,6 @@ import runpy
 import sys
 import traceback
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,8 +20,9 @@ from speedswap.apps.doctor.rates import TableSpec
 from speedswap.apps.errors import SettingsError
 from speedswap.errors import ConversionError
 from speedswap.swapping.collections.group import TableInGroup
-from speedswap.swapping.table_module import TableModule
 
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_OURS = (speedswap.Embedding, speedswap.EmbeddingBag, TableInGroup)
 _MIN_ROWS: int = inspect.signature(speedswap.convert).parameters["min_rows"].default
 
 
@@ -65,19 +65,13 @@ def embeddings(model: nn.Module, like: TableSpec) -> tuple[list[TableSpec], Find
         model: the model. Where its embeddings are all on meta they are converted, to see whether that works.
         like: has the optimizer and the batch.
     """
-    kinds = (nn.Embedding, nn.EmbeddingBag, TableInGroup)
-    found = {name: each for name, each in model.named_modules() if isinstance(each, kinds)}
+    found = {name: each for name, each in model.named_modules() if isinstance(each, _TABLES + _OURS)}
     specs = [
-        replace(
-            like,
-            rows=each.num_embeddings,
-            dim=each.embedding_dim,
-            name=name,
-            dtype=str(each.weight.dtype).removeprefix("torch."),
-            is_converted=isinstance(each, TableModule | TableInGroup),
+        TableSpec(
+            rows, each.embedding_dim, like.optimizer, like.batch, name, each.weight.dtype, isinstance(each, _OURS)
         )
         for name, each in found.items()
-        if each.num_embeddings >= _MIN_ROWS
+        if (rows := each.num_embeddings) >= _MIN_ROWS
     ]
     if not all(spec.is_converted for spec in specs) and all(each.weight.is_meta for each in found.values()):
         try:

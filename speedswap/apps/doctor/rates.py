@@ -38,7 +38,7 @@ class TableSpec:
         optimizer: the name of one of ``torch.optim``.
         batch: ids in a step.
         name: of the table.
-        dtype: of its numbers, such as ``bfloat16``.
+        dtype: of its numbers.
         is_converted: whether a model has it as a table of speedswap already.
 
     Raises:
@@ -50,7 +50,7 @@ class TableSpec:
     optimizer: str
     batch: int
     name: str = "items"
-    dtype: str = "float32"
+    dtype: torch.dtype = torch.float32
     is_converted: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class TableSpec:
         Raises:
             OptimizerError: the optimizer cannot train rows alone; the message says why.
         """
-        items = speedswap.Embedding(rows, self.dim, storage=storage, device=device, dtype=getattr(torch, self.dtype))
+        items = speedswap.Embedding(rows, self.dim, storage=storage, device=device, dtype=self.dtype)
         optimizer = named_optimizer(self.optimizer)(items.parameters())  # type: ignore[call-arg]
         speedswap.attach(optimizer, items)
         return items, optimizer
@@ -81,7 +81,7 @@ class TableSpec:
 
 
 @functools.cache
-def _record_bytes(dim: int, optimizer: str, dtype: str) -> int:
+def _record_bytes(dim: int, optimizer: str, dtype: torch.dtype) -> int:
     items, _ = TableSpec(1, dim, optimizer, 1, dtype=dtype).training(1, "pageable", "cpu")
     return items.table.nbytes
 
@@ -143,7 +143,7 @@ def _of_disk(spec: TableSpec, folder: Path) -> tuple[float, float]:
         place = speedswap.Disk(scratch / "items", cache_bytes=_CACHE_BYTES, scratch=True)
         items, _ = spec.training(rows, place, "cpu")
         stack.callback(items.table.close)
-        values, begin = torch.rand(rows, spec.dim, dtype=items.weight.dtype), time.perf_counter()
+        values, begin = torch.rand(rows, spec.dim, dtype=spec.dtype), time.perf_counter()
         items.table.write(0, values)
         items.table.drain()
         written, read, begin = time.perf_counter() - begin, 0, time.perf_counter()
