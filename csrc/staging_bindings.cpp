@@ -1,10 +1,13 @@
 // Launches and staged moves for Python. Pointers and handles are integers, as in bindings.cpp.
 #include "staging_bindings.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "cuda_driver.h"
 #include "pointer.h"
@@ -77,12 +80,72 @@ void launch_kernel(int device, uintptr_t kernel, unsigned grid, unsigned threads
     if (waits) without_gil([&] { wait_for_stream(device, at<void>(stream)); });
 }
 
+int64_t number(py::handle value) {
+    return py::cast<int64_t>(value);
+}
+
+// A method of a tensor, called without arguments.
+py::object call(py::handle tensor, py::handle method) {
+    PyObject* const found = PyObject_CallMethodNoArgs(tensor.ptr(), method.ptr());
+    if (!found) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(found);
+}
+
+// The names of what is asked of every feature's tensor, made once.
+struct Names {
+    py::str data_ptr{"data_ptr"}, itemsize{"itemsize"}, shape{"shape"}, stride{"stride"};
+
+    static const Names& get() {
+        static const Names* const names = new Names;  // not freed: the interpreter may end first
+        return *names;
+    }
+
+    int64_t address(py::handle tensor) const { return number(call(tensor, data_ptr)); }
+    bool is_narrow(py::handle tensor) const { return number(tensor.attr(itemsize)) == sizeof(int32_t); }
+};
+
+// `into` has 2 + 13 · features numbers: a flag, the starts, the begins, and the features as lookups.cuh has them.
+int64_t describe_features(uintptr_t into, const py::sequence& ids, const std::pair<py::sequence, py::sequence>& ranges,
+                          const std::optional<py::sequence>& outside, const py::sequence& starts,
+                          const std::optional<py::sequence>& begins, const py::sequence& bags) {
+    const Names& names = Names::get();
+    const size_t count = starts.size() - 1;
+    int64_t end = 0, *next = at<int64_t>(into);
+    *next++ = 0;
+    for (const py::handle start : starts)
+        *next++ = number(start);
+    for (size_t i = 0; i < count; ++i)
+        *next++ = begins ? number((*begins)[i]) : 0;
+    for (size_t i = 0; i < count; ++i) {
+        const py::object own = ids[ids.size() == 1 ? 0 : i];
+        const py::tuple shape = own.attr(names.shape), stride = call(own, names.stride);
+        const bool is_matrix = stride.size() > 1;
+        const int64_t base = number(ranges.first[i]), limit = number(ranges.second[i]);
+        *next++ = names.address(own);
+        *next++ = names.is_narrow(own);
+        *next++ = is_matrix ? std::max<int64_t>(1, number(shape[1])) : 1;
+        *next++ = number(stride[0]);
+        *next++ = is_matrix ? number(stride[1]) : 0;
+        *next++ = base;
+        *next++ = limit;
+        *next++ = outside ? number((*outside)[i]) : -1;
+        const py::object offsets = bags.size() ? py::object(bags[i][py::int_(0)]) : py::none();
+        *next++ = offsets.is_none() ? 0 : names.address(offsets);
+        *next++ = !offsets.is_none() && names.is_narrow(offsets);
+        *next++ = bags.size() && py::cast<bool>(bags[i][py::int_(1)]);
+        end = std::max(end, base + limit);
+    }
+    return end;
+}
+
 }  // namespace
 
 void bind_staging(py::module_& module) {
     using py::arg;
     module.def("launch", &launch_kernel, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),
                arg("arguments"), arg("waits") = false);
+    module.def("describe_features", &describe_features, arg("into"), arg("ids"), arg("ranges"), arg("outside"),
+               arg("starts"), arg("begins"), arg("bags"));
     py::class_<StagingRing>(module, "StagingRing")
         .def(py::init([](int device, uintptr_t copies, uintptr_t kernels) {
                  return StagingRing(device, at<void>(copies), at<void>(kernels));

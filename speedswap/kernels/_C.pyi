@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 _Copied = tuple[int, int, int, int]  # offset, width, block, block_stride: bytes and a pointer
 _Converted = tuple[int, int, int, int, int, bool, int]  # and form, stochastic, key
 _Part = _Copied | _Converted
@@ -283,6 +285,19 @@ def launch(
     arguments: tuple[int | float | bytes, ...],
     waits: bool = False,
 ) -> None: ...
+
+# Writes features for the kernels of lookups.cuh to 2 + 13 · count numbers: a flag, starts, begins, and the features.
+# Ranges are first rows and numbers of rows; bags are offsets, and whether the last is the number of ids. Returns the
+# greatest end of a range.
+def describe_features(
+    into: int,
+    ids: Sequence[Tensor],
+    ranges: tuple[Sequence[int], Sequence[int]],
+    outside: Sequence[int] | None,
+    starts: Sequence[int],
+    begins: Sequence[int] | None,
+    bags: Sequence[tuple[Tensor | None, bool]],
+) -> int: ...
 
 class StagingRing:
     def __init__(self, device: int, copies: int, kernels: int) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class FeatureIds:
         ids = [self.ids] if isinstance(self.ids, Tensor) else self.ids
         begins = self.begins.tolist() if self.begins is not None and self.begins.is_cpu else None
         ranges, starts = (self.bases.tolist(), self.limits.tolist()), [*accumulate(counts, initial=0)]
-        return FeatureTable(ids, ranges, repeat(-1, len(counts)), starts, begins, self.offsets)
+        return FeatureTable(ids, ranges, None, starts, begins, self.offsets)
 
     def on_host(self) -> FeatureIds:
         """Return the ids in host memory, after waiting for them."""

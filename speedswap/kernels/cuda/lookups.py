@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from operator import add
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from speedswap.kernels import _C
 from speedswap.kernels.cuda.launch import launch_threads
 from speedswap.kernels.cuda.shapes import BATCHES_PER_LAUNCH, KEYS_PER_THREAD, batches_argument
-
-
-def _bags_of(bags: tuple[Tensor | None, bool]) -> tuple[int, bool, bool]:
-    """Return a feature's offsets in the kernels' form: address, dtype, and if the last is the number of ids."""
-    offsets, closed = bags
-    return (0, False, closed) if offsets is None else (offsets.data_ptr(), offsets.dtype is torch.int32, closed)
 
 
 class FeatureTable:
@@ -27,7 +20,7 @@ class FeatureTable:
     Args:
         ids: each feature's ids, int32 or int64, of one or two dimensions, on a GPU; or a list of the ids of all.
         ranges: each feature's first row and number of rows.
-        outside: the rows of ids out of range.
+        outside: the rows of ids out of range; -1 by default.
         starts: the position of each feature's first id among those of all, and their number.
         begins: the index of each feature's first id in ``ids``; by default 0.
         bags: each feature's offsets, int32 or int64, if any, and True if the last of them is its number of ids.
@@ -43,31 +36,19 @@ class FeatureTable:
         self,
         ids: Sequence[Tensor],
         ranges: tuple[Sequence[int], Sequence[int]],
-        outside: Iterable[int],
+        outside: Sequence[int] | None,
         starts: Sequence[int],
         begins: Sequence[int] | None = None,
         bags: Sequence[tuple[Tensor | None, bool]] = (),
     ) -> None:
         self.count = len(starts) - 1
-        self.num_ids, self.end = starts[-1], max(map(add, *ranges), default=0)
-        self.device = ids[0].device
-        # The flag, count + 1 starts, count begins, and the features as in csrc/lookups.cuh.
-        first = 2 + 2 * self.count
-        numbers = [0, *starts, *(begins or [0] * self.count)]
-        own_ids = [(each.data_ptr(), each.dtype is torch.int32, each.shape, each.stride()) for each in ids]
-        own_ids *= self.count if len(ids) == 1 else 1
-        own_bags = map(_bags_of, bags) if bags else [(0, 0, 0)] * self.count
-        for (address, is_narrow, shape, stride), base, limit, out, of_bags in zip(
-            own_ids, *ranges, outside, own_bags, strict=True
-        ):
-            inner = ((shape[1] or 1), *stride) if stride[1:] else (1, *stride, 0)  # ids per bag, and strides
-            numbers += address, is_narrow, *inner, base, limit, out, *of_bags
-        held = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-        struct.pack_into(f"{len(numbers)}q", held.numpy(), 0, *numbers)  # type: ignore[arg-type]
+        self.num_ids, self.device = starts[-1], ids[0].device
+        held = torch.empty(2 + 13 * self.count, dtype=torch.int64, pin_memory=True)
+        self.end = _C.describe_features(held.data_ptr(), ids, ranges, outside, starts, begins, bags)
         self._read = ids, bags  # alive while the kernels read them
         self._near = held.to(self.device, non_blocking=True)
         self.flag = address = self._near.data_ptr()
-        self.starts, self.features = address + 8, address + 8 * first
+        self.starts, self.features = address + 8, address + 8 * (2 + 2 * self.count)
         self.begins = 0 if begins is None else address + 8 * (2 + self.count)
 
     @property
