@@ -16,8 +16,10 @@ from speedswap.kernels.host import LARGE_BYTES, address, as_ids, empty, get_num_
 if TYPE_CHECKING:
     from speedswap.kernels.cuda.hot import HotRecords
 
-# kernels/cuda/engines.py has them; auto is zero_copy for pinned memory, and staged for any other.
-ENGINES = ("auto", "zero_copy", "staged", "split")
+# The engines of kernels/cuda/engines.py, for pinned memory; other memory is staged. Of each, the share of the rows that
+# a kernel moves directly; the others are staged.
+SHARES = {"auto": 1.0, "zero_copy": 1.0, "staged": 0.0, "split": 0.5}
+ENGINES = tuple(SHARES)
 
 # As in csrc/rows_cpu.h.
 _FORMS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
@@ -99,6 +101,13 @@ class Records(NamedTuple):
     fence: Fence | None = None
     ahead: bool = False
     hot: HotRecords | None = None
+
+    @property
+    def direct_share(self) -> float:
+        """The share of the rows that kernels alone move to and from GPUs: the host waits for none of these moves."""
+        if self.device.type != "cpu":
+            return 1.0
+        return SHARES[self.engine] if self.pinned else 0.0
 
 
 class Stored(NamedTuple):

@@ -133,8 +133,9 @@ class _Entry(Generic[T]):
         inputs: Sequence[Tensor],
         lookup: Lookup | None,
         follows: bool,
+        waits: bool,
     ) -> None:
-        self.device, self.inputs, self.lookup, self.follows = device, inputs, lookup, follows
+        self.device, self.inputs, self.lookup, self.follows, self.waits = device, inputs, lookup, follows, waits
         self.transfer, self.begin = transfer, begin
         self.value: T | None = None
         self._error: BaseException | None = None
@@ -199,6 +200,7 @@ class Transfers:
         inputs: Sequence[Tensor] = (),
         lookup: Lookup | None = None,
         follows: bool = True,
+        waits: bool = True,
     ) -> None:
         """Add a transfer to those that :meth:`start` will start.
 
@@ -211,8 +213,10 @@ class Transfers:
             lookup: ids whose rows are found first, for all transfers with one sort and one round trip. Where one is
                 out of range the result is None, and ``begin`` is not called.
             follows: False if nothing queued on torch's current stream so far has to precede the transfer.
+            waits: False if the host waits for no GPU in it, so that the caller's thread may queue it: always the same
+                for transfers that must keep their order.
         """
-        entry = _Entry(transfer, begin, device, inputs, lookup, follows)
+        entry = _Entry(transfer, begin, device, inputs, lookup, follows, waits)
         transfer.transfers, transfer._work = self, entry
         self._waiting.append(entry)
 
@@ -226,10 +230,18 @@ class Transfers:
             with suppress(IndexError):
                 # Another thread may start some of them at the same time; no interrupt comes between taking and keeping.
                 waiting.extend(iter(self._waiting.popleft, None))
-            for device in {entry.device: None for entry in waiting}:
-                here = [entry for entry in waiting if entry.device == device]
-                ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-                _thread(self._direction).do(_run, here, device, self._direction, ready)
+            for device, waits in {(entry.device, entry.waits): None for entry in waiting}:
+                here = [entry for entry in waiting if entry.waits == waits and entry.device == device]
+                current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+                ready = None if current is None else current.record_event()
+                if waits or current is None:
+                    _thread(self._direction).do(_run, here, device, self._direction, ready)
+                    continue
+                with torch.cuda.device(device):
+                    try:
+                        _run(here, device, self._direction, ready)
+                    finally:
+                        torch.cuda.set_stream(current)
         except BaseException:
             self._waiting.extendleft(reversed(waiting))  # also those given to the thread, which runs them once
             raise
@@ -240,7 +252,7 @@ class Transfers:
 def _run(
     entries: Sequence[_Entry[Any]], device: torch.device, direction: Direction, ready: torch.cuda.Event | None
 ) -> None:
-    """Run transfers in the thread of their direction, on its streams."""
+    """Run transfers on the streams of their direction: in its thread, or in the caller's if they do not wait."""
     entries = [entry for entry in entries if not entry.done()]  # an interrupted start is repeated
     ids_stream = rows_stream = None
     try:
@@ -254,7 +266,7 @@ def _run(
                     tensor.record_stream(rows_stream)
             if [entry for entry in entries if entry.follows]:
                 ids_stream.wait_event(ready)
-            torch.cuda.set_stream(ids_stream)  # and its GPU, in this thread, which nothing else uses
+            torch.cuda.set_stream(ids_stream)  # and its GPU: nothing else uses the direction's thread
         with _range(f"swap {direction}"):
             with _range("ids"):
                 if lookups := [entry.lookup for entry in entries if entry.lookup is not None]:

@@ -270,10 +270,8 @@ class LocalStore(RowStore):
                     block = kernels.empty((count, *field.row_shape), field.dtype, device)
                 blocks[name] = block
                 parts.append(kernels.Part(field.offset, block, field.stored))
-            if to_read is None:
-                kernels.gather_records(group.records(), rows, parts)
-            else:
-                kernels.gather_records(group.records()._replace(ahead=True), to_read, parts)
+            records = group.records(ahead=to_read is not None)
+            kernels.gather_records(records, rows if to_read is None else to_read, parts)
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
@@ -348,8 +346,10 @@ class LocalStore(RowStore):
             if hot is not None:
                 hot.scattered(expected)
 
-        memories = [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
-        transfers.add(write, lambda: scatter, blocks[0].device, inputs=[write.rows, *blocks, *memories])
+        inputs = [write.rows, *blocks]
+        inputs += [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
+        waits = not blocks[0].is_cuda or bool([group for group, _ in moves if group.records().direct_share < 1])
+        transfers.add(write, lambda: scatter, blocks[0].device, inputs=inputs, waits=waits)
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
         """Return how the next scatter converts a column: the scatter's number seeds stochastic rounding."""
@@ -404,8 +404,8 @@ class LocalStore(RowStore):
             if expected is not None:
                 others.append((expected, expected.rows))
             to_read, known = rows, list[tuple[Block, Tensor]]()
-            if is_on_host and rows.is_cuda and len(rows):
-                known = [(block, other.to(rows.device)) for block, other in others if len(other)]
+            if is_on_host and rows.is_cuda and rows.shape[0]:
+                known = [(block, other.to(rows.device)) for block, other in others if other.shape[0]]
             if known:
                 to_read, places = kernels.shared_places(rows, [other for _, other in known])
                 known = [(block, each) for (block, _), each in zip(known, places, strict=True)]
@@ -428,7 +428,7 @@ class LocalStore(RowStore):
         return prefetch
 
     def _in_host_memory(self, device: torch.device) -> bool:
-        return device.type == "cpu" and all(group.memory.device.type == "cpu" for group in self.groups)
+        return device.type == "cpu" and not [group for group in self.groups if not group.memory.bytes.is_cpu]
 
     def drain(self) -> None:
         if os.getpid() == self._owner_pid:  # nothing arrives in a forked process

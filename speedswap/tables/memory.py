@@ -153,24 +153,24 @@ class RecordGroup:
     engine: str = "auto"
     is_filled: bool = True
     hot: kernels.HotRecords | None = field(default=None, init=False)  # the GPU's cache of some records
-    _records: kernels.Records | None = field(default=None, init=False)
+    _records: dict[bool, kernels.Records] = field(default_factory=dict, init=False)
 
     @property
     def nbytes(self) -> int:
         return self.num_embeddings * self.layout.stride
 
-    def records(self) -> kernels.Records:
-        """Return the memory in the form that the kernels take."""
-        if self._records is None:
+    def records(self, *, ahead: bool = False) -> kernels.Records:
+        """Return the memory in the form that the kernels take; ``ahead`` is theirs."""
+        if ahead not in self._records:
             memory = self.memory
             assert memory.is_taken
             where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
-            self._records = kernels.Records(*where, memory.bytes, self.engine, memory.fence, hot=self.hot)
-        return self._records
+            self._records[ahead] = kernels.Records(*where, memory.bytes, self.engine, memory.fence, ahead, self.hot)
+        return self._records[ahead]
 
     def use(self, hot: kernels.HotRecords | None) -> None:
         """Let moves to and from a GPU use a cache of the hot rows; None if there is none any more."""
-        self.hot, self._records = hot, None
+        self.hot, self._records = hot, {}
 
     def settle(self, *, writing: bool = False) -> None:
         """Wait until the records are current and no GPU accesses them; before the host writes, empty their cache."""

@@ -239,20 +239,20 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
     sought: list[str] = []
     launched: list[str] = []
     forwarded: list[PendingWrite] = []
-    launch_kernel, forward = launch.launch_kernel, PendingWrite.forward
+    kernel_handle, forward = launch.kernel_handle, PendingWrite.forward
 
-    def watched(device: object, stream: object, name: str, *rest: object, **how: object) -> None:
+    def watched(device: int, name: str) -> int:
         if name == "find_places":
             sought.append(threading.current_thread().name)
-        if name.startswith(("gather_", "scatter_")) and threading.current_thread() is threading.main_thread():
+        if name.startswith("gather_") and threading.current_thread() is threading.main_thread():
             launched.append(name)
-        launch_kernel(device, stream, name, *rest, **how)
+        return kernel_handle(device, name)
 
     def noted(write: PendingWrite, block: Block, places: Tensor | None = None) -> None:
         forwarded.append(write)
         forward(write, block, places)
 
-    monkeypatch.setattr(launch, "launch_kernel", watched)
+    monkeypatch.setattr(launch, "kernel_handle", watched)
     monkeypatch.setattr(PendingWrite, "forward", noted)
     model = embedding(gpu)
     train(model, ahead(model, batches(gpu)))

@@ -231,10 +231,6 @@ def ring(device: int, direction: Direction) -> Ring:
     return Ring(device, direction)
 
 
-SHARES = {"auto": 1.0, "zero_copy": 1.0, "staged": 0.0, "split": 0.5}
-"""By engine, the share of the rows that a kernel moves directly; the others are staged."""
-
-
 def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
     """Copy columns between records and blocks if either is on a GPU; see :mod:`speedswap.kernels.records`."""
     parts = [part for part in parts if part.block.nbytes]
@@ -242,8 +238,7 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
         return
     blocks_on = parts[0].block.device
     if records.device.type == "cpu":
-        share = SHARES[records.engine if records.pinned else "staged"]
-        move_between(what, share, records, ids, parts, blocks_on)
+        move_between(what, records.direct_share, records, ids, parts, blocks_on)
         return
     near = parts = _detached(parts)  # with blocks next to the records
     if blocks_on != torch.device("cuda", index_of(records.device)):
