@@ -103,7 +103,7 @@ class PrefetchedLookup:
         """Return whether rows for these tensors were prefetched, to this device."""
         if device != self.device or len(given) != len(self._given):
             return False
-        return all(before.equals(now) for before, now in zip(self._given, given, strict=True))
+        return not [1 for before, now in zip(self._given, given, strict=True) if not before.equals(now)]
 
     def take(self) -> tuple[Block, Tensor] | None:
         """Take the rows in their current state.
@@ -133,7 +133,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     given = {(id(tensor), each.device): tensor for each in lookups for tensor in each.given}
     kept = {(key, device): GivenTensor(tensor, device) for (key, device), tensor in given.items()}
     prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
-    transfers = prefetch((each.table, each.ids, each.device) for each in prefetched)
+    transfers = prefetch([(each.table, each.ids, each.device) for each in prefetched])
     for each, transfer in zip(prefetched, transfers, strict=True):
         each.transfer = transfer
     return prefetched

@@ -28,10 +28,12 @@ def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Pref
         The pending rows of each lookup; take them once, while holding the table's lock.
     """
     wanted, transfers = list(lookups), Transfers("in")
-    with ExitStack() as held:
-        # In a fixed order, so that two threads with the same tables do not deadlock.
-        for table in sorted({table for table, _, _ in wanted}, key=id):
-            held.enter_context(table.lock)
+    # In a fixed order, so that two threads with the same tables do not deadlock.
+    tables = sorted({table for table, _, _ in wanted}, key=id)
+    with tables[0].lock if len(tables) == 1 else ExitStack() as held:
+        for table in tables:
+            if isinstance(held, ExitStack):
+                held.enter_context(table.lock)
             table.check_open()
         prefetched = [
             table.store.prefetch(Lookup(ids, table.num_embeddings, device), transfers) for table, ids, device in wanted
@@ -65,8 +67,12 @@ class Commit:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._transfers is None and len(self._tables) == 1:  # the usual case
-            self._tables[0].commit()
+        if len(self._tables) == 1:  # the usual case
+            try:
+                if self._transfers is not None:
+                    self._transfers.start()
+            finally:
+                self._tables[0].commit()
             return
         with ExitStack() as ended:  # each table commits, even if another raises
             for table in reversed(self._tables):

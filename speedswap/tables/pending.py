@@ -35,7 +35,8 @@ class Gathered(NamedTuple):
 
     def places_among(self, block: Block) -> Tensor | None:
         """Return each row's index within the rows of a written block, or None if unknown."""
-        return next((places for other, places in self.places if other is block), None)
+        found = [places for other, places in self.places if other is block]
+        return found[0] if found else None
 
 
 class PendingWrite(Transfer[None]):
@@ -52,7 +53,7 @@ class PendingWrite(Transfer[None]):
         self.block = block
         self.rows = block.rows.to(torch.int64).contiguous()  # in the form that is forwarded
         self._values = values
-        self._device = next((value.device for value in values.values()), self.rows.device)
+        self._device = [*values.values(), self.rows][0].device
         self._made_on = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._forms = forms
         self._rows_made: torch.cuda.Event | None = None
@@ -87,7 +88,9 @@ class PendingWrite(Transfer[None]):
         if self._made_on is not None and (here := torch.cuda.current_stream(self._device)) != self._made_on:
             here.wait_stream(self._made_on)
             kernels.used_here([self.rows, *self._values.values()])
-        rows, values = self.rows.to(device), [self._values[name].to(device) for name in names]
+        rows, values = self.rows.to(device), [self._values[name] for name in names]
+        if device != self._device:
+            values = [value.to(device) for value in values]
         targets, forms = [block.columns[name] for name in names], [self._forms[name] for name in names]
         kernels.forward(rows, values, block.rows, targets, forms, places)
 
@@ -117,8 +120,9 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         if result is None:
             return None
         (block, local), expected, places = result
-        kernels.used_here([local, block.rows, *block.columns.values(), *(each for _, each in places)])
-        if expected is not None and not any(write.block is expected and write.has(block.columns) for write in writes):
+        kernels.used_here([local, block.rows, *block.columns.values(), *[each for _, each in places]])
+        known = [write for write in writes if write.block is expected and write.has(block.columns)]
+        if expected is not None and not known:
             self._pending.steps_write_what_they_read = False
             return None
         for write in writes:
@@ -179,7 +183,7 @@ class PendingTransfers:
         """Add a step's write, which is forwarded to prefetches under way."""
         self._writes = [*self.writes(), write]
         alive = self._alive()
-        if not any(prefetch.has_made(write.block) for prefetch in alive):
+        if not [prefetch for prefetch in alive if prefetch.has_made(write.block)]:
             write.note_rows_made()
         for prefetch in alive:
             if prefetch.is_written_by(write):

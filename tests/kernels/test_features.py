@@ -155,13 +155,13 @@ def test_counts_and_begins_that_only_the_gpu_knows_are_not_waited_for(gpu: str):
 
 def test_a_thousand_features_are_one_launch(gpu: str, monkeypatch: pytest.MonkeyPatch):
     launched: list[str] = []
-    launch_kernel = launch.launch_kernel
+    kernel_handle = launch.kernel_handle
 
-    def watched(device: object, stream: object, name: str, *rest: object, **how: object) -> None:
+    def watched(device: int, name: str) -> int:
         launched.append(name)
-        launch_kernel(device, stream, name, *rest, **how)
+        return kernel_handle(device, name)
 
-    monkeypatch.setattr(launch, "launch_kernel", watched)
+    monkeypatch.setattr(launch, "kernel_handle", watched)
     parts = [torch.tensor([f % 50, 49], device=gpu) for f in range(1000)]
     bases, limits = ranges([50] * 1000)
     merged = merge_ids(FeatureIds(parts, bases, limits, torch.full((1000,), 2)))

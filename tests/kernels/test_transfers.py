@@ -257,11 +257,11 @@ def test_blocks_of_one_width_are_forwarded_in_one_launch(device: str, monkeypatc
     if device == "cuda":
         from speedswap.kernels.cuda import launch
 
-        real = launch.launch_kernel
+        real = launch.kernel_handle
         monkeypatch.setattr(
             launch,
-            "launch_kernel",
-            lambda *given, **how: (launched.append(given[2]), real(*given, **how))[1],  # type: ignore[func-returns-value]
+            "kernel_handle",
+            lambda device, name: (launched.append(name), real(device, name))[1],  # type: ignore[func-returns-value]
         )
     far, wanted_there = [block.to(device) for block in sources], wanted.to(device)
     places = kernels.places_among(written.to(device), wanted_there)

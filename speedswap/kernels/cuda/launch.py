@@ -205,35 +205,34 @@ def launch_threads(
 ) -> None:
     """Queue a kernel with this many threads, or fewer where the GPU has no room, on torch's current stream.
 
-    Nothing is queued if there are none. ``arguments`` and ``waits`` are as for :func:`launch_kernel`.
+    Nothing is queued if there are none. ``arguments`` are as for :func:`launch_kernel`; ``waits`` means to wait until
+    the stream has done it, without the interpreter lock.
     """
     if threads:
-        grid = grid_of(threads, multiprocessors(device.index))
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        launch_kernel(device, stream, name, grid, THREADS_PER_BLOCK, *arguments, waits=waits)
+        index = device.index
+        grid, stream = grid_of(threads, multiprocessors(index)), torch._C._cuda_getCurrentRawStream(index)
+        _C.launch(index, kernel_handle(index, name), grid, THREADS_PER_BLOCK, stream, arguments, waits)
 
 
 def launch_kernel(
     device: torch.device,
-    stream: torch.cuda.Stream | int,
+    stream: torch.cuda.Stream,
     name: str,
     grid: int,
     threads_per_block: int,
     *arguments: int | float | bytes,
-    waits: bool = False,
 ) -> None:
     """Queue a kernel of ``csrc/rows.cuh``.
 
     Args:
         device: the GPU, with its number.
-        stream: a stream of that GPU, or its handle.
+        stream: a stream of that GPU.
         name: the kernel's.
         grid, threads_per_block: the number of thread blocks, and of threads in each.
         arguments: the kernel's, in order: integers, floats for parameters of float64, and structures.
-        waits: True to wait until the stream has done it, without the interpreter lock.
     """
-    index, handle = device.index, stream if type(stream) is int else stream.cuda_stream  # type: ignore[union-attr]
-    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, handle, arguments, waits)
+    index = device.index
+    _C.launch(index, kernel_handle(index, name), grid, threads_per_block, stream.cuda_stream, arguments)
 
 
 @functools.cache

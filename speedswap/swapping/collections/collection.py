@@ -364,7 +364,7 @@ class TableCollection(nn.Module, Generic[Config]):
         for index, group in enumerate(self._slots.groups):
             rows = found.rows(index)
             device = group._target(rows)
-            if (len(rows) or group._step.is_sharded) and not group.has_keys_of_ranks:
+            if (rows.shape[0] or group._step.is_sharded) and not group.has_keys_of_ranks:
                 given = found.tensors(index, device)
                 lookups.append((group, Announced(group.table, given, device, rows, asked[index], found)))
         return lookups
