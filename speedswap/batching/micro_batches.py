@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,74 +26,6 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
-    """Return the BatchNorm layers in these modules that normalize by the batch's own statistics, each once."""
-    found = {part: None for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
-    return [norm for norm in found if uses_batch_statistics(norm)]
-
-
-@contextmanager
-def whole_batch_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Make several forward passes update running statistics once, from all of their samples.
-
-    Inside, each pass leaves its own mean and variance as the running ones; they are combined (Chan, Golub and LeVeque
-    1983) and at the end applied with the layer's momentum, and ``num_batches_tracked`` rises by one. If the block
-    raises, only the momentum is restored; the buffers are the caller's to restore. Layers without running statistics
-    are left alone.
-    """
-    norms = [norm for norm in norms if norm.running_mean is not None]
-    moments = {norm: _Moments(norm) for norm in norms}
-    hooks = [norm.register_forward_hook(moments[norm]) for norm in norms]
-    momentum = {norm: norm.momentum for norm in norms}
-    try:
-        for norm in norms:
-            norm.momentum = 1.0
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for norm in norms:
-            norm.momentum = momentum[norm]
-    for seen in moments.values():
-        seen.apply()
-
-
-class _Moments:
-    """Count, mean and sum of squared deviations of everything that one layer has normalized."""
-
-    def __init__(self, norm: Any) -> None:
-        self._norm = norm
-        self._running = norm.running_mean, norm.running_var
-        self._before = norm.running_mean.double().clone(), norm.running_var.double().clone()
-        self._tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
-        self._count = 0
-        self._mean, self._squares = map(torch.zeros_like, self._before)
-
-    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if not self._norm.training or torch._C._current_graph_task_id() >= 0:  # a checkpoint's second run
-            return
-        mean, variance = (buffer.double() for buffer in self._running)
-        count = output.numel() // output.shape[1]
-        total = self._count + count
-        difference = mean - self._mean
-        self._squares += variance * (count - 1) + difference.square() * (self._count * count / total)
-        self._mean = mean - difference * (self._count / total)
-        self._count = total
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Update the layer's running statistics once."""
-        if self._count == 0:
-            return
-        factor = self._norm.momentum
-        if self._tracked is not None:
-            self._norm.num_batches_tracked.copy_(self._tracked + 1)
-            factor = 1 / float(self._tracked + 1) if factor is None else factor
-        seen = self._mean, self._squares / max(1, self._count - 1)
-        for buffer, before, new in zip(self._running, self._before, seen, strict=True):
-            buffer.copy_(before.lerp(new, factor))
-
-
 _log = logging.getLogger("speedswap")
 
 
@@ -110,7 +42,6 @@ class MicroBatches:
     common: Circumstances
     reduction: str
     normalizer: Callable[..., Tensor | float] | None
-    batch_norm: str
     scaler: torch.amp.GradScaler | None
     tell: Callable[..., None]
     _gives_aux: dict[Hashable, bool] = field(default_factory=dict)
@@ -127,7 +58,7 @@ class MicroBatches:
         every_aux = [NO_AUX] * len(weights)
         # Those that count nothing, for their aux, last.
         turns = sorted(parts.each, key=lambda part: not weights[part.index])
-        with self.statistics(len(turns), changes), changes.summing(len(turns)):
+        with changes.summing(len(turns)):
             for part in parts.in_turn(turns):
                 arguments = parts.arguments(part)
                 if weights[part.index]:
@@ -146,6 +77,7 @@ class MicroBatches:
                     continue
                 every_aux[part.index] = aux
                 self._gives_aux[key] = aux is not NO_AUX
+        self.warn_of_batch_norm(len(turns), changes)
         aux = parts.joined([aux for aux, size in zip(every_aux, parts.sizes, strict=True) if size])
         if self.reduction == "none":
             return parts.joined(losses) if losses else torch.zeros(0, device=batch.device), aux
@@ -249,13 +181,12 @@ class MicroBatches:
 
         return micro_batch
 
-    @contextmanager
-    def statistics(self, count: int, changes: Changes) -> Iterator[None]:
-        """Surround ``count`` forward passes: update BatchNorm's running statistics as chosen, and warn once."""
-        norms = batch_norms(self.common.modules or []) if count > 1 else []
-        with whole_batch_statistics(norms) if self.batch_norm == "window" else nullcontext():
-            yield
-        if count > 1 and not self._has_warned and (norms or any(map(uses_batch_statistics, changes.found))):
+    def warn_of_batch_norm(self, count: int, changes: Changes) -> None:
+        """Log, once, that gradients of several micro-batches through BatchNorm are not those of the unsplit batch."""
+        if count < 2 or self._has_warned:
+            return
+        given = (part for module in self.common.modules or [] for part in module.modules())
+        if any(map(uses_batch_statistics, changes.found or given)):
             self._has_warned = True
             _log.warning(
                 "BatchNorm normalizes each micro-batch by its own statistics, so the gradients are not those of the "

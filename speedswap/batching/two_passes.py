@@ -147,8 +147,8 @@ def both_passes(
     parts = [part for tower in towers for part in tower.parts.each]
     run.begin(max(tower.parts.packing.batch.size for tower in towers), [part.size for part in parts])
     around = run.one_by_one(parts, changes)
-    with run.statistics(len(parts), changes):
-        outputs = [replace_tensors(tower.first(around, changes), _as_leaf) for tower in towers]
+    outputs = [replace_tensors(tower.first(around, changes), _as_leaf) for tower in towers]
+    run.warn_of_batch_norm(len(parts), changes)
     with changes.watched():
         result = loss_fn(*outputs)
         if any(tensor.grad is not None for output in outputs for tensor in tensors_of(output)):

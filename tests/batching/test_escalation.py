@@ -172,15 +172,14 @@ def test_each_rung_trains_as_single_samples_do_bit_for_bit(name: str, rung: int,
         assert torch.equal(numbers, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("policy", ["micro_batch", "window"])
-def test_running_statistics_move_once(policy: Any) -> None:
+def test_running_statistics_move_once() -> None:
     """Each sample has several positions, over which BatchNorm normalizes."""
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.SiLU()) for _ in range(4))).double()
     twin, x = copy.deepcopy(model), torch.randn(3, 4, 20, dtype=torch.float64)
-    splitter = speedswap.BatchSplitter(model, check=False, batch_norm=policy, escalate=model)
+    splitter = speedswap.BatchSplitter(model, check=False, escalate=model)
     splitter.backward(Crowded(nn.Sequential(model, nn.Flatten()), 1), x, torch.tensor([1, 0, 2]))
     assert splitter.rung == 1
-    one_by_one(nn.Sequential(twin, nn.Flatten()), x, torch.tensor([1, 0, 2]), batch_norm=policy)
+    one_by_one(nn.Sequential(twin, nn.Flatten()), x, torch.tensor([1, 0, 2]))
     assert same_bits(state(model), state(twin))
 
 

@@ -31,16 +31,16 @@ def batch(samples: int):
     return torch.randn(samples, 6), torch.randint(4, (samples,))
 
 
-@pytest.mark.parametrize("known, policy", [(True, "micro_batch"), (True, "window"), (False, "micro_batch")])
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("calls", [0, 1, 3], ids=lambda calls: f"fails at micro-batch {calls}")
-def test_p08_retried_batch_is_a_clean_run_at_the_smaller_size(known, policy, calls):
+def test_p08_retried_batch_is_a_clean_run_at_the_smaller_size(known, calls):
     """Gradients, buffers and random numbers, bit for bit; the failure comes at different micro-batches."""
     model = stateful_model()
     clean = copy.deepcopy(model)
     first, second = batch(40), batch(40)
 
     loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=12)
-    splitter = speedswap.BatchSplitter(model if known else None, batch_norm=policy, check=False)
+    splitter = speedswap.BatchSplitter(model if known else None, check=False)
     torch.manual_seed(5)
     splitter.backward(loss_fn, *first)
     loss_fn.limit, loss_fn.calls = 6, calls
@@ -49,9 +49,7 @@ def test_p08_retried_batch_is_a_clean_run_at_the_smaller_size(known, policy, cal
 
     torch.manual_seed(5)
     for size, inputs in ((10, first), (5, second)):
-        splitter = speedswap.BatchSplitter(
-            clean if known else None, micro_batch_size=size, batch_norm=policy, check=False
-        )
+        splitter = speedswap.BatchSplitter(clean if known else None, micro_batch_size=size, check=False)
         expected = splitter.backward(lambda x, y: functional.cross_entropy(clean(x), y), *inputs)
     assert loss_fn.sizes == [40, 20, *[10] * 4, *[10] * (calls + 1), *[5] * 8]
     assert torch.equal(loss, expected)

@@ -61,7 +61,6 @@ class InfinityBatch:
         backward_device: the device of outputs, targets and the criterion; the CPU by default.
         verbose: print the training's progress.
         micro_batch_size: samples that go through the model at once, or ``"auto"``.
-        batch_norm: how often running statistics are updated, ``"micro_batch"`` or ``"window"``.
         offload_activations: keep the tensors that autograd saves in host memory between forward and backward.
         scaler: a ``torch.amp.GradScaler``.
         autocast: the dtype that the model runs in, by torch's autocast.
@@ -103,7 +102,6 @@ class InfinityBatch:
         verbose: bool = True,
         *,
         micro_batch_size: int | Literal["auto"] = "auto",
-        batch_norm: Literal["micro_batch", "window"] = "micro_batch",
         offload_activations: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         autocast: torch.dtype | None = None,
@@ -122,7 +120,6 @@ class InfinityBatch:
         self.scheduler, self.autocast = scheduler, autocast
         self._splitting: dict[str, Any] = {
             "micro_batch_size": micro_batch_size,
-            "batch_norm": batch_norm,
             "offload_activations": offload_activations,
             "scaler": scaler,
         }
