@@ -231,24 +231,23 @@ class _Comparison:
         subsets = [subset for count in range(1, len(places) + 1) for subset in itertools.combinations(places, count)]
         losses = {subset: float(self._of(subset)) for subset in subsets}
         tolerance = self._tolerance()
-        counts = [float(self._samples_in((place,))) for place in places]
 
         def are_means(weights: Sequence[float]) -> bool:
-            together = [one for one in subsets if len(one) > 1 and any(weights[place] for place in one)]
-            return all(abs(_mean(losses, weights, one) - losses[one]) <= tolerance for one in together)
+            """Parts of weight 0 may have any loss, even NaN."""
+            for subset, loss in losses.items():
+                total = sum(weights[place] for place in subset)
+                weighted = sum(weights[place] * losses[place,] for place in subset if weights[place])
+                if total and len(subset) > 1 and not abs(weighted / total - loss) <= tolerance:
+                    return False
+            return any(weights)
 
-        if self.declared.reduction == "mean":
-            if all(abs(sum(losses[place,] for place in one) - losses[one]) <= tolerance for one in subsets):
-                return "sums"
-        elif are_means(counts):
+        if self.declared.reduction == "sum" and are_means([len(part) for part in self._parts]):
             return "means"
-        else:
-            together = [one for one in subsets if len(one) > 1]
-            extra = [(sum(losses[place,] for place in one) - losses[one]) / (len(one) - 1) for one in together]
-            if len(extra) > 1 and max(extra) - min(extra) <= tolerance:
-                return "constant"
-        weights = _weights_of_mean(losses, len(places))
-        return "averages" if weights is not None and are_means(weights) else "couples"
+        if self.declared.reduction == "mean" and all(
+            abs(sum(losses[place,] for place in subset) - loss) <= tolerance for subset, loss in losses.items()
+        ):
+            return "sums"
+        return "averages" if are_means(_weights_of_mean(losses, len(places))) else "couples"
 
     def _error(self, why: str, whole: Tensor, expected: Tensor) -> SpeedswapError:
         first = len(self._parts[0])
@@ -276,7 +275,7 @@ _MISTAKES = {
         "couples the samples of a batch",
         "if it compares them with each other, as contrastive losses do, give encoder and loss to backward_coupled and "
         "declare the loss with speedswap.batching.coupled; if it adds up means over different things, split it into "
-        "one call for each",
+        "one call for each; if it adds a term that belongs to no sample, differentiate that apart, once a batch",
     ),
     "sums": (
         "adds up its samples, where a mean was declared",
@@ -285,10 +284,6 @@ _MISTAKES = {
     "means": (
         "averages over its samples, where a sum was declared",
         'construct the splitter with reduction="mean"',
-    ),
-    "constant": (
-        "adds a term that belongs to no sample, which each micro-batch would add again",
-        "differentiate that term apart, once a batch",
     ),
     "averages": (
         "averages over something other than {}",
@@ -305,37 +300,25 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(math.inf).max()) if len(difference) else 0.0
 
 
-def _mean(losses: dict[tuple[int, ...], float], weights: Sequence[float], subset: tuple[int, ...]) -> float:
-    """Return the weighted mean of some parts' losses; those of weight 0 may be anything, even NaN."""
-    total = sum(weights[place] for place in subset)
-    return sum(weights[place] * losses[place,] for place in subset if weights[place]) / total
-
-
-def _weights_of_mean(losses: dict[tuple[int, ...], float], count: int) -> list[float] | None:
-    """Return weights for which the losses of subsets are means of the parts' losses; None if none exist.
+def _weights_of_mean(losses: dict[tuple[int, ...], float], count: int) -> list[float]:
+    """Return weights for which the losses of subsets are means of the parts' losses; zeros if none exist.
 
     For each subset S, the sum over its parts i of w_i (L_i - L_S) is 0: the weights are the singular vector of the
     least singular value. Parts whose loss is not finite count nothing.
     """
+    weights = torch.zeros(count, dtype=torch.float64)
     finite = [place for place in range(count) if math.isfinite(losses[place,])]
-    if not finite:
-        return None
-    weights = [0.0] * count
-    if len(finite) == 1:
-        weights[finite[0]] = 1.0
-        return weights
     rows = [
         [losses[place,] - loss if place in subset else 0.0 for place in finite]
         for subset, loss in losses.items()
-        if len(subset) > 1 and all(place in finite for place in subset)
+        if all(place in finite for place in subset)
     ]
-    vector = torch.linalg.svd(torch.tensor(rows, dtype=torch.float64)).Vh[-1]
-    vector = vector / vector.sum()
-    if not bool(vector.isfinite().all()) or float(vector.min()) < -0.01:
-        return None
-    for place, weight in zip(finite, vector.clamp(min=0).tolist(), strict=True):
-        weights[place] = weight
-    return weights
+    if finite:
+        vector = torch.linalg.svd(torch.tensor(rows, dtype=torch.float64)).Vh[-1]
+        vector = vector / vector.sum()
+        if bool(vector.isfinite().all()) and float(vector.min()) >= -0.01:
+            weights[finite] = vector.clamp(min=0)
+    return weights.tolist()
 
 
 _TF32_EPS = 2.0**-10
