@@ -134,11 +134,6 @@ class MemoryEstimate:
         buffers: buffers of the same modules, such as running statistics.
         gradients: of the parameters that get one; float32 sums for half-precision ones.
         optimizer_state: kept by the optimizer from step to step.
-        inputs_fixed: of the batch, independent of its size.
-        inputs_per_sample: of the batch, per sample.
-        activations_fixed: kept from forward to backward, independent of the batch's size.
-        activations_per_sample: kept from forward to backward, per sample, rounded up. Where they grow faster than the
-            batch, as under a loss that compares all samples, it is the rate of the largest batches tried.
         context: taken on the device outside of torch's allocator: CUDA's context and libraries, other processes. Part
             of no total. 0 on the CPU.
     """
@@ -147,11 +142,8 @@ class MemoryEstimate:
     buffers: int
     gradients: int
     optimizer_state: int
-    inputs_fixed: int
-    inputs_per_sample: int
-    activations_fixed: int
-    activations_per_sample: int
     context: int
+    _inputs: Curves
     _activations: Curves
     _sizes: Sequence[int]  # that were tried
     _peaks: Sequence[Curves]  # for each neighbouring two of them, the bytes alive at each operation
@@ -160,7 +152,7 @@ class MemoryEstimate:
 
     def inputs(self, micro_batch_size: int) -> int:
         """Return the bytes of a micro-batch itself."""
-        return self.inputs_fixed + self.inputs_per_sample * micro_batch_size
+        return max(0, self._inputs.at(micro_batch_size))
 
     def activations(self, micro_batch_size: int) -> int:
         """Return the bytes that are kept from forward to backward."""
@@ -229,8 +221,6 @@ def estimate_memory(
     *,
     loss_fn: Callable[..., Tensor] | None = None,
     accumulate: bool = True,
-    autocast: torch.dtype | None = None,
-    offload_activations: bool = False,
     trial_bytes: int = 1 << 28,
 ) -> MemoryEstimate:
     """Find the memory of a training step, as a function of the number of samples.
@@ -246,12 +236,10 @@ def estimate_memory(
             is the only argument. Tensors and nested containers, see :class:`~speedswap.batching.nested.Batch`.
         optimizer: an optimizer of the model's parameters, or a function that makes one of them: its class, or a partial
             of it. It is not stepped. None leaves its state and its step out.
-        loss_fn: called as ``loss_fn(*example)``; returns the loss. Other modules that it runs count too, as
-            trained if they require gradients. Without one the model is called with the example, and gradients of the
-            size of its outputs are propagated.
+        loss_fn: called as ``loss_fn(*example)``; returns the loss. ``torch.autocast`` belongs into it. Other modules
+            that it runs count too, as trained if they require gradients. Without one the model is called with the
+            example, and gradients of the size of its outputs are propagated.
         accumulate: gradients of earlier micro-batches exist already, as with several micro-batches in a batch.
-        autocast: run the forward pass under ``torch.autocast`` with this dtype.
-        offload_activations: as :class:`BatchSplitter` does with ``offload_activations=True``.
         trial_bytes: trials stop growing at 256 samples, or where the samples and their pass would take more than this.
             Two are made at least, of 2 and 3 samples.
 
@@ -262,7 +250,7 @@ def estimate_memory(
 
     >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     >>> estimate = estimate_memory(model, torch.randn(4, 8), torch.optim.Adam)
-    >>> estimate.parameters, estimate.gradients, estimate.inputs_per_sample
+    >>> estimate.parameters, estimate.gradients, estimate.inputs(1)
     (1284, 1284, 32)
     >>> size = estimate.largest_micro_batch_size(2**20)
     >>> estimate.total(size) <= 2**20 < estimate.total(size + 1)
@@ -271,14 +259,11 @@ def estimate_memory(
     args, kwargs = _arguments(example)
     batch = Batch(args, kwargs)
     device = next((parameter.device for parameter in model.parameters()), batch.device)
-    trial = Trial(model, loss_fn, device.type, accumulate, autocast, offload_activations)
+    trial = Trial(model, loss_fn, device.type, accumulate)
     runs = trials(trial, batch, _SIZES, trial_bytes)
-    last, before = runs[-1], runs[-2]
+    last = runs[-1]
     state, temporaries = (0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
-    inputs = max(0, -((before.inputs - last.inputs) // (last.size - before.size)))  # per sample, rounded up
     sizes = [run.size for run in runs]
-    activations = Curves.through(sizes, [(run.after_forward,) for run in runs])
-    per_sample = math.ceil(activations.per_sample[0])
     at_start = last.gradients_before if accumulate else 0
     at_step = temporaries + last.gradients
     return MemoryEstimate(
@@ -286,12 +271,9 @@ def estimate_memory(
         buffers=trial.bytes_of(trial.modules.buffers()),
         gradients=max(at_start, last.gradients),
         optimizer_state=state,
-        inputs_fixed=max(0, last.inputs - inputs * last.size),
-        inputs_per_sample=inputs,
-        activations_fixed=last.after_forward - per_sample * last.size,
-        activations_per_sample=per_sample,
         context=_context(device),
-        _activations=activations,
+        _inputs=Curves.through(sizes, [(run.inputs,) for run in runs]),
+        _activations=Curves.through(sizes, [(run.after_forward,) for run in runs]),
         _sizes=sizes,
         _peaks=[_peaks(runs[: count + 1], at_start) for count in range(1, len(runs))],
         _held=Curves.through(sizes, [(run.held,) for run in runs]),

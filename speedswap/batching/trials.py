@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from speedswap._words import a_kind
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.rollback import Buffers, Float32Sums, Gradients, RandomState, has_memory, leaves_of
-from speedswap.batching.saving import activations_on_host
 from speedswap.errors import BatchError
 
 _MARK = "speedswap.memory: "
@@ -76,12 +75,14 @@ class Trial:
     loss_fn: Callable[..., Any] | None
     device_type: str
     accumulate: bool
-    autocast: torch.dtype | None
-    offload: bool
 
     def __post_init__(self) -> None:
         self.modules = nn.ModuleList([self.model])
         self.grads: dict[Tensor, torch.layout | None] = {}
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return self.loss_fn or self.model
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have memory."""
@@ -111,7 +112,7 @@ class Trial:
         """Run forward once to find the modules that only the loss runs, which are added to the model."""
         known, buffers = set(self.modules.modules()), Buffers()
         with self._on_stand_ins({}), buffers.kept():
-            self._result([], args, kwargs)
+            self._forward(*args, **kwargs)
         self.modules.extend(module for module in buffers.modules if module not in known)
 
     @contextmanager
@@ -185,18 +186,9 @@ class Trial:
     def _bytes_of_gradients(self, leaves: list[Tensor]) -> int:
         return self.bytes_of(leaf.grad for leaf in leaves if leaf.grad is not None)
 
-    def _result(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass."""
-        kept = {leaf.untyped_storage().data_ptr() for leaf in leaves} if self.offload else set()
-        with (
-            torch.autocast(self.device_type, self.autocast) if self.autocast else nullcontext(),
-            activations_on_host(kept) if self.offload else nullcontext(),
-        ):
-            return (self.loss_fn or self.model)(*args, **kwargs)
-
     def _pass(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward and backward; return what a training loop holds of it: the loss, or the outputs."""
-        result = self._result(leaves, args, kwargs)
+        result = self._forward(*args, **kwargs)
         roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         _mark(_FORWARD_DONE)
         if not roots:

@@ -221,7 +221,7 @@ def test_p23_shared_nested_and_root_parameters_count_once():
     assert estimate.gradients == 4 * 1110
     assert estimate.buffers == 4 * 7
     assert estimate.optimizer_state == 2 * 4 * 1110 + 3 * 4  # and a step for each of three parameters
-    assert estimate.inputs_per_sample == 40
+    assert [estimate.inputs(size) for size in (1, 100)] == [40, 4000]
 
 
 def test_tied_weights_in_a_module_with_two_names_count_once_and_stay_tied():
@@ -432,7 +432,7 @@ def test_example_by_name_and_without_a_loss():
             return {"out": values * self.weight * scale}
 
     estimate = speedswap.batching.estimate_memory(Named(), {"values": torch.randn(6, 5), "scale": 2.0}, torch.optim.SGD)
-    assert estimate.inputs_per_sample == 20
+    assert estimate.inputs(1) == 20
     assert estimate.optimizer_state == 0
 
 
@@ -448,8 +448,9 @@ def test_half_precision_sums_count_as_float32():
 def test_autocast_makes_activations_smaller():
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
     full = speedswap.batching.estimate_memory(model, torch.randn(4, 64))
-    half = speedswap.batching.estimate_memory(model, torch.randn(4, 64), autocast=torch.bfloat16)
-    assert half.activations_per_sample < 0.8 * full.activations_per_sample
+    cast = torch.autocast("cpu", torch.bfloat16)
+    half = speedswap.batching.estimate_memory(model, torch.randn(4, 64), loss_fn=cast(lambda x: model(x).sum()))
+    assert half.activations(100) < 0.8 * full.activations(100)
 
 
 def test_splitter_stays_within_the_estimate():
@@ -493,7 +494,7 @@ def test_samples_count_among_the_bytes_of_a_trial(trial_mib, sizes):
     estimate = estimated(model, shape, torch.optim.Adam, samples=1, accumulate=False, trial_bytes=trial_mib << 20)
     assert seen == sizes
     hook.remove()
-    assert estimate.inputs_per_sample == (2 << 20) + 8
+    assert estimate.inputs(1) == (2 << 20) + 8
     for samples in (3, 20):
         measured = measured_peak(model, torch.optim.Adam, *batch(shape, samples), 1)
         assert measured <= estimate.total(samples) <= 1.25 * measured, samples
