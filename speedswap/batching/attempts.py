@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from speedswap.batching.escalation import Escalation, RungPlan
 from speedswap.batching.memory import (
+    AllocatorGauge,
     LimitedMemory,
     chain,
     forget,
@@ -26,8 +27,7 @@ from speedswap.batching.memory import (
     memory_class,
     release_cached_memory,
 )
-from speedswap.batching.packing import Alone, Parts, SamplePacking
-from speedswap.batching.prediction import AllocatorGauge, MemoryModel
+from speedswap.batching.packing import Alone, MemoryModel, Parts, SamplePacking
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes

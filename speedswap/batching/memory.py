@@ -255,6 +255,22 @@ class LimitedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= nbytes
 
 
+class AllocatorGauge:
+    """Measures a GPU's memory by the statistics of torch's allocator, which it resets."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        self._gpu = gpu
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes since the last reset."""
+        return torch.cuda.max_memory_allocated(self._gpu)
+
+    def reset_peak(self) -> None:
+        """Begin again with what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self._gpu)
+
+
 def _storage_bytes(tensor: Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import speedswap
-from speedswap.batching.saving import activations_on_host
+from speedswap.batching.escalation import activations_on_host
 
 
 class SavedBytes:

@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import speedswap
 from speedswap.apps.digits.task import read_split
-from speedswap.batching import LimitedMemory, Padded, escalation, saving
-from speedswap.batching.escalation import Escalation, ForwardTrial
+from speedswap.batching import LimitedMemory, Padded, escalation
+from speedswap.batching.escalation import Escalation, ForwardTrial, activations_on_host, checkpointed
 from speedswap.batching.rollback import has_memory
-from speedswap.batching.saving import activations_on_host, checkpointed
 from speedswap.errors import BatchError
 
 WORDS = 24
@@ -86,14 +85,14 @@ def batch(samples: int = 3, width: int = 4) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def host_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let activations go to another memory, as from a GPU: what a copy on the host takes is not counted."""
-    rungs, copied = Escalation.rungs, saving._HostCopy.__init__
+    rungs, copied = Escalation.rungs, escalation._HostCopy.__init__
 
     def copy_uncounted(self: Any, *args: Any) -> None:
         with _disable_current_modes():
             copied(self, *args)
 
     monkeypatch.setattr(Escalation, "rungs", lambda self, device: rungs(self, torch.device("cuda")))
-    monkeypatch.setattr(saving._HostCopy, "__init__", copy_uncounted)
+    monkeypatch.setattr(escalation._HostCopy, "__init__", copy_uncounted)
     monkeypatch.setattr(escalation, "activations_on_host", partial(activations_on_host, also_from_host=True))
 
 

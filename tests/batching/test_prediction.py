@@ -11,7 +11,7 @@ from test_packing import Reader, text, token_loss
 import speedswap
 from speedswap.batching import Callback, Padded
 from speedswap.batching.attempts import BatchAttempts
-from speedswap.batching.prediction import MemoryModel
+from speedswap.batching.packing import MemoryModel
 
 
 @pytest.mark.parametrize(
