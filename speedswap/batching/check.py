@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedswap.batching.functions import key_of, kind_of, name_of, named_values
+from speedswap.batching.functions import key_of, kind_of, name_of
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
 from speedswap.batching.retry import Search
@@ -184,17 +184,12 @@ class _Comparison:
         finally:
             self.observed.watched = set()
             for place, whole, given in columns:
-                if whole in self.observed.read and given not in self.observed.read:
-                    self._captured = self._captured or self._captured_error(place, whole)
-
-    def _captured_error(self, place: int, address: int) -> BatchError:
-        names = (name for name, value in named_values(self.loss_fn) if address in storages(value))
-        found = next(names, "a tensor")
-        return BatchError(
-            f"loss_fn {name_of(self.loss_fn)} computes with {found}, which has all samples of the batch, and not with "
-            f"the part of it that is argument {place}: each micro-batch would be as large as the batch; use the "
-            "argument, or turn this check off with check=False"
-        )
+                if whole in self.observed.read and given not in self.observed.read and self._captured is None:
+                    self._captured = BatchError(
+                        f"loss_fn {name_of(self.loss_fn)} computes with a tensor of all samples of the batch, and not "
+                        f"with the part of it that is argument {place}: each micro-batch would be as large as the "
+                        "batch; use the argument, or turn this check off with check=False"
+                    )
 
     def _take(self, parts: tuple[int, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.batch.take([index for part in parts for index in self._parts[part]])

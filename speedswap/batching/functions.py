@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,32 +42,6 @@ def require_integer(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
         raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
     return operator.index(value)
-
-
-def named_values(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to besides its arguments, by name: outer variables, defaults, attributes of self.
-
-    >>> outside = 3
-    >>> ("outside", 3) in [*named_values(lambda inside: inside + outside)]
-    True
-    """
-    while isinstance(function, functools.partial):
-        yield from function.keywords.items()
-        function = function.func
-    if not isinstance(function, types.FunctionType):
-        method = function if isinstance(function, types.MethodType) else function.__call__
-        owner = getattr(method, "__self__", None)
-        yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
-        function = getattr(method, "__func__", None)
-    if not isinstance(function, types.FunctionType):
-        return
-    yield from zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=True)
-    parameters = inspect.signature(function).parameters.values()
-    yield from ((one.name, one.default) for one in parameters if one.default is not one.empty)
-    codes = [function.__code__]
-    for code in codes:  # with those of functions inside
-        codes += (one for one in code.co_consts if isinstance(one, types.CodeType))
-        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
 
 
 def key_of(function: Callable[..., Any]) -> Hashable:

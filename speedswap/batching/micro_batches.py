@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap.batching.attempts import Circumstances
-from speedswap.batching.functions import key_of, name_of, named_values
+from speedswap.batching.functions import key_of, name_of
 from speedswap.batching.nested import NO_AUX, Arguments, kept, loss_of, parted
 from speedswap.batching.packing import MicroBatch, Parts
 from speedswap.batching.rollback import HALF_PRECISION, Changes
@@ -134,7 +134,11 @@ class MicroBatches:
             torch.autograd.backward([scaled], [torch.ones_like(scaled)])
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
-                raise _freed_graph(loss_fn) from error
+                raise BatchError(
+                    f"a backward pass has freed a part of the loss's graph: loss_fn {name_of(loss_fn)} uses a tensor "
+                    "that was computed outside of it, or calls backward(); compute everything that has a graph inside "
+                    "of it, and return the loss"
+                ) from error
             raise
         self.tell("after_micro_batch", **place, loss=loss.detach())
         return share.detach(), aux
@@ -193,15 +197,6 @@ class MicroBatches:
                 "unsplit batch: for ResNet18 and 48 images in micro-batches of 16 they are off by about 80 % of their "
                 "norm; GroupNorm, LayerNorm, and BatchNorm in eval mode do not depend on the split"
             )
-
-
-def _freed_graph(loss_fn: Callable[..., Any]) -> BatchError:
-    graphs = (name for name, value in named_values(loss_fn) if isinstance(value, Tensor) and value.grad_fn is not None)
-    return BatchError(
-        f"a backward pass has freed a part of the loss's graph: loss_fn {name_of(loss_fn)} uses "
-        f"{next(graphs, 'a tensor')}, which was computed outside of it, or calls backward(); compute everything that "
-        "has a graph inside of it, and return the loss"
-    )
 
 
 def _aux_of(loss_fn: Callable[..., Any], arguments: Arguments) -> Any:

@@ -408,12 +408,12 @@ def test_backward_in_a_coupled_loss_is_an_error():
         speedswap.BatchSplitter(model, micro_batch_size=2).backward_coupled(model, loss_fn, inputs[0])
 
 
-def test_a_graph_from_outside_is_named():
+def test_a_graph_from_outside_is_an_error():
     """The first micro-batch's backward pass frees it."""
     model, inputs = classifier(), batch(8)
     penalty = model[0].weight.square().sum()
     splitter = speedswap.BatchSplitter(model, micro_batch_size=2, check=False)
-    with pytest.raises(BatchError, match="uses penalty, which was computed outside of it, or calls backward"):
+    with pytest.raises(BatchError, match="uses a tensor that was computed outside of it, or calls backward"):
         splitter.backward(lambda x, y: cross_entropy(model, x, y) + penalty, *inputs)
 
 
