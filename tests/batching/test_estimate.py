@@ -450,7 +450,7 @@ def test_autocast_makes_activations_smaller():
     full = speedswap.batching.estimate_memory(model, torch.randn(4, 64))
     cast = torch.autocast("cpu", torch.bfloat16)
     half = speedswap.batching.estimate_memory(model, torch.randn(4, 64), loss_fn=cast(lambda x: model(x).sum()))
-    assert half.activations(100) < 0.8 * full.activations(100)
+    assert half.activations(1000) < 0.8 * full.activations(1000)  # and the weights, once
 
 
 def test_splitter_stays_within_the_estimate():
