@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +96,7 @@ class Callback:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Loss = Callable[..., Tensor]
-LossAndAux = Callable[..., tuple[Tensor, Any]]
+Result = TypeVar("Result", Tensor, tuple[Tensor, Any])
 Encoders = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
@@ -265,11 +264,7 @@ class BatchSplitter:
         alone = Alone(state.get("escalates_from", 1), size) if rung else Alone()
         self._sizes.begin_with(1 - rung if rung else size, alone)
 
-    @overload
-    def backward(self, loss_fn: Loss, /, *batch: Any, **named: Any) -> Tensor: ...
-    @overload
-    def backward(self, loss_fn: LossAndAux, /, *batch: Any, **named: Any) -> tuple[Tensor, Any]: ...
-    def backward(self, loss_fn: Callable[..., Any], /, *batch: Any, **named: Any) -> Tensor | tuple[Tensor, Any]:
+    def backward(self, loss_fn: Callable[..., Result], /, *batch: Any, **named: Any) -> Result:
         """Add the gradients of a batch's loss to its parameters' ``grad``.
 
         Args:
@@ -315,19 +310,12 @@ class BatchSplitter:
                     loss, aux = self._micro_batches.accumulate(loss_fn, parts, changes)
             loss, gives_aux = attempts.finish(loss, average=False, gives_aux=aux is not NO_AUX)
         self._tell("after_batch", batch_size=whole.size, loss=loss)
-        if not gives_aux:
-            return loss
-        return loss, None if aux is NO_AUX else aux
+        result: Any = (loss, None if aux is NO_AUX else aux) if gives_aux else loss
+        return result  # type: ignore[no-any-return]
 
-    @overload
-    def backward_coupled(self, encode: Encoders, loss_fn: Loss, /, *batch: Any, **named: Any) -> Tensor: ...
-    @overload
     def backward_coupled(
-        self, encode: Encoders, loss_fn: LossAndAux, /, *batch: Any, **named: Any
-    ) -> tuple[Tensor, Any]: ...
-    def backward_coupled(
-        self, encode: Encoders, loss_fn: Callable[..., Any], /, *batch: Any, **named: Any
-    ) -> Tensor | tuple[Tensor, Any]:
+        self, encode: Encoders, loss_fn: Callable[..., Result], /, *batch: Any, **named: Any
+    ) -> Result:
         """Add the exact gradients of a loss that compares all samples of a batch with each other.
 
         Two passes: representations of all micro-batches without a graph, the loss once over all of them, and then each
@@ -352,10 +340,12 @@ class BatchSplitter:
             Exception: as for :meth:`backward`.
         """
         self._refuse_in_step("backward_coupled")
+        encoders: list[Callable[..., Any]]
         with self._ranks.together("backward_coupled"):
             encoders, batches = towers_of(encode, batch, named)
-            for name, function in [("loss_fn", loss_fn), *(("encode", one) for one in encoders)]:
-                require_function(name, function)
+            require_function("loss_fn", loss_fn)
+            for encoder in encoders:
+                require_function("encode", encoder)
             for part in batches:
                 part.refuse_graphs()
             attempts = self._begin("backward", [*encoders, loss_fn], batches)
@@ -366,7 +356,8 @@ class BatchSplitter:
                     loss, aux = both_passes(towers, loss_fn, changes, self._micro_batches)
             loss, _ = attempts.finish(loss, average=True)
         self._tell("after_batch", batch_size=max(part.size for part in batches), loss=loss)
-        return loss if aux is NO_AUX else (loss, aux)
+        result: Any = loss if aux is NO_AUX else (loss, aux)
+        return result  # type: ignore[no-any-return]
 
     def forward(self, function: Callable[..., Any], /, *batch: Any, **named: Any) -> Any:
         """Run a function over a batch in micro-batches, differentiably, though no graph is kept.
