@@ -353,7 +353,7 @@ class Changes:
     """
 
     def __init__(self, modules: Sequence[nn.Module] | None) -> None:
-        self._known = modules is not None
+        self._known, self._modules = modules is not None, modules or []
         self._sums: Float32Sums | None = None
         self._random = RandomState()
         self.gradients = Gradients()
@@ -361,7 +361,7 @@ class Changes:
         self._snapshots = [self._buffers]
         self._storages: set[int] = set()
         self._seen: set[nn.Module] = set()
-        self.parameters, self._holders = parameters_and_holders(modules or [])
+        self.parameters, self._holders = parameters_and_holders(self._modules)
         self.gradients.note(self.parameters)
         self._buffers.note_modules(self._holders)
 
@@ -399,13 +399,11 @@ class Changes:
 
     def storages(self) -> set[int]:
         """Return the addresses of the memory of parameters and buffers; the set grows as modules are found."""
-        if self._known and not self._storages:
-            self._keep(
-                [*self.parameters, *(buffer for module in self._holders for buffer in module.buffers(recurse=False))]
-            )
+        if not self._storages:
+            self._keep(tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
         return self._storages
 
-    def _keep(self, tensors: Sequence[Tensor]) -> None:
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
         self._storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors if has_memory(tensor))
 
     @property

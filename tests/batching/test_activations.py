@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import speedswap
 from speedswap.batching.escalation import activations_on_host
+from speedswap.batching.rollback import Changes
 
 
 class SavedBytes:
@@ -88,6 +89,13 @@ def test_p21_two_passes_keep_one_micro_batch_at_a_time():
         for samples in (8, 32, 256)
     }
     assert len(set(most.values())) == 1
+
+
+def test_no_parameter_or_buffer_counts_as_an_activation():
+    """Frozen ones neither, whose values are saved for the backward pass of what precedes them."""
+    model = nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    everything = [*model.parameters(), *model.buffers()]
+    assert Changes([model]).storages() == {tensor.untyped_storage().data_ptr() for tensor in everything}
 
 
 def run_offloaded(model, inputs, targets):
