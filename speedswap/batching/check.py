@@ -228,7 +228,7 @@ class _Comparison:
         tolerance = self._tolerance()
 
         def are_means(weights: Sequence[float]) -> bool:
-            """Parts of weight 0 may have any loss, even NaN."""
+            """Return whether the losses are means with these weights; parts of weight 0 may have any loss, even NaN."""
             for subset, loss in losses.items():
                 total = sum(weights[place] for place in subset)
                 weighted = sum(weights[place] * losses[place,] for place in subset if weights[place])
