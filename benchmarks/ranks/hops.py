@@ -74,32 +74,35 @@ class Hosts:
         ranks: their number.
         per_host: ranks of a host, in order; the last may have fewer.
         in_levels: False for a flat exchange.
-        merges: False if the ids of a host's ranks are not merged, so that rows go flat, between GPUs.
+        spreads: True if all ranks of a host carry what passes to a few others, as with NCCL.
     """
 
-    def __init__(self, ranks: int, per_host: int, *, in_levels: bool, merges: bool = True) -> None:
-        self.ranks, self.per_host, self.in_levels, self.merges = ranks, per_host, in_levels, merges
+    def __init__(self, ranks: int, per_host: int, *, in_levels: bool, spreads: bool = False) -> None:
+        self.ranks, self.per_host, self.in_levels = ranks, per_host, in_levels
         self.host = torch.arange(ranks) // per_host
         self.sizes = self.host.bincount()
-        numbers = torch.arange(len(self.sizes))
-        # The rank of each host (row) that carries what passes to and from each other one (column).
-        self._carrier = per_host * numbers.unsqueeze(1) + numbers % self.sizes.unsqueeze(1)
+        fewest = int(self.sizes.min())
+        self._carriers = fewest if spreads and len(self.sizes) <= fewest else 1
         self._is_near = self.host.unsqueeze(1) == self.host
         self._is_other = ~torch.eye(ranks, dtype=torch.bool)
+
+    def _carrier(self, host: Tensor, other: Tensor, owner: Tensor) -> Tensor:
+        """Return the rank of a host that carries what passes between it and another for an owner's rows."""
+        if self._carriers > 1:
+            return self.per_host * host + owner % self.per_host % self._carriers
+        return self.per_host * host + (other - (other > host).long()) % self.sizes[host]
 
     def hops(self, asked: Asked, row_bytes: float, *, to_owners: bool = True) -> list[Hop]:
         """Return the hops of rows, or of numbers, from those that ask for them to their owners, or back."""
         if not self.in_levels:
             return [self._hop(asked.by_rank if to_owners else asked.by_rank.T, row_bytes, self._is_other)]
-        if not self.merges:
-            of_host = torch.zeros_like(asked.by_host).index_add_(0, self.host, asked.by_rank)
-            asked = Asked(asked.by_rank, of_host)
         owner = torch.arange(self.ranks)
-        via = torch.where(self._is_near, owner, self._carrier[self.host][:, self.host])
+        here = self.host.unsqueeze(1).expand(-1, self.ranks)
+        via = torch.where(self._is_near, owner, self._carrier(here, self.host, owner))
         first = torch.zeros_like(asked.by_rank).scatter_add_(1, via, asked.by_rank)
         from_host = torch.arange(len(self.sizes)).unsqueeze(1).expand_as(asked.by_host)
         to_host = self.host.expand_as(asked.by_host)
-        sender, taker = self._carrier[from_host, to_host], self._carrier[to_host, from_host]
+        sender, taker = self._carrier(from_host, to_host, owner), self._carrier(to_host, from_host, owner)
         away = asked.by_host * (from_host != to_host)
         second, third = (
             torch.zeros_like(asked.by_rank).index_put_(places, away, accumulate=True)
@@ -131,17 +134,13 @@ class Hosts:
         """Return the hops of what precedes a table's ids in two levels: how many come."""
         if not self.in_levels:
             return []
-        if not self.merges:
-            return self.round(_NUMBER_BYTES)
-        every = torch.ones(self.ranks, self.ranks, dtype=torch.int64)
-        near, one = self._is_near & self._is_other, torch.zeros_like(every)
-        hosts = torch.arange(len(self.sizes))
-        pairs = [(a, b) for a in hosts for b in hosts if a != b]
-        for a, b in pairs:
-            one[self._carrier[a, b], self._carrier[b, a]] = self.sizes[b]
+        near = self._is_near & self._is_other
+        one = Asked(
+            torch.zeros(self.ranks, self.ranks, dtype=torch.int64), torch.ones(len(self.sizes), self.ranks).long()
+        )
         return [
             Hop(near.long(), near * self.ranks * _NUMBER_BYTES),
-            Hop((one > 0).long(), one * _NUMBER_BYTES),
+            self.hops(one, _NUMBER_BYTES)[1],
             Hop(near.long(), near * len(self.sizes) * _NUMBER_BYTES),
         ]
 
@@ -153,14 +152,13 @@ class Hosts:
             asked: the rows.
             dim: the width of a row of float32.
         """
-        rows_on = self if self.merges else Hosts(self.ranks, self.per_host, in_levels=False)
         lean = 0 if self.in_levels else sum(protocol.lean)
         found = (sum(protocol.rounds) - lean) * self.round(protocol.line_bytes)
         if lean:
             found += lean * self.lean_round()
         for one in (message for part in protocol.messages for message in part):
             row_bytes = one.row_bytes * (dim if one.is_row else 1)
-            found += (rows_on if one.is_row else self).hops(asked, row_bytes, to_owners=one.to_owners)
+            found += self.hops(asked, row_bytes, to_owners=one.to_owners)
             if not one.is_row:
                 found += self.heads()
         return Hop.total(found)

@@ -25,24 +25,21 @@ class Way(NamedTuple):
     """The way of rounds, ids and rows.
 
     Attributes:
-        in_levels: True for rounds and ids in two levels.
-        rows_in_levels: the same for rows.
+        in_levels: True for two levels.
         rows_bandwidth: of a rank's rows if they go through host memory; None for rows between GPUs.
     """
 
     in_levels: bool = False
-    rows_in_levels: bool = False
     rows_bandwidth: float | None = None
 
 
 WAYS = {
     "flat, rows between GPUs": Way(),
-    "two levels, rows at 5 GB/s": Way(True, True, 5e9),
-    "two levels for rounds and ids, rows flat between GPUs": Way(True),
-    "two levels, rows between GPUs": Way(True, True),
+    "two levels, rows at 5 GB/s": Way(True, 5e9),
+    "two levels, rows between GPUs": Way(True),
 }
-"""By name; groups with NCCL have the third, or with ``host=1`` the first, others the second; the last is not built."""
-_BUILT = "two levels, rows at 5 GB/s"
+"""By name; groups with NCCL have the last, or with ``host=1`` the first, others the second."""
+_FLAT, _STAGED, _BUILT = WAYS
 _BANDWIDTH_HERE = 0.7e9  # the byte that is fitted in ranks-cpu.json
 _AS_HERE = "rows at 0.7 GB/s, as fitted here"
 
@@ -136,10 +133,7 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, rank
         return max(alone + swap, swap) if ahead else alone + 2 * swap
     if ranks <= cluster.gpus:  # one host is flat, whatever it was given
         way = Way()
-    hosts, rows_on = (
-        Hosts(ranks, cluster.gpus, in_levels=in_levels, merges=way.rows_in_levels)
-        for in_levels in (way.in_levels, way.rows_in_levels)
-    )
+    hosts = Hosts(ranks, cluster.gpus, in_levels=way.in_levels, spreads=way.rows_bandwidth is None)
     every = _asked(work.rows, ranks, work.lookups, work.exponent, cluster.gpus)
     line_bytes = LINE_BYTES + _NUMBER_BYTES * min(2048 // ranks, 32 if hosts.in_levels else 2048)
     full = cluster.numbers(hosts.round(line_bytes))
@@ -149,11 +143,10 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, way: Way, rank
         """Return the seconds of rounds and ids, and of rows."""
         numbers, rows = (protocol.rounds[part] - protocol.lean[part]) * full + protocol.lean[part] * lean, 0.0
         for one in protocol.messages[part]:
+            hops = hosts.hops(every, one.row_bytes * (work.dim if one.is_row else 1), to_owners=one.to_owners)
             if one.is_row:
-                hops = rows_on.hops(every, one.row_bytes * work.dim, to_owners=one.to_owners)
                 rows += cluster.rows(hops, way)
             else:
-                hops = hosts.hops(every, one.row_bytes, to_owners=one.to_owners)
                 numbers += cluster.numbers([*hops, *hosts.heads()])
         return numbers, rows
 
@@ -196,12 +189,14 @@ def predictions(protocol: Protocol, plain: Workload, ranks: Sequence[int] = RANK
         return {"way": way, "varied": varied, "dense_ms": dense_ms, "lookahead": ahead, "efficiency": speeds}
 
     curves = [curve(way, dense_ms, ahead) for dense_ms in (5, 20) for ahead in (False, True) for way in WAYS]
-    for way in (next(iter(WAYS)), _BUILT):
+    for way in (_FLAT, _BUILT):
         for peer in (1e-6, 20e-6, 50e-6):
             cluster = replace(CLUSTER, round_peer_seconds=peer)
             curves.append(curve(way, 20, True, f"{1e6 * peer:g} µs a message", cluster))
-    curves.append(curve(_BUILT, 20, True, _AS_HERE))
+    curves.append(curve(_STAGED, 20, True, _AS_HERE))
     curves += [
-        curve(_BUILT, 20, True, name, exponent=exponent) for name, exponent in (("uniform", 0.0), ("Zipf 1.3", 1.3))
+        curve(way, 20, True, name, exponent=exponent)
+        for way in WAYS
+        for name, exponent in (("uniform", 0.0), ("Zipf 1.3", 1.3))
     ]
     return {"cluster": asdict(CLUSTER), "workload": plain._asdict(), "curves": curves}

@@ -56,7 +56,7 @@ class RankGroup:
         ahead = Lane(process_group, "ahead", timeout)
         hosts = _hosts_of(self.main, host)
         for lane in (self.main, ahead):
-            lane.set_hosts(hosts, process_group, merges=not has_nccl)
+            lane.set_hosts(hosts, process_group, spreads=has_nccl)
         self.ahead = Ahead(ahead, self.main)
         self.rank = self.main.rank
         self.next_number = 0

@@ -53,7 +53,6 @@ class Lane:
         tables: the objects of tasks by number; each has a name for messages.
         payloads, payload_bytes: number of payloads so far, and bytes this rank has sent to others in them.
         levels: the hosts of the ranks, if several ranks share one and there are more of them.
-        merging: the same, if lookups of a host's ranks are merged; None if rows go directly from GPU to GPU.
         sheet: the rounds' memory.
         spare: memory on every rank for :data:`SPARE_IDS` ids.
     """
@@ -79,7 +78,6 @@ class Lane:
         self.step = 0
         self.tables: Mapping[int, Any] = {}
         self.levels: Levels | None = None
-        self.merging: Levels | None = None
         self._begun: Counter[object] = Counter()  # since the last round
         self._rounds_begun = -1
         self.payloads = 0
@@ -250,21 +248,22 @@ class Lane:
         return [Line(*lines[(rank - self.rank) % size].tolist()) for rank in range(size)]
 
     def set_hosts(
-        self, hosts: Sequence[Sequence[int]], process_group: dist.ProcessGroup, *, merges: bool = True
+        self, hosts: Sequence[Sequence[int]], process_group: dist.ProcessGroup, *, spreads: bool = False
     ) -> None:
         """Exchange in two levels from now on, unless hosts have one rank each or there is one host; on every rank.
 
         Args:
             hosts: each host's ranks, as indices among the lane's, in the order of their first ranks.
             process_group: as for the lane.
-            merges: False if rows go between GPUs, so that lookups of a host's ranks are not merged.
+            spreads: True if each rank has a network card, so that all carry rows between a few hosts.
         """
         if 1 < len(hosts) < len(self.ranks):
             mine = next(ranks for ranks in hosts if self.rank in ranks)
             members = [self.ranks[rank] for rank in mine]
             self.sheet = Sheet(len(self.ranks), _ROOM_ON_HOSTS)
-            self.levels = Levels(self, hosts, connect(process_group, f"{self._name} host", members, self._timeout))
-            self.merging = self.levels if merges else None
+            local = connect(process_group, f"{self._name} host", members, self._timeout)
+            fewest = min(map(len, hosts))
+            self.levels = Levels(self, hosts, local, fewest if spreads and len(hosts) <= fewest else 1)
 
     def is_staged(self, rows: Tensor) -> bool:
         """Return whether rows go through host memory instead of directly between GPUs."""
@@ -323,7 +322,7 @@ class Lane:
         """Make every later use of the lane raise: here at once, and on the other ranks when they next use it."""
         if self._broken is None:
             self._broken = why
-            self._group = self.levels = self.merging = None  # closes the connections, which the other ranks notice
+            self._group = self.levels = None  # closes the connections, which the other ranks notice
             self.failures += 1
             if self.pending is not None:
                 self.pending.drop()

@@ -1,8 +1,9 @@
 """Exchange in two levels: ranks of one host merge what they send to another host, and one message carries it.
 
 Any two hosts have one rank each that carries all that passes between them; the ranks of a host take turns, by the other
-host's number. So ids that several ranks of a host request cross the network once, and so do their weights and the sums
-of their gradients. Two hosts exchange one message each way, where a flat exchange has one for any two of their ranks.
+host's number. Between GPUs, each with its network card, all carry a share unless there are more hosts than ranks on
+one. So ids that several ranks of a host request cross the network once, and so do their weights and the sums of their
+gradients. Two hosts exchange a message for each carrier, where a flat exchange has one for any two of their ranks.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives.messages import Merged, Parcel, Sums, Way, as_bytes, packed, unpacked
+from speedswap.collectives.messages import Parcel, Way, as_bytes, packed, unpacked
 
 if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane
 
+_COPIES = 3  # of the rows of a hop at once: received, in their next order, and in the memory of the next hop
 _Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 class Asked(NamedTuple):
-    """Rows of one table that hosts request from this rank.
+    """Rows of one table that ranks or hosts request from this rank.
 
     Attributes:
-        received: how many rows each rank asks for: those of a host count as its first rank's.
-        ids: the rows, each once per host, int64, in the order of hosts.
-        merged: the ways of the rows' values.
+        received: how many rows each rank asks for: merged ones of a host count as its first rank's.
+        ids: the rows, int64, in the order of ranks, or each once per host, in the order of hosts.
+        way: the way of the rows' values, if these are merged.
     """
 
     received: list[int]
     ids: Tensor
-    merged: Merged
+    way: Way | None = None
 
 
 class Levels:
@@ -44,28 +46,34 @@ class Levels:
         lane: the lane, whose connections carry what crosses hosts.
         hosts: each host's ranks, as indices among the lane's, in the order of their first ranks.
         local: connections between the ranks of this host.
+        carriers: number of ranks of a host that carry what passes between it and another.
 
     Attributes:
         messages, message_bytes: what this rank has sent to other hosts.
     """
 
-    def __init__(self, lane: Lane, hosts: Sequence[Sequence[int]], local: dist.ProcessGroup) -> None:
-        self._lane, self._hosts, self._local = lane, hosts, local
+    def __init__(self, lane: Lane, hosts: Sequence[Sequence[int]], local: dist.ProcessGroup, carriers: int = 1) -> None:
+        self._lane, self._hosts, self._local, self._carriers = lane, hosts, local, carriers
         self._host = next(number for number, ranks in enumerate(hosts) if lane.rank in ranks)
         self._mine = hosts[self._host]
-        places = range(len(self._mine))
         self._place = self._mine.index(lane.rank)
-        carries = [[self._carries(place, host) for host in range(len(hosts))] for place in places]
-        self._carried = [host for host in range(len(hosts)) if host != self._host and carries[self._place][host]]
-        # For each rank of this host, the ranks whose rows it gets from the others here: in the order of hosts.
-        self._ranks_by_carrier = [
-            [rank for host, ranks in enumerate(hosts) if carries[place][host] for rank in self._within(place, host)]
-            for place in places
-        ]
-        self._by_carrier = torch.tensor([rank for ranks in self._ranks_by_carrier for rank in ranks])
-        self._host_of = torch.tensor(
-            [next(at for at, each in enumerate(hosts) if rank in each) for rank in range(len(lane.ranks))]
+        # Rows for each rank go to their carrier here first: in the order of carriers, and of hosts for each of them.
+        order = sorted(
+            (self._carrier(self._host, host, place), host, place, rank)
+            for host, ranks in enumerate(hosts)
+            for place, rank in enumerate(ranks)
         )
+        self._carriers_here, host_of, _, self._by_carrier = torch.tensor(order).unbind(1)
+        is_mine = self._carriers_here == self._place
+        self._ours, self._host_of_ours = self._by_carrier[is_mine], host_of[is_mine]
+        # For each host, the places here of the ranks to which this one passes on what comes from there.
+        self._passed_to = [
+            [place for place in range(len(self._mine)) if self._carrier(self._host, host, place) == self._place]
+            for host in range(len(hosts))
+        ]
+        firsts = [next(iter(places), 0) for places in self._passed_to]
+        self._peers = [hosts[to][self._carrier(to, self._host, place)] for to, place in enumerate(firsts)]
+        self._carried = [host for host, places in enumerate(self._passed_to) if places and host != self._host]
         self._segments = self._segments_of_hops()
         self._way_of_lines = self._way([torch.ones(len(order), dtype=torch.int64) for order, _, _ in self._segments])
         self.messages = self.message_bytes = 0
@@ -74,12 +82,16 @@ class Levels:
     def _hops(self) -> tuple[_Exchange, ...]:
         return self._between_ranks, self._across, self._between_ranks
 
-    def _carries(self, place: int, host: int) -> bool:
-        return host == self._host or host % len(self._mine) == place
+    def _carrier(self, host: int, other: int, place: int) -> int:
+        """Return the place of the rank of a host that carries what passes between it and another.
 
-    def _within(self, place: int, host: int) -> Sequence[int]:
-        """Return the ranks of a host whose rows a rank of this host passes on: on its own host, itself alone."""
-        return [self._mine[place]] if host == self._host else self._hosts[host]
+        Args:
+            host, other: the hosts; on the same one, the rank itself is returned.
+            place: the place of the rank that is asked for rows, on either host.
+        """
+        if host == other:
+            return place
+        return place % self._carriers if self._carriers > 1 else (other - (other > host)) % len(self._hosts[host])
 
     # ------------------------------------------------------------------ rounds, and rows that are not merged
 
@@ -91,30 +103,21 @@ class Levels:
             that each of them goes to in the hop, in this order; and that it has come from, before it.
         """
         size, every = len(self._mine), [*enumerate(self._hosts)]
-        ours = torch.tensor(self._ranks_by_carrier[self._place])
-        carrier = torch.tensor([place for place, ranks in enumerate(self._ranks_by_carrier) for _ in ranks])
-        to_host = self._host_of[ours].repeat(size)
         # From each rank of a host for each one here; within this host, a hop across leads to where it began.
-        across = [
-            (host, place)
-            for host, ranks in every
-            if self._carries(self._place, host)
-            for _ in ranks
-            for place in ([self._place] if host == self._host else range(size))
-        ]
+        across = [(host, place) for host, ranks in every for _ in ranks for place in self._passed_to[host]]
         from_host, to_place = torch.tensor(across).T
         back = [
             (place, rank)
             for place in range(size)
             for host, ranks in every
-            if (place == self._place if host == self._host else self._carries(place, host))
+            if self._carrier(self._host, host, self._place) == place
             for rank in ranks
         ]
         from_place, sender = torch.tensor(back).T
-        none = carrier[:0]
+        none = sender[:0]
         return [
-            (self._by_carrier, carrier, none),
-            (*_ordered(to_host), torch.arange(size).repeat_interleave(len(ours))),
+            (self._by_carrier, self._carriers_here, none),
+            (*_ordered(self._host_of_ours.repeat(size)), torch.arange(size).repeat_interleave(len(self._ours))),
             (*_ordered(to_place), from_host),
             (sender.argsort(), none, from_place),
         ]
@@ -160,14 +163,13 @@ class Levels:
                 how many each rank owns.
         """
         # To the carriers, after a message that tells every rank of this host how many ids come.
-        size, ours = len(self._mine), torch.tensor(self._ranks_by_carrier[self._place])
+        size, ours, host_of = len(self._mine), self._ours, self._host_of_ours
         sent = torch.tensor([counts for _, counts in tables])
         wanted = self._between_ranks(sent.repeat(size, 1), [len(sent)] * size, [len(sent)] * size)
         wanted = wanted.view(size, *sent.shape)[:, :, ours]  # by asking rank, table, owner
-        carriers = torch.tensor([place for place, each in enumerate(self._ranks_by_carrier) for _ in each])
         orders = [_moved(counts, self._by_carrier) for counts in sent]
         firsts = [
-            (_sums_by(counts[self._by_carrier], carriers, size), wanted[:, table].sum(1).tolist())
+            (_sums_by(counts[self._by_carrier], self._carriers_here, size), wanted[:, table].sum(1).tolist())
             for table, counts in enumerate(sent)
         ]
         columns = [ids.view(-1, 1)[order] for (ids, _), order in zip(tables, orders, strict=True)]
@@ -182,14 +184,16 @@ class Levels:
             union, positions = kernels.unique(ids.view(-1) + owner * span)
             owned[table] = torch.bincount(union // span, minlength=len(ours))
             unions.append((union % span).view(-1, 1))
-            sums.append(Sums(positions, len(union)))
+            sums.append(positions)
 
         # Across, after a message with the numbers of ids.
-        host_of = self._host_of[ours]
         arriving = torch.zeros(len(self._hosts), len(tables), size, dtype=torch.int64)  # by host, table, owner here
         arriving[self._host, :, self._place] = owned[:, host_of == self._host].squeeze(1)
         heads = {host: owned[:, host_of == host].contiguous() for host in self._carried}
-        self._between_hosts({host: arriving[host] for host in self._carried}, heads)
+        numbers = {host: torch.empty(len(tables), len(self._passed_to[host]), dtype=torch.int64) for host in heads}
+        self._between_hosts(numbers, heads)
+        for host, some in numbers.items():
+            arriving[host, :, self._passed_to[host]] = some
         seconds = [
             (_sums_by(counts, host_of, len(self._hosts)), arriving[:, table].sum(1).tolist())
             for table, counts in enumerate(owned)
@@ -214,18 +218,36 @@ class Levels:
             for ranks, count in zip(self._hosts, coming[:, table].sum(0).tolist(), strict=True):
                 received[ranks[0]] = count
             hops = firsts[table], seconds[table], thirds[table]
-            way = Way((orders[table], sums[table], to_owners[table], order), hops)
-            found.append(Asked(received, ids.view(-1)[order], Merged(way)))
+            way = Way((orders[table], sums[table], to_owners[table], order), hops, len(unions[table]))
+            found.append(Asked(received, ids.view(-1)[order], way))
         return found
 
     def send(self, parcels: Sequence[Parcel]) -> list[Tensor]:
         """Send the values of rows that were asked for; return those received, on the same devices."""
-        ways, rows = [parcel.way for parcel in parcels], [parcel.rows.detach().cpu() for parcel in parcels]
+        rows = [parcel.rows.detach() for parcel in parcels]
+        if self._lane.is_staged(rows[0]):
+            rows = [some.cpu() for some in rows]
+        ways = [parcel.way.on(some.device) for parcel, some in zip(parcels, rows, strict=True) if parcel.way]
         for hop, exchange in enumerate(self._hops):
-            rows = [way.turned(hop, some) for way, some in zip(ways, rows, strict=True) if way is not None]
-            rows = self._send(exchange, rows, [way.counts[hop] for way in ways if way is not None])
-        rows = [way.turned(3, some) for way, some in zip(ways, rows, strict=True) if way is not None]
+            rows = [way.turned(hop, some) for way, some in zip(ways, rows, strict=True)]
+            rows = self._send(exchange, rows, [way.counts[hop] for way in ways])
+        rows = [way.turned(len(self._hops), some) for way, some in zip(ways, rows, strict=True)]
         return [some.to(parcel.rows.device) for some, parcel in zip(rows, parcels, strict=True)]
+
+    def prepared(self, parcels: Sequence[Parcel]) -> Callable[[], list[Tensor]]:
+        """Return a function that sends parcels as :meth:`send` does, with the GPU memory it needs held until then."""
+        most = max(
+            sum(parcel.row_bytes * max(map(sum, parcel.way.counts[hop])) for parcel in parcels if parcel.way)
+            for hop in range(len(self._hops))
+        )
+        rows = parcels[0].rows
+        held = [] if self._lane.is_staged(rows) else [rows.new_empty(_COPIES * most, dtype=torch.uint8)]
+
+        def post() -> list[Tensor]:
+            held.clear()
+            return self.send(parcels)
+
+        return post
 
     def send_some(self, parcels: Sequence[Parcel], chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Send the values of some of the rows that were asked for.
@@ -258,7 +280,6 @@ class Levels:
         for hop in range(4):
             for place, way in enumerate(ways):
                 turn, indices = way.turns[hop], marks[place].cumsum(0) - 1
-                assert isinstance(turn, Tensor)
                 marks[place] = marks[place][turn]
                 turns[place].append(indices[turn[marks[place]]])
             if hop < len(self._hops):
@@ -282,13 +303,16 @@ class Levels:
         """Send some tables' rows in one message to each rank of this host, or to each host."""
         parcels = [Parcel(some, *each) for some, each in zip(rows, counts, strict=True)]
         whole = packed(parcels)
-        own = whole.sent[self._host if exchange == self._across else self._place]
-        self._lane.payload_bytes += (sum(whole.sent) - own) * whole.row_bytes
+        if not whole.rows.is_cuda:
+            own = whole.sent[self._host if exchange == self._across else self._place]
+            self._lane.payload_bytes += (sum(whole.sent) - own) * whole.row_bytes
         came = exchange(as_bytes(whole.rows.contiguous()), whole.received, whole.sent)
         return unpacked(came.view(whole.rows.dtype).view(-1, *whole.rows.shape[1:]), parcels)
 
     def _between_ranks(self, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """Send rows to each rank of this host; return those received."""
+        if rows.is_cuda:
+            return self._between_gpus(self._mine, rows, received, sent)
         into = rows.new_empty(sum(received), *rows.shape[1:])
         with self._lane.connected():
             self._local.alltoall_base(into, rows.contiguous(), [*received], [*sent]).wait()
@@ -296,6 +320,8 @@ class Levels:
 
     def _across(self, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """Send rows to each host; return those received."""
+        if rows.is_cuda:
+            return self._between_gpus(self._peers, rows, received, sent)
         into = rows.new_empty(sum(received), *rows.shape[1:])
         came, leaving = torch.split(into, [*received]), torch.split(rows, [*sent])
         came[self._host].copy_(leaving[self._host])
@@ -304,12 +330,28 @@ class Levels:
         )
         return into
 
+    def _between_gpus(self, peers: Sequence[int], rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Send rows to some ranks, by an exchange of all ranks in which the others have none; return those received."""
+        order = sorted(range(len(peers)), key=peers.__getitem__)
+        is_by_rank = order == [*range(len(peers))]  # otherwise some of a host's ranks lie between those of another one
+        if not is_by_rank:
+            rows = torch.cat([torch.split(rows, [*sent])[place] for place in order])
+        into = rows.new_empty(sum(received), *rows.shape[1:])
+        counts = [dict(zip(peers, each, strict=True)) for each in (received, sent)]
+        self._lane.exchange_rows(
+            into, rows, *([each.get(rank, 0) for rank in range(len(self._lane.ranks))] for each in counts)
+        )
+        if is_by_rank:
+            return into
+        parts = torch.split(into, [received[place] for place in order])
+        return torch.cat([parts[order.index(place)] for place in range(len(peers))])
+
     def _between_hosts(self, into: dict[int, Tensor], out: dict[int, Tensor]) -> None:
         """Exchange a message with each host that this rank carries for; empty ones are not sent."""
         with self._lane.connected() as group:
             works = []
             for host in self._carried:
-                peer = self._hosts[host][self._host % len(self._hosts[host])]
+                peer = self._peers[host]
                 if out[host].numel():
                     works.append(group.send([out[host].view(-1)], peer, 0))
                     self.messages += 1

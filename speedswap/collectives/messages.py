@@ -276,51 +276,37 @@ def as_bytes(rows: Tensor) -> Tensor:
     return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
-class Sums(NamedTuple):
-    """Rows to be summed.
-
-    Attributes:
-        positions: each row's index among the sums, int64, shape (n,).
-        number: the number of sums.
-    """
-
-    positions: Tensor
-    number: int
-
-
 class Way(NamedTuple):
-    """The three hops of rows between the requesting ranks and the owners, where those of a host are merged.
+    """The three hops of rows from the requesting ranks to the owners, where those of a host are merged, or back.
 
     Attributes:
-        turns: the order of the rows before each hop and after the last: indices; or their sums.
+        turns: the order of the rows before each hop and after the last, int64 vectors.
         counts: for each hop, how many rows go to each peer and come from each.
+        sums: if rows are summed before the second hop, the number of sums, each row's index among which is its turn.
     """
 
-    turns: tuple[Tensor | Sums, ...]
-    counts: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    turns: Sequence[Tensor]
+    counts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    sums: int | None = None
+
+    @property
+    def back(self) -> Way:
+        """The way back, on which a sum is copied to those that it was made of."""
+        first, second, third, last = self.turns
+        counts = [(received, sent) for sent, received in self.counts[::-1]]
+        return Way([last.argsort(), third.argsort(), second, first.argsort()], counts)
+
+    def on(self, device: torch.device) -> Way:
+        """Return the way of rows on a device, to which its indices are copied without waiting."""
+        turns = kernels.near(torch.cat([*self.turns]), device)
+        return self._replace(turns=torch.split(turns, [*map(len, self.turns)]))
 
     def turned(self, hop: int, rows: Tensor) -> Tensor:
         """Return rows as they are sent in a hop, or received after all."""
         turn = self.turns[hop]
-        if isinstance(turn, Sums):
-            return kernels.sum_rows(rows, turn.positions, turn.number)
+        if hop == 1 and self.sums is not None:
+            return kernels.sum_rows(rows, turn, self.sums)
         return rows.index_select(0, turn)
-
-
-class Merged(NamedTuple):
-    """The ways of rows that several ranks of a host request together.
-
-    Attributes:
-        up: from the requesting ranks to the owners: of gradients, which a host sums in the order of its ranks.
-    """
-
-    up: Way
-
-    @property
-    def down(self) -> Way:
-        """From the owners to the requesting ranks: of weights."""
-        turns = [turn.positions if isinstance(turn, Sums) else turn.argsort() for turn in self.up.turns]
-        return Way(tuple(turns[::-1]), tuple((received, sent) for sent, received in self.up.counts[::-1]))
 
 
 class Parcel(NamedTuple):

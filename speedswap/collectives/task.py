@@ -259,7 +259,7 @@ class Task:
     def prepared_parcels(self, parcels: Sequence[Parcel]) -> Callable[[], list[Tensor]]:
         """Return a function that sends parcels of one kind of device in one message, as :meth:`prepared` does rows."""
         if self.lane.levels is not None and parcels[0].way is not None:
-            return partial(self.lane.levels.send, parcels)
+            return self.lane.levels.prepared(parcels)
         post = self.prepared(*packed(parcels)[:3])
         return lambda: unpacked(post(), parcels)
 

@@ -73,7 +73,7 @@ from speedswap.kernels.segment_sum import (
     sum_taken,
 )
 from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
-from speedswap.kernels.transfers import Lookup, Transfer, Transfers, in_transfer_thread, used_here
+from speedswap.kernels.transfers import Lookup, Transfer, Transfers, in_transfer_thread, near, used_here
 from speedswap.kernels.transfers_cpu import (
     FoundBlocks,
     finish_transfers,

@@ -32,6 +32,11 @@ S = TypeVar("S", bound="Starts")
 T_co = TypeVar("T_co", covariant=True)
 
 
+def near(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device without waiting for the transfer."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Work(Protocol[T_co]):
     """The task behind a transfer: a job of the CPU loops' thread, or of a direction's thread."""
 

@@ -104,7 +104,7 @@ class LookupsAhead(Errand):
 
     def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
         agreed = self._digest_of(lookups)
-        if (levels := task.lane.merging) is not None:
+        if (levels := task.lane.levels) is not None:
             return self._renew_on_hosts(task, lookups, agreed, levels)
         parcels = [each.lend_again() for each in lookups]
         rows, sent, *_ = packed([*_heads_of(parcels), *parcels])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import mul
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import SPARE_IDS, Agreed, Asked, Merged, Parcel, Task, as_bytes, digest_of, packed, unpacked
+from speedswap.collectives import SPARE_IDS, Agreed, Asked, Parcel, Task, Way, as_bytes, digest_of, packed, unpacked
 from speedswap.tables import Block
 from speedswap.tables.shards.owners import Owners
 
@@ -69,7 +69,7 @@ class Wanted:
         """
         rows, local = kernels.find_rows(ids, owners.num_embeddings, what)
         wanted, places = cls.of(owners, rows)
-        return wanted, places.to(local.device)[local]
+        return wanted, kernels.near(places, local.device)[local]
 
 
 @dataclass(frozen=True)
@@ -81,35 +81,14 @@ class Route:
         received: how many rows each rank asks for here.
         union: the distinct places of the requested rows here, ascending, int64, shape (m,).
         positions: each requested row's index in ``union``, int64, shape (sum(received),).
-        merged: the ways of the rows, if the ranks of a host request them together.
+        way: the way of the rows to their owners, if the ranks of a host request them together.
     """
 
     wanted: Wanted
     received: list[int]
     union: Tensor
     positions: Tensor
-    merged: Merged | None = None
-
-    @classmethod
-    def asked(
-        cls,
-        owners: Owners,
-        rank: int,
-        wanted: Wanted,
-        received: list[int],
-        ids: Tensor,
-        merged: Merged | None = None,
-    ) -> Route:
-        """Return the route of requested rows.
-
-        Args:
-            owners, rank, wanted: as for :meth:`of`.
-            received: how many rows each rank asks for here.
-            ids: the rows requested here, in rank order.
-            merged: the ways of the rows, if the ranks of a host request them together.
-        """
-        union, positions = kernels.unique(owners.places(ids, rank))
-        return cls(wanted, received, union, positions, merged)
+    way: Way | None = None
 
     def parcel(self, values: Tensor) -> Parcel:
         """Return rows of the union in the order in which the requesting ranks receive them.
@@ -117,12 +96,12 @@ class Route:
         Args:
             values: values of the union, shape (m, …), on any device.
         """
-        asked = values.detach().index_select(0, self.positions.to(values.device))
-        return Parcel(asked, self.received, self.wanted.sent, self.merged and self.merged.down)
+        asked = values.detach().index_select(0, kernels.near(self.positions, values.device))
+        return Parcel(asked, self.received, self.wanted.sent, self.way and self.way.back)
 
     def parcel_back(self, values: Tensor) -> Parcel:
         """Return values of the rows that this rank requested, such as their gradient, as they go to the owners."""
-        return Parcel(values, self.wanted.sent, self.received, self.merged and self.merged.up)
+        return Parcel(values, self.wanted.sent, self.received, self.way)
 
     def add_up(self, came: Tensor) -> Tensor:
         """Return the sums over the ranks, in rank order, of the values received for the rows requested here.
@@ -135,7 +114,7 @@ class Route:
         Returns:
             Shape (m, dim).
         """
-        return kernels.sum_rows(came, self.positions.to(came.device), len(self.union))
+        return kernels.sum_rows(came, kernels.near(self.positions, came.device), len(self.union))
 
 
 class LentRows(NamedTuple):
@@ -186,7 +165,7 @@ def ask(
     most_bytes *= most_bytes <= _MOST_BYTES
     sheet.reserve(most_bytes)
     sent, ids = ids_of_tables([wanted for _, wanted in tables])
-    levels = lane.merging if merges else None
+    levels = lane.levels if merges else None
     digest = (digest_of([*columns]) if together is None else together) % _DIGESTS
     flags = (together is not None) * _TOGETHER | most_bytes << 1 | (max(sent) > sheet.room)
     note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | flags))
@@ -206,7 +185,7 @@ def ask(
         elif len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
             came = sheet.ids_that_came(counts)
             if lane.levels is None and most_bytes and len({each & _FEW for each in theirs}) == 1:
-                received, _ = tables_of_ids(came, counts, len(tables))
+                received = [each.received for each in tables_of_ids(came, counts, len(tables))]
                 sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
         elif sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all ranks have memory for them
             came = task.prepared(ids, sent, counts, lane.spare[: sum(counts)])()
@@ -217,10 +196,10 @@ def ask(
             "give the same ones"
         )
     if levels is not None:
-        return _merged(task, tables, merged)
+        return _routes(task, tables, merged)
     if came is None:
         came = task.send(ids, sent, counts)
-    return _routes(task, tables, came, counts)
+    return _routes(task, tables, tables_of_ids(came, counts, len(tables)))
 
 
 def ask_ahead(task: Task, tables: Sequence[tuple[Owners, Wanted]], counts: list[int]) -> list[Route]:
@@ -231,22 +210,20 @@ def ask_ahead(task: Task, tables: Sequence[tuple[Owners, Wanted]], counts: list[
         counts: the count of numbers from each rank.
     """
     wanted = [each for _, each in tables]
-    if task.lane.merging is None:
+    if (levels := task.lane.levels) is None:
         sent, ids = ids_of_tables(wanted)
-        return _routes(task, tables, task.send(ids, sent, counts), counts)
+        return _routes(task, tables, tables_of_ids(task.send(ids, sent, counts), counts, len(tables)))
     with task.promised():
         task.round()
-        return _merged(task, tables, task.lane.merging.ask([(each.rows, each.sent) for each in wanted]))
+        return _routes(task, tables, levels.ask([(each.rows, each.sent) for each in wanted]))
 
 
-def _routes(task: Task, tables: Sequence[tuple[Owners, Wanted]], came: Tensor, counts: list[int]) -> list[Route]:
-    asked = zip(*zip(*tables, strict=True), *tables_of_ids(came, counts, len(tables)), strict=True)
-    return [Route.asked(owners, task.lane.rank, *some) for owners, *some in asked]
-
-
-def _merged(task: Task, tables: Sequence[tuple[Owners, Wanted]], asked: Sequence[Asked]) -> list[Route]:
-    every = zip(tables, asked, strict=True)
-    return [Route.asked(owners, task.lane.rank, wanted, *each) for (owners, wanted), each in every]
+def _routes(task: Task, tables: Sequence[tuple[Owners, Wanted]], asked: Iterable[Asked]) -> list[Route]:
+    routes = []
+    for (owners, wanted), (received, ids, way) in zip(tables, asked, strict=True):
+        union, positions = kernels.unique(owners.places(ids, task.lane.rank))
+        routes.append(Route(wanted, received, union, positions, way))
+    return routes
 
 
 def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list[Tensor]:
@@ -285,8 +262,8 @@ def ids_of_tables(tables: Sequence[Wanted]) -> tuple[list[int], Tensor]:
     return list(map(len, parts)), torch.cat(parts)
 
 
-def tables_of_ids(came: Tensor, counts: list[int], number: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Decode what :func:`ids_of_tables` sent: for each table, the number of rows that each rank requests, and the rows.
+def tables_of_ids(came: Tensor, counts: list[int], number: int) -> list[Asked]:
+    """Decode what :func:`ids_of_tables` sent: for each table, the rows that ranks request.
 
     Args:
         came: the received numbers, in rank order.
@@ -294,11 +271,11 @@ def tables_of_ids(came: Tensor, counts: list[int], number: int) -> tuple[list[li
         number: the number of tables.
     """
     if number == 1:
-        return [counts], [came]
+        return [Asked(counts, came)]
     parts = torch.split(came, counts)
     received = torch.stack([part[:number] for part in parts], dim=1).tolist()
     asked = zip(*(torch.split(part[number:], part[:number].tolist()) for part in parts), strict=True)
-    return received, [torch.cat(some) for some in asked]
+    return [Asked(of_ranks, torch.cat(some)) for of_ranks, some in zip(received, asked, strict=True)]
 
 
 def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agreed:

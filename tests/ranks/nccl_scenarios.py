@@ -11,56 +11,46 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import levels_scenarios as levels
 import lookahead_scenarios as lookahead
+import simulated_gpu
 import torch
-from levels_scenarios import factors_of, ids_of
+import torch.distributed as dist
 from outcomes import error_of
+from torch import nn
 from torch.optim import SGD
 
 import speedswap
 from speedswap.collectives import RankGroup, group, lane
 from speedswap.collectives.group import _groups as ranks_of_groups
 
-ROWS, DIM = 200, 4
-_ID_BYTES = 8
+ROWS, DIM = levels.ROWS, levels.DIM
 
 
 class StandIn:
-    """A communicator that sends what is in GPU memory, through host memory; or what a test on a CPU takes for that.
+    """A communicator that sends what is in GPU memory, through host memory."""
 
-    Attributes:
-        exchanges: the number of exchanges in this process so far.
-    """
-
-    exchanges = 0
+    sent = ()
+    """How many rows went to each rank, for each exchange of this process so far."""
 
     def __init__(self, process_group):
-        ranks = torch.distributed.get_process_group_ranks(process_group)
+        ranks = dist.get_process_group_ranks(process_group)
         self._gloo = lane.connect(process_group, "stand-in", ranks, timedelta(seconds=10))
 
     def alltoall_base(self, into, out, received, sent):
-        StandIn.exchanges += 1
+        assert into.is_cuda
+        assert out.is_cuda
+        StandIn.sent += (sent,)
         came = torch.empty(into.shape, dtype=into.dtype)
         self._gloo.alltoall_base(came, out.cpu(), received, sent).wait()
         into.copy_(came)
         return SimpleNamespace(wait=lambda: True)
 
 
-class RowsBetweenGpus(lane.Lane):
-    """A lane on which all rows that are wider than an id count as in GPU memory."""
-
-    def exchange_rows(self, into, rows, received, sent):
-        if self._payload is None or rows.shape[1] <= _ID_BYTES:
-            super().exchange_rows(into, rows, received, sent)
-            return
-        self.payloads += 1
-        self._exchange(self._payload, into, rows, list(received), list(sent))
-
-
 @contextmanager
-def with_nccl(process_group, per_host, *, on_gpu=False):
-    """Let a group's ranks find that it has NCCL, and be on hosts as torchrun's variables tell them."""
-    backend_of, kind = group._backend_of, lane.Lane if on_gpu else RowsBetweenGpus
+def with_nccl(process_group, per_host, host=None):
+    """Let a group's ranks find that it has NCCL, and be on hosts as torchrun's variables tell them, or as given."""
+    backend_of, kind = group._backend_of, lane.Lane
     nccl = SimpleNamespace(name=lambda: "nccl")
 
     def make(process_group, name, timeout, payload=None):
@@ -73,19 +63,15 @@ def with_nccl(process_group, per_host, *, on_gpu=False):
         mock.patch.object(group, "Lane", make),
         mock.patch.dict(os.environ, LOCAL_RANK=str(process_group.rank() % per_host)),
     ):
-        yield RankGroup.of(process_group).main
+        yield RankGroup.of(process_group, host).main
     ranks_of_groups.pop(process_group, None)
 
 
-def on_hosts(process_group, per_host, scenario, *arguments, on_gpu=False, **more):
+def on_hosts(process_group, per_host, scenario, *arguments, **more):
     """Run a scenario in such a group."""
-    with with_nccl(process_group, per_host, on_gpu=on_gpu) as main:
-        assert (main.levels is None) == (per_host == 1)
-        assert main.merging is None
-        before = StandIn.exchanges
-        found = scenario(process_group, *arguments, **more)
-        assert StandIn.exchanges > before
-    return found
+    with with_nccl(process_group, per_host) as main:
+        assert (main.levels is None) == (per_host in (1, process_group.size()))
+        return scenario(process_group, *arguments, **more)
 
 
 def rows_sent_to_ranks(process_group, per_host, seed):
@@ -104,36 +90,46 @@ def rows_sent_to_ranks(process_group, per_host, seed):
     return found
 
 
-def train(process_group, device="cpu", steps=4):
+def train(process_group, device="cpu", steps=4, *, exact=False, tables=1):
     """Train by given gradients of each rank; return the rows as every rank reads them."""
-    items = speedswap.Embedding(ROWS, DIM, seed=1, storage=speedswap.Ranks(group=process_group)).to(device)
+    more = {"storage": speedswap.Ranks(group=process_group, reduction="sum"), "init": speedswap.init.constant(1.0)}
+    items = nn.ModuleList(speedswap.Embedding(ROWS, DIM, **more) for _ in range(tables)).to(device)
     rank, optimizer = process_group.rank(), SGD(items.parameters(), 0.125)
     for step in range(steps):
         optimizer.zero_grad()
-        (items(ids_of(rank, step).to(device)) * factors_of(rank, step).to(device)).sum().backward()
+        ids = [levels.ids_of(rank, step, place).to(device) for place in range(tables)]
+        factors = [levels.factors_of(rank, step, place, exact=exact).to(device) for place in range(tables)]
+        every = zip(items, ids, factors, strict=True)
+        sum((each(some) * factor).sum() for each, some, factor in every).backward()
         optimizer.step()
-    return items.read()
+    return [each.read() for each in items]
 
 
-def failing(process_group):
-    """Train while one rank and then another fail in a lookup; return each step's error, and the rows."""
-    items = speedswap.Embedding(ROWS, DIM, seed=1, storage=speedswap.Ranks(group=process_group))
-    optimizer, said = SGD(items.parameters(), 0.125), []
-    for step in range(5):
-        ids = ids_of(process_group.rank(), step)
+def train_on_groups(process_group, hosts, device):
+    """Train as :func:`train` with hosts that are process groups; return the rows, and what each exchange sent."""
+    groups = [dist.new_group(ranks) for ranks in hosts]
+    own = next(each for each, ranks in zip(groups, hosts, strict=True) if process_group.rank() in ranks)
+    StandIn.sent = ()
+    with with_nccl(process_group, 1, own):
+        return train(process_group, device)[0], StandIn.sent
 
-        def run(step=step, ids=ids):
-            optimizer.zero_grad()
-            bad = step in (1, 3) and process_group.rank() == step
-            items(ids + ROWS if bad else ids).sum().backward()
-            optimizer.step()
 
-        said.append(error_of(run))
-    return said, items.read()
+def waits_of_a_step(process_group, per_host, device):
+    """Return a step's waits for the GPU, and the number of its exchanges between GPUs, whose stand-in waits, too."""
+    with with_nccl(process_group, per_host):
+        items = speedswap.Embedding(ROWS, DIM, storage=speedswap.Ranks(group=process_group)).to(device)
+        optimizer = SGD(items.parameters(), 0.125)
+        for step in range(3):
+            StandIn.sent = ()
+            with simulated_gpu.counted() as counts:
+                items(levels.ids_of(process_group.rank(), step).to(device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [str(each) for each in counts.round_trips if __file__ not in each.where], len(StandIn.sent)
 
 
 def compared_at_random(process_group, seeds, device="cpu"):
-    """Train with random settings, flat without a lookahead and on hosts with one; return what differs, by seed."""
+    """Train with random settings, without NCCL and a lookahead and with both; return what differs, by seed."""
     different = {}
     for seed in seeds:
         draw = random.Random(seed)
@@ -147,11 +143,8 @@ def compared_at_random(process_group, seeds, device="cpu"):
             "device": device,
         }
         depth, per_host = draw.choice([0, 1, 2]), draw.choice([2, 3, 4])
-        found = []
-        for host, ahead in ((1, 0), (per_host, depth)):
-            with with_nccl(process_group, host, on_gpu=device != "cpu"):
-                found.append(lookahead.train(process_group, ahead, **how)[:2])
-        (rows, losses), (other_rows, other_losses) = found
+        rows, losses = levels.on_hosts(process_group, per_host, lookahead.train, 0, **how)[:2]
+        other_rows, other_losses = on_hosts(process_group, per_host, lookahead.train, depth, **how)[:2]
         if not torch.equal(rows, other_rows) or losses != other_losses:
             different[seed] = how | {"depth": depth, "per_host": per_host}
     return different
@@ -164,7 +157,7 @@ def killed_with_a_lookahead(process_group, device):
 
     def run():
         nonlocal begun
-        batches = [ids_of(process_group.rank(), step).to(device) for step in range(8)]
+        batches = [levels.ids_of(process_group.rank(), step).to(device) for step in range(8)]
         for step, ids in enumerate(speedswap.lookahead(batches, {items: lambda ids: ids})):
             begun = time.monotonic()
             if step == 3 and process_group.rank() == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gpu_scenarios as scenarios
@@ -12,7 +13,8 @@ import simulated_gpu
 import torch
 from equality_scenarios import Case, train, train_all
 from rank_pool import RankPool
-from test_equality import UNEVEN, assert_as_one_process
+from test_equality import CASES_ON_HOSTS, UNEVEN, assert_as_one_process
+from test_levels import in_order_of_hosts
 from test_lookahead import require_equal
 
 import speedswap
@@ -26,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ignored on a rank": {"ignoring": ((2, 1), (3, -1)), "passes": 2},
     "with fewer rows than ranks": {"rows": 1, "padding_idx": None},
 }
+
+WAITS = 4  # of the host for the GPU, in a step
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +81,60 @@ def only_on_a_simulated_gpu() -> None:
         pytest.skip("stands in for NCCL, whose ranks need a GPU each")
 
 
-def test_rows_go_between_gpus_on_hosts_with_the_bits_of_a_flat_exchange(ranks: RankPool, device: str) -> None:
-    """Rounds and ids go in two levels; a communicator of gloo stands in for NCCL."""
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_rows_go_between_gpus_with_the_bits_of_two_levels_on_the_cpu(ranks: RankPool, device: str, size: int) -> None:
+    """Summed over the ranks of a host, and then over hosts; a communicator of gloo stands in for NCCL."""
     only_on_a_simulated_gpu()
-    flat, two = (ranks.run(nccl.on_hosts, 3, per_host, nccl.train, device, on_gpu=True) for per_host in (1, 2))
-    assert all(torch.equal(rows, flat[0]) for rows in (*flat, *two))
+    hosts = [[*range(first, min(first + 2, size))] for first in range(0, size, 2)]
+    for (rows,) in ranks.run(nccl.on_hosts, size, 2, nccl.train, device):
+        assert torch.equal(rows, in_order_of_hosts(hosts, steps=4))
+
+
+def test_rows_between_gpus_are_those_of_a_flat_exchange(ranks: RankPool, device: str) -> None:
+    """For gradients whose sums are the same in any order, of several tables, which share each hop."""
+    only_on_a_simulated_gpu()
+    flat, two = (ranks.run(nccl.on_hosts, 5, per_host, nccl.train, device, exact=True, tables=3) for per_host in (1, 3))
+    assert all(torch.equal(*both) for found in (*flat, *two) for both in zip(found, flat[0], strict=True))
+
+
+def test_hosts_may_have_ranks_between_those_of_others(ranks: RankPool, device: str) -> None:
+    """Rows of a hop then lie in the order of ranks, not of hosts; each rank sends to its host and one of the other."""
+    only_on_a_simulated_gpu()
+    hosts = [[0, 3], [1, 2]]
+    for rank, (rows, sent) in enumerate(ranks.run(nccl.train_on_groups, 4, hosts, device, alone=True)):
+        assert torch.equal(rows, in_order_of_hosts(hosts, steps=4))
+        own = next(ranks_of_host for ranks_of_host in hosts if rank in ranks_of_host)
+        for hop, counts in enumerate(sent):
+            others = [other for other, count in enumerate(counts) if count and other not in own]
+            assert len(others) == (hop % 3 == 1)
+
+
+def test_ranks_on_hosts_train_on_gpus_as_one_process_does(ranks: RankPool, device: str) -> None:
+    only_on_a_simulated_gpu()
+    cases = [replace(case, device=device, dense="manual") for case in CASES_ON_HOSTS[:2]]
+    found = ranks.run(nccl.on_hosts, 5, 2, train_all, cases)
+    for number, case in enumerate(cases):
+        assert_as_one_process(case, [each[number] for each in found], train(replace(case, device="cpu"), None, 5))
+
+
+def test_hops_add_no_wait_for_the_gpu(ranks: RankPool, device: str) -> None:
+    """A lookup and its gradients take three exchanges each in place of one, all of them posted without a wait."""
+    only_on_a_simulated_gpu()
+    for per_host, exchanges in ((1, 2), (2, 6)):
+        for waits, number in ranks.run(nccl.waits_of_a_step, 4, per_host, device):
+            assert (len(waits), number) == (WAITS, exchanges), waits
 
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_lookahead_between_gpus_on_hosts_changes_no_bit(ranks: RankPool, device: str, size: int) -> None:
     only_on_a_simulated_gpu()
-    more = {"sizes": UNEVEN, "device": device, "on_gpu": True}
+    more = {"sizes": UNEVEN, "device": device}
     require_equal(ranks.run(nccl.on_hosts, size, 2, lookahead.compared, (0, 1, 3), **more), 3)
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("part", range(7))
-def test_random_settings_have_the_bits_of_a_flat_exchange_without_lookahead(
+def test_random_settings_have_the_bits_of_rows_through_host_memory_without_lookahead(
     ranks: RankPool, device: str, part: int
 ) -> None:
     only_on_a_simulated_gpu()
@@ -104,7 +145,7 @@ def test_random_settings_have_the_bits_of_a_flat_exchange_without_lookahead(
 def test_rank_that_is_killed_during_a_lookahead_ends_the_others(ranks: RankPool, device: str) -> None:
     """With an error, not a hang, although their GPUs wait for it."""
     only_on_a_simulated_gpu()
-    found = ranks.run(nccl.on_hosts, 3, 2, nccl.killed_with_a_lookahead, device, on_gpu=True, lost=(1,))
+    found = ranks.run(nccl.on_hosts, 3, 2, nccl.killed_with_a_lookahead, device, lost=(1,))
     for said, took in found[::2]:
         assert said.startswith("PeerError: another rank cannot be reached")
         assert took < 6

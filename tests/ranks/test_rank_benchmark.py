@@ -116,12 +116,10 @@ def test_the_simulator_counts_what_ranks_on_hosts_send_to_each_other(protocols, 
         assert torch.stack([getattr(each[2], name) for each in real]).tolist() == getattr(found, name).tolist(), name
 
 
-@pytest.mark.parametrize(("number", "per_host", "ids_of"), [(5, 2, one_owner), (5, 2, many), (6, 3, many)])
-def test_the_simulator_counts_what_ranks_on_hosts_send_if_rows_go_between_gpus(
-    protocols, pool, number, per_host, ids_of
-):
-    """Ids in two levels, each as often as ranks request it, and rows between any two ranks."""
-    dim, ids, hosts = 4 + number, ids_of(number), Hosts(number, per_host, in_levels=True, merges=False)
+@pytest.mark.parametrize(("number", "per_host", "ids_of"), [(4, 2, one_owner), (5, 3, many), (6, 3, many)])
+def test_the_simulator_counts_what_ranks_on_hosts_send_if_all_of_them_carry(protocols, pool, number, per_host, ids_of):
+    """As with NCCL; the rows go over gloo here."""
+    dim, ids, hosts = 4 + number, ids_of(number), Hosts(number, per_host, in_levels=True, spreads=True)
     more = scenarios.traffic_of_a_step, per_host, ROWS, dim, ids
     real = pool.run(nccl.on_hosts, number, per_host, *more)
     protocol = replace(protocols.many, line_bytes=real[0][1])
@@ -200,6 +198,10 @@ def test_bytes_between_hosts_take_as_long_as_their_bandwidth_says():
     # To the carrier, the first rank, from 7 others for 8 owners each, and for itself; to the other host; to its ranks.
     first, second, third = (7 * 900 * 512 / 120e9, 8 * 150 * 512 / 20e9, 7 * 150 * 512 / 120e9)
     assert CLUSTER.rows(levels, Way()) == pytest.approx(3 * fixed + 15 * message + first + second + third)
+    # Each rank carries for the two owners in its place, of which that of the other host receives the rows itself.
+    levels = Hosts(16, 8, in_levels=True, spreads=True).hops(asked, 512)
+    first, second = 7 * 200 * 512 / 120e9, 150 * 512 / 20e9
+    assert CLUSTER.rows(levels, Way()) == pytest.approx(3 * fixed + 15 * message + first + second)
 
 
 def test_one_host_is_flat_and_two_with_rows_through_host_memory_are_slower(protocol):

@@ -475,7 +475,7 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     if order is not None:
         counts, begins = counts[order], per_key[order]
         announced += (order,)
-        offsets = offsets_of(offsets.diff().view(len(keys), stride)[near(order, ids.device)])
+        offsets = offsets_of(offsets.diff().view(len(keys), stride)[kernels.near(order, ids.device)])
         weights = None if weights is None else weights[_positions(begins, counts, ids.device)]
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts, begins)
     starts = [0, *counts.cumsum(0).tolist()]
@@ -492,7 +492,7 @@ def _keyed_on_gpu(
     whole = kernels.FeatureIds(ids, slots.bases[:1], slots.limits[:1], counts, offsets=[(known, True)])
     bags, begins = kernels.join_bags(whole, len(slots) * stride)._replace(stride=stride), None
     if order is not None:
-        order = near(order, ids.device)
+        order = kernels.near(order, ids.device)
         begins = bags.offsets[:-1:stride][order]
         bags = bags._replace(offsets=offsets_of(bags.offsets.diff().view(len(slots), stride)[order]))
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, None, begins, bags=bags)
@@ -543,7 +543,7 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
 def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
     """Return the positions of ids that are in pieces, piece by piece."""
     total = int(counts.sum())
-    moved = near(torch.stack([begins - (counts.cumsum(0) - counts), counts]), device)
+    moved = kernels.near(torch.stack([begins - (counts.cumsum(0) - counts), counts]), device)
     return torch.arange(total, device=device) + moved[0].repeat_interleave(moved[1], output_size=total)
 
 
@@ -567,11 +567,6 @@ class _Arriving:
         if not self._arrived.query():
             self._arrived.synchronize()
         return self._held.tolist()
-
-
-def near(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device without waiting for the transfer."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def steps(count: int, step: int, device: torch.device) -> Tensor:

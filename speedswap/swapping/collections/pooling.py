@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap.kernels import near
 from speedswap.swapping.collections.configs import EmbeddingBagConfig
-from speedswap.swapping.collections.features import FeatureBatch, Slots, near
+from speedswap.swapping.collections.features import FeatureBatch, Slots
 from speedswap.swapping.lookup import pool
 
 
