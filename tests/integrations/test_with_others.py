@@ -125,12 +125,7 @@ def test_mlflow_gets_figures_of_tables(tmp_path: Path) -> None:
 def test_rays_workers_own_a_table_together() -> None:
     needs("ray")
     pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
-    page = run_page("ray")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(speedswap.Embedding(100_000, 16), torch.nn.Linear(16, 1))
-    loaded = speedswap.load_checkpoint(f"{page['folder']}/checkpoints", model, torch.optim.Adagrad(model.parameters()))
-    page["ray"].shutdown()
-    assert loaded.step == 3
+    assert run_page("ray")["loaded"].step == 3
 
 
 def test_every_page_is_in_the_table_of_pages() -> None:
