@@ -1,6 +1,7 @@
 #include "background.h"
 
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -53,7 +54,7 @@ class Background {
         use_own_pool();
 #ifdef __linux__
         // On busy cores, a job that preempted a computing thread would delay all the others.
-        setpriority(PRIO_PROCESS, id_t(gettid()), kNice);
+        setpriority(PRIO_PROCESS, id_t(syscall(SYS_gettid)), kNice);  // glibc has gettid from 2.30 on
 #endif
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +50,20 @@ def test_build_is_for_every_processor():
     """Instruction sets are chosen at run time: what is installed may run on another machine than it was built on."""
     built_by = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "Makefile"]
     assert not [path.name for path in built_by if "march=native" in path.read_text()]
+
+
+# Functions of older glibcs whose symbols got another version since; 2.34 has those of libpthread and libdl.
+RENEWED = {"__libc_single_threaded", "fstat", "fstat64", "lstat", "lstat64", "pthread_sigmask", "stat", "stat64"}
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_compiled_part_calls_no_function_that_glibc_2_28_lacks():
+    """A release builds its wheels with that one."""
+    symbols = subprocess.run(["nm", "-D", "-u", _C.__file__], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"(\w+)@+GLIBC_2\.(\d+)", symbols)
+    assert "memcpy" in {name for name, _ in needed}
+    later = {name for name, minor in needed if int(minor) > 28 and minor != "34"} - RENEWED
+    assert not [name for name in later if not name.startswith("__isoc23_")]  # strtol and others, by newer headers
 
 
 def test_package_is_typed():
