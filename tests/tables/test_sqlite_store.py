@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ class SqliteStore(RowStore):
         self, path: Path, weight: Column | None = None, num_embeddings: int = 0, *, seed: int = 0, name: str = "table"
     ) -> None:
         self._database = sqlite3.connect(path, check_same_thread=False)
+        weakref.finalize(self, self._database.close)  # Python 3.13 warns of one that was only freed
         self._columns = {}
         self._database.execute(
             "CREATE TABLE IF NOT EXISTS rows (name, id INTEGER, held BLOB, PRIMARY KEY (name, id)) WITHOUT ROWID"
