@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,12 +112,6 @@ class Window:
         elif means:
             torch._foreach_add_(means, gradients)
 
-    def put(self, parameters: Iterable[Tensor]) -> None:
-        """Put mean or sum into the parameters' ``.grad``."""
-        for parameter in parameters:
-            gradient = self.gradients.get(parameter)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-
     # ------------------------------------------------------------------ saving
 
     def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
@@ -145,9 +139,11 @@ class Window:
         return {**vars(self), "values": {}}  # a copy's parameters have other addresses
 
 
-def _clear(parameters: Iterable[Tensor]) -> None:
+def _put(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -> None:
+    """Give parameters these gradients, and none to the others."""
     for parameter in parameters:
-        parameter.grad = None
+        gradient = gradients.get(parameter)
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
 
 def _unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
@@ -331,7 +327,7 @@ class AccumulatingOptimizer(Optimizer):
         if found_inf is not None:
             window.found_inf = window.found_inf + found_inf
         if window.steps < window.length:
-            _clear(parameters)
+            _put(parameters, {})
         else:
             self._close(window, parameters)
         return loss
@@ -350,7 +346,8 @@ class AccumulatingOptimizer(Optimizer):
         if window is None:
             return False
         parameters = self._parameters()
-        if any(bool(values.any()) for values in _gradient_values(parameters)):
+        given = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in given):
             raise BatchError("there are gradients that no step() has accumulated; call step() or zero_grad() first")
         with torch.no_grad():
             self._close(window, parameters)
@@ -381,9 +378,9 @@ class AccumulatingOptimizer(Optimizer):
         if bool(window.found_inf != 0):
             self._window = None
             self.skipped += window.steps
-            _clear(parameters)
+            _put(parameters, {})
             return
-        window.put(parameters)
+        _put(parameters, window.gradients)
         self._update(None)
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
@@ -442,10 +439,3 @@ class AccumulatingOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulation_steps={self.accumulation_steps}, {self.optimizer!r})"
-
-
-def _gradient_values(parameters: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the gradients' values, without the zeros between those of sparse ones."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            yield parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
