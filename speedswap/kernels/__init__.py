@@ -6,7 +6,7 @@ __path__ = with_compiled_part(__path__)
 
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
-from speedswap.kernels.features import FeatureIds, JoinedBags, first_outside, join_bags, merge_ids
+from speedswap.kernels.features import FeatureIds, JoinedBags, find_together, first_outside, join_bags, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,

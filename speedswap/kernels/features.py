@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.lookups import FeatureTable, join, merge
+from speedswap.kernels.cuda.lookups import FeatureTable, join, merge, number
 from speedswap.kernels.host import address, as_read, threads_for
+from speedswap.kernels.ids import first_keys, key_dtype, of_lookups
 
 
 class JoinedBags(NamedTuple):
@@ -42,7 +43,8 @@ class FeatureIds:
         counts: the number of each feature's ids, like ``bases``; None if only ``bags`` tells them, and they sum to all
             ids.
         begins: the position of each feature's first id in ``ids``, like ``bases``, but on the ids' device if ``counts``
-            is None; by default the features follow one another and have all ids.
+            is None, with one more item for :func:`find_together`; by default the features follow one another and have
+            all ids.
         offsets: on a GPU, each feature's offsets, int32 or int64, contiguous, None for bags of one size; and True if
             the last of them is the number of ids.
         bags: the features' bags, once :func:`join_bags` has joined them.
@@ -168,5 +170,38 @@ def _merged_on_gpu(asked: FeatureIds, indices: Tensor | None) -> Tensor:
     elif asked.begins is not None:
         begins = near.begins if asked.begins.is_cpu else asked.begins.data_ptr(), 1
     total = asked.total if asked.counts is None else near.num_ids
-    dtype = torch.int32 if near.end < 2**31 else torch.int64
-    return merge(near, total, dtype, starts, begins, None if bags is None else bags.wrong, indices)
+    return merge(near, total, key_dtype(near.end), starts, begins, None if bags is None else bags.wrong, indices)
+
+
+def find_together(
+    asked: FeatureIds,
+    of_group: Sequence[range],
+    num_rows: Sequence[int],
+    room: int,
+    starts_of: Callable[[], Sequence[int]],
+) -> list[tuple[Tensor, Tensor] | None]:
+    """Return :func:`find_all` of groups of features, whose number of ids only the GPU knows yet: in one round trip.
+
+    Args:
+        asked: the ids, at least one.
+        of_group: the features of each group, one group after the other.
+        num_rows: each group's number of rows, in which the features' ranges lie.
+        room: a bound of the number of ids; any more are left out.
+        starts_of: returns the index of each group's first id, and their number; called after the round trip.
+    """
+    ids, bags, firsts = asked.ids, asked.bags, first_keys(num_rows)
+    assert isinstance(ids, Tensor) and bags is not None  # noqa: PT018
+    of_feature, end = [group for group, some in enumerate(of_group) for _ in some], firsts[-1]
+    bases = [firsts[group] + base for group, base in zip(of_feature, asked.bases.tolist(), strict=True)]
+    outside = [firsts[group + 1] - 1 for group in of_feature]
+    # The rest of the room is a last feature, which reads the first id again and again; its keys are past all others.
+    every, ranges = [ids] * len(bases) + [ids[0].expand(1)], ([*bases, end], [*asked.limits.tolist(), 0])
+    near = FeatureTable(every, ranges, [*outside, end], [0] * (len(bases) + 2))
+    starts = bags.offsets.data_ptr(), bags.stride
+    begins = starts if asked.begins is None else (asked.begins.data_ptr(), 1)
+    keys = merge(near, room, key_dtype(end + 1), starts, begins, bags.wrong)
+    table = FeatureTable([ids], (firsts, [*num_rows, 0]), firsts, [*firsts, end + 1])
+    keys, order = torch.sort(keys, stable=True)
+    begun = torch.searchsorted(keys, table.bounds.to(keys.dtype))  # each group's first key
+    numbered = number(keys, order, table, begun.data_ptr(), len(firsts))
+    return of_lookups(order, numbered, starts_of(), num_rows, [ids.shape] * len(num_rows))

@@ -180,35 +180,64 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     """
     flat = [ids if ids.ndim == 1 else ids.reshape(-1) for ids in lookups]
     starts = list(accumulate([ids.shape[0] for ids in flat], initial=0))
-    device = flat[0].device
-    results: list[tuple[Tensor, Tensor] | None] = [None] * len(flat)
-    for i, ids in enumerate(flat):
-        if not ids.shape[0]:
-            nothing = torch.empty(0, dtype=torch.int64, device=device)
-            results[i] = nothing, nothing.view(lookups[i].shape)
-    if not starts[-1]:
-        return results
-    bases = [0] if num_rows is None else list(accumulate([count + 1 for count in num_rows], initial=0))
-    dtype = flat[0].dtype if num_rows is None else torch.int32 if bases[-1] < 2**31 else torch.int64
+    bases, shapes = first_keys(num_rows or ()), [ids.shape for ids in lookups]
     keys, table = flat[0], None
-    if num_rows is not None and (len(flat) > 1 or keys.dtype != dtype):  # narrow keys are sorted in half the time
+    if not starts[-1]:
+        nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
+        return of_lookups(nothing, (nothing, nothing, [[0, 0, 0, 0]] * len(flat)), starts, None, shapes)
+    dtype = keys.dtype if num_rows is None else key_dtype(bases[-1])
+    if len(flat) > 1 or keys.dtype != dtype:  # narrow keys are sorted in half the time
+        assert num_rows is not None
         table = FeatureTable(flat, (bases[:-1], num_rows), [base - 1 for base in bases[1:]], starts)
         keys = merge(table, starts[-1], dtype, (table.starts, 1))
     ordered, order = torch.sort(keys, stable=True)
     del keys  # its memory is needed for the rows
-    found, local, answers = number(ordered, order, table, len(flat))
-    for i, (first, last, low, high) in enumerate(answers):
-        if results[i] is not None or (num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]):
+    numbered = number(ordered, order, table, 0 if table is None else table.starts, len(flat))
+    return of_lookups(order, numbered, starts, num_rows, shapes)
+
+
+def first_keys(num_rows: Sequence[int]) -> list[int]:
+    """Return each lookup's first key, and the end of all: one key more than rows, for ids out of range."""
+    return list(accumulate([count + 1 for count in num_rows], initial=0))
+
+
+def key_dtype(end: int) -> torch.dtype:
+    """Return the dtype of keys up to ``end``."""
+    return torch.int32 if end < 2**31 else torch.int64
+
+
+def of_lookups(
+    order: Tensor,
+    numbered: tuple[Tensor, Tensor, list[list[int]]],
+    starts: Sequence[int],
+    num_rows: Sequence[int] | None,
+    shapes: Sequence[torch.Size],
+) -> list[tuple[Tensor, Tensor] | None]:
+    """Return what :func:`distinct` does, of sorted and numbered keys.
+
+    Args:
+        order, numbered: the keys' indices before the sort, and what :func:`number` returned.
+        starts: the index of each lookup's first key, and their number.
+        num_rows: as for :func:`distinct`.
+        shapes: of each lookup's ids; if it has one dimension, its size is ignored.
+    """
+    (found, local, answers), bases = numbered, first_keys(num_rows or ())
+    results: list[tuple[Tensor, Tensor] | None] = []
+    for i, shape in enumerate(shapes):
+        (first, last, low, high), start, stop = answers[i], starts[i], starts[i + 1]
+        count = last + 1 - first if start < stop else 0
+        if count and num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]:
+            results.append(None)
             continue
         # A view would keep far more memory alive than the rows need.
-        rows = empty((last + 1 - first,), torch.int64, device).copy_(found[first : last + 1])
+        rows = empty((count,), torch.int64, order.device).copy_(found[first : first + count])
         mine, positions = local, order
-        if len(flat) > 1:
-            mine, positions = (each[starts[i] : starts[i + 1]] for each in (local, order))
-        if lookups[i].ndim != 1:
-            mine = mine.view(lookups[i].shape)
-        mine.order = positions.sub_(starts[i]) if starts[i] else positions  # type: ignore[attr-defined]
-        results[i] = rows, mine
+        if start or stop < local.shape[0]:
+            mine, positions = local[start:stop], order[start:stop]
+        if len(shape) != 1:
+            mine = mine.view(shape)
+        mine.order = positions.sub_(start) if start else positions  # type: ignore[attr-defined]
+        results.append((rows, mine))
     return results
 
 

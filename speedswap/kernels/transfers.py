@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -118,13 +118,13 @@ class Lookup:
 
     Attributes:
         found: the rows, ascending, and each id's index among them, both int64 on ``device``; None until they are found,
-            or if an id is out of range.
+            or if an id is out of range. They may be found before.
     """
 
     ids: Tensor
     num_rows: int
     device: torch.device
-    found: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    found: tuple[Tensor, Tensor] | None = None
 
 
 class _Entry(Generic[T]):
@@ -302,8 +302,10 @@ def _range(name: str) -> AbstractContextManager[object]:
 
 def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
     """Find the rows of all lookups in one round trip."""
-    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in lookups]
-    for lookup, found in zip(lookups, find_all(near), strict=True):
+    used_here(each for lookup in lookups for each in lookup.found or ())
+    asked = [lookup for lookup in lookups if lookup.found is None]
+    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in asked]
+    for lookup, found in zip(asked, find_all(near), strict=True):
         lookup.found = found
 
 

@@ -59,6 +59,7 @@ class Announced(NamedTuple):
             are one of ``given``.
         asked: the lookup's keys, as the module keeps them, if an id map assigned these rows.
         batch: what the module has read the ids from, to look them up in the same form; or None.
+        found: the rows and each id's index among them, if they are known.
     """
 
     table: Table
@@ -67,6 +68,7 @@ class Announced(NamedTuple):
     ids: Tensor
     asked: Any = None
     batch: Any = None
+    found: tuple[Tensor, Tensor] | None = None
 
 
 class PrefetchedLookup:
@@ -133,7 +135,8 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     given = {(id(tensor), each.device): tensor for each in lookups for tensor in each.given}
     kept = {(key, device): GivenTensor(tensor, device) for (key, device), tensor in given.items()}
     prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
-    transfers = prefetch([(each.table, each.ids, each.device) for each in prefetched])
+    known = [each.found for each in lookups]
+    transfers = prefetch([(each.table, each.ids, each.device) for each in prefetched], known)
     for each, transfer in zip(prefetched, transfers, strict=True):
         each.transfer = transfer
     return prefetched

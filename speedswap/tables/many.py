@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import zip_longest
 from typing import Literal
 
 import torch
@@ -15,7 +16,9 @@ from speedswap.tables.store import Prefetched
 from speedswap.tables.table import Table
 
 
-def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Prefetched]:
+def prefetch(
+    lookups: Iterable[tuple[Table, Tensor, torch.device]], found: Iterable[tuple[Tensor, Tensor] | None] = ()
+) -> list[Prefetched]:
     """Start looking up a later batch's ids in any number of tables.
 
     On a GPU the rows of all lookups are found in one round trip, before the first gather.
@@ -23,6 +26,7 @@ def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Pref
     Args:
         lookups: tables, each with ids (int64 or int32, any shape, at least one, not modified afterwards) and the
             block's device.
+        found: of the first lookups, the rows and each id's index among them, if they are known.
 
     Returns:
         The pending rows of each lookup; take them once, while holding the table's lock.
@@ -36,7 +40,8 @@ def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Pref
                 held.enter_context(table.lock)
             table.check_open()
         prefetched = [
-            table.store.prefetch(Lookup(ids, table.num_embeddings, device), transfers) for table, ids, device in wanted
+            table.store.prefetch(Lookup(ids, table.num_embeddings, device, known), transfers)
+            for (table, ids, device), known in zip_longest(wanted, found)
         ]
         transfers.start()
         return prefetched

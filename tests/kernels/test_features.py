@@ -10,7 +10,14 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.errors import IdError
-from speedswap.kernels import FeatureIds, JoinedBags, first_outside, join_bags, merge_ids
+from speedswap.kernels import (
+    FeatureIds,
+    JoinedBags,
+    find_together,
+    first_outside,
+    join_bags,
+    merge_ids,
+)
 from speedswap.kernels.cuda import launch
 
 DTYPES = [torch.int32, torch.int64]
@@ -151,6 +158,24 @@ def test_counts_and_begins_that_only_the_gpu_knows_are_not_waited_for(gpu: str):
         assert merged.tolist() == expected
         assert indices.tolist() == ([0, 1, 2] if first is None else [2, 0, 1])
         assert first_outside(asked) == ((1, 1, 6) if first is None else (0, 0, 6))
+
+
+def test_keys_of_groups_whose_sizes_only_the_gpu_knows(gpu: str):
+    """Three features with two bags each, the second and third of one group, and room for two ids too many."""
+    bases, limits = torch.tensor([0, 0, 4]), torch.tensor([5, 4, 6])
+    offsets = torch.tensor([0, 2, 2, 3, 5, 5, 6], device=gpu)
+    ids, groups, num_rows = torch.tensor([4, 1, 2, 3, 4, 0], device=gpu), [range(1), range(1, 3)], [5, 10]
+    bags = JoinedBags(offsets, 2, torch.zeros(1, dtype=torch.int64, device=gpu))
+    first, second = find_together(
+        FeatureIds(ids, bases, limits, None, bags=bags), groups, num_rows, 8, lambda: [0, 2, 6]
+    )
+    assert [part.tolist() for part in first or ()] == [[1, 4], [1, 0]]
+    assert second is None
+    ids[4] = 2
+    _, second = find_together(FeatureIds(ids, bases, limits, None, bags=bags), groups, num_rows, 8, lambda: [0, 2, 6])
+    assert second is not None
+    assert [second[0].tolist(), second[1].tolist()] == [[2, 3, 4], [0, 1, 0, 2]]
+    assert kernels.order_of(second[1]).tolist() == [0, 2, 1, 3]
 
 
 def test_a_thousand_features_are_one_launch(gpu: str, monkeypatch: pytest.MonkeyPatch):

@@ -52,6 +52,11 @@ class FeatureTable:
         self.begins = 0 if begins is None else address + 8 * (2 + self.count)
 
     @property
+    def bounds(self) -> Tensor:
+        """The starts: int64, shape (features + 1,)."""
+        return self._near[1 : 2 + self.count]
+
+    @property
     def wrong(self) -> Tensor:
         """The flag: int64, shape (1,)."""
         return self._near[:1]
@@ -103,14 +108,15 @@ def join(table: FeatureTable, num_bags: int) -> Tensor:
 
 
 def number(
-    keys: Tensor, order: Tensor, table: FeatureTable | None, num_lookups: int
+    keys: Tensor, order: Tensor, table: FeatureTable | None, starts: int, num_lookups: int
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
     """Find the distinct keys of several lookups, and number them. The host waits for the answers: once in a step.
 
     Args:
         keys: int32 or int64, ascending, shape (n,), n > 0, on a GPU: those of a lookup are greater than any before.
         order: int64, shape (n,): the key's indices before they were sorted.
-        table: the lookups' starts and bases; None if there is one, whose rows are its keys.
+        table: the lookups' bases; None if there is one lookup, whose rows are its keys.
+        starts: the address on the GPU of the index of each lookup's first key; 0 without a table.
         num_lookups: their number.
 
     Returns:
@@ -133,7 +139,6 @@ def number(
     at, counts_at = keys.data_ptr(), ends.data_ptr()
     launch_threads(f"count_{kind}", device, pieces, at, count, counts_at)
     ends.cumsum_(0)
-    features, starts = (0, 0) if table is None else (table.features, table.starts)
     waiting = _free[device]
     address, mailbox = waiting.pop() if waiting else (0, None)
     if mailbox is None or len(mailbox) < num_lookups:
@@ -141,8 +146,9 @@ def number(
         address, mailbox = made.data_ptr(), made.numpy()
     try:
         launch_threads(
-            f"number_{kind}", device, pieces, at, order.data_ptr(), count, counts_at, features,
-            starts, num_lookups, found.data_ptr(), local.data_ptr(), address, waits=True,
+            f"number_{kind}", device, pieces, at, order.data_ptr(), count, counts_at,
+            0 if table is None else table.features, starts, num_lookups,
+            found.data_ptr(), local.data_ptr(), address, waits=True,
         )  # fmt: skip
         return found, local, mailbox[:num_lookups].tolist()
     finally:

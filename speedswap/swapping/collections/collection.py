@@ -336,7 +336,8 @@ class TableCollection(nn.Module, Generic[Config]):
         given = found.tensors(index, device) if is_ahead else ()
         try:
             ids_of = functools.partial(found.rows, index, checked=True)
-            found_of = functools.partial(found.found, index) if found.slots.has_several_groups else None
+            is_joint = found.slots.has_several_groups or found.room
+            found_of = functools.partial(found.found, index) if is_joint else None
             request = Request(given, device, ids_of, found_of)
             if group._step.is_sharded and index == 0:
                 groups = [*enumerate(found.slots.groups)][1:]
@@ -366,7 +367,8 @@ class TableCollection(nn.Module, Generic[Config]):
             device = group._target(rows)
             if (rows.shape[0] or group._step.is_sharded) and not group.has_keys_of_ranks:
                 given = found.tensors(index, device)
-                lookups.append((group, Announced(group.table, given, device, rows, asked[index], found)))
+                known = found.found(index) if found.room else None
+                lookups.append((group, Announced(group.table, given, device, rows, asked[index], found, known)))
         return lookups
 
     def extra_repr(self) -> str:

@@ -21,6 +21,7 @@ from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.swapping.collections.one_feature import (
     GivenFeature,
     checked_feature,
+    given_feature,
     has_methods,
     is_keyed,
     require_bags,
@@ -52,6 +53,7 @@ class Slots:
         keys: each slot's name in the output: its feature, with its table if several tables have the feature.
         has_several_groups: True if a batch's lookups are in more than one group.
         splits_ids: True if a batch's ids are split by slot, so that the host needs the number of each slot's ids.
+        lookups_per_id: how often ids of the last keyed batch on a GPU were looked up, on average; 0 if there was none.
     """
 
     def __init__(self, groups: Sequence[TableGroup], pooling: Callable[[EmbeddingConfig], str | None]) -> None:
@@ -77,6 +79,7 @@ class Slots:
         poolings = [pooling(config) for config in self.configs]
         self.has_several_groups = len(groups) > 1
         self.splits_ids = self.has_several_groups or None in poolings or 0 < poolings.count("max") < len(slots)
+        self.lookups_per_id = 0.0
         self._orders: dict[tuple[str, ...], Tensor | None] = {}
         self._alike: dict[tuple[int, ...], tuple[Tensor, list[int], int]] = {}
 
@@ -86,6 +89,14 @@ class Slots:
     def in_order_of(self, configs: Sequence[EmbeddingConfig]) -> list[int]:
         """Return the slots ordered by table."""
         return [slot for config in configs for slot in self.of_table[config.name]]
+
+    def room(self, num_keys: int, num_ids: int) -> int:
+        """Return ``room`` of a keyed batch on a GPU; 0 if no batch before tells how often ids are looked up."""
+        if any(each._step.is_sharded for each in self.groups):
+            return 0
+        if num_keys == len(self):
+            return num_ids if self.has_several_groups else 0
+        return int(1.125 * self.lookups_per_id * num_ids) + 64 if self.lookups_per_id else 0
 
     def alike(self, stride: int, per_bag: int) -> tuple[Tensor, list[int], int]:
         """Describe a batch in which every slot has the same bags.
@@ -155,6 +166,8 @@ class FeatureBatch:
         announced: for a keyed batch, the tensors that its ids depend on.
         wrong_offsets: returns the error of offsets that do not ascend, or None, after waiting for a GPU; None if they
             have been checked.
+        room: a bound of the number of ids, if only a GPU knows it before the rows of all groups are found; or else 0.
+        order: for a keyed batch, as :meth:`Slots.order` returned it.
     """
 
     slots: Slots
@@ -167,6 +180,8 @@ class FeatureBatch:
     by_name: Sequence[Tensor] = ()
     announced: tuple[Tensor, ...] = ()
     wrong_offsets: Callable[[], ValueError | None] | None = None
+    room: int = 0
+    order: Tensor | None = None
     _arriving: _Arriving | None = None
     _merged: Tensor | None = None
     _found: list[tuple[Tensor, Tensor] | None] | None = None
@@ -176,6 +191,7 @@ class FeatureBatch:
     @property
     def starts(self) -> list[int]:
         """The position of each slot's first id, and the number of ids; on a GPU the host may wait for them."""
+        self._find_together()
         if self.known_starts is None:
             self.known_starts = (self._arriving or _Arriving(self.offsets[:: self.stride])).numbers()
         return self.known_starts
@@ -184,6 +200,40 @@ class FeatureBatch:
         """Begin to copy ``starts`` from a GPU, so that they are there once the host has waited for the rows."""
         self._arriving = _Arriving(self.offsets[:: self.stride])
 
+    def learn(self, per_key: Tensor) -> None:
+        """Take over each key's first id and the number of ids of a keyed batch, int64, on the CPU."""
+        asked, order = self.asked, self.order
+        asked.counts = per_key.diff()
+        if order is not None:
+            asked.counts, asked.begins = asked.counts[order], per_key[order]
+            if self.weights is not None:
+                self.weights = self.weights[_positions(asked.begins, asked.counts, self.weights.device)]
+        self.known_starts = [0, *asked.counts.cumsum(0).tolist()]
+        self.slots.lookups_per_id = self.known_starts[-1] / max(len(asked.ids), 1)
+
+    def _find_together(self) -> None:
+        """Find the rows of all groups in the round trip that tells ``starts``, if only a GPU knows these.
+
+        Raises:
+            ValueError: offsets do not ascend.
+        """
+        if not self.room or self.known_starts is not None:
+            return
+        slots, arriving = self.slots, self._arriving
+
+        def starts_of() -> list[int]:
+            assert arriving is not None
+            *per_key, is_wrong = arriving.numbers()
+            if is_wrong:
+                raise self.outside(IdError("offsets do not ascend"))
+            self.learn(torch.tensor(per_key, device="cpu"))
+            return [min(self.starts[place], self.room) for place in (*(some.start for some in slots.of_group), -1)]
+
+        num_rows = [each.num_embeddings for each in slots.groups]
+        found = kernels.find_together(self.asked, slots.of_group, num_rows, self.room, starts_of)
+        if self.starts[-1] <= self.room:
+            self._found = found
+
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, on a GPU also int32, shape (ids,); -1 for an id outside its table.
 
@@ -191,6 +241,7 @@ class FeatureBatch:
             group: its index.
             checked: True to raise IdError for an invalid id of any group, which a lookup in this one would miss.
         """
+        self._find_together()
         if self._merged is None:
             self._merged = kernels.merge_ids(self.asked)
         if not self.slots.has_several_groups:
@@ -206,6 +257,7 @@ class FeatureBatch:
         Raises:
             IdError: an id of any group is outside its table.
         """
+        self._find_together()
         if self._found is None:
             groups = self.slots.groups
             self._found = kernels.find_all([(self.rows(i), each.num_embeddings) for i, each in enumerate(groups)])
@@ -228,8 +280,8 @@ class FeatureBatch:
 
     def span(self, some: range) -> tuple[int, int]:
         """Return the positions of consecutive slots' first id, and past their last."""
-        if self.known_starts is None and len(some) == len(self.slots):  # without asking a GPU for the others
-            return 0, self.asked.total
+        if self.known_starts is None and not self.room and len(some) == len(self.slots):
+            return 0, self.asked.total  # without asking a GPU for the others
         starts = self.starts
         return starts[some.start], starts[some.stop]
 
@@ -328,8 +380,8 @@ def _parts(features: Any, slots: Slots) -> tuple[object, list[Any]]:
     if type(features) is dict or isinstance(features, Mapping):
         if features.keys() != slots.names:
             return None, []
-        values = [features[name] for name in slots.features]
-        parts = [(each,) if type(each) is Tensor or not isinstance(each, tuple | list) else each for each in values]
+        given = [(name, features[name]) for name in slots.features]
+        parts = [(each,) if type(each) is Tensor else given_feature(name, each)[:3] for name, each in given]
         return [*map(len, parts)], [each for some in parts for each in some]
     if not is_keyed(features):
         return None, []
@@ -466,38 +518,44 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     if weights is not None:
         require_weights("features.weights()", weights, ids)
     is_checked = isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked
-    if ids.is_cuda and not is_checked and len(keys) == len(slots) and len(ids) and stride:
-        return _keyed_on_gpu(keyed, slots, known, order, weights)
+    if ids.is_cuda and not is_checked and len(ids) and stride:
+        room = slots.room(len(keys), len(ids))
+        if room or len(keys) == len(slots):
+            return _keyed_on_gpu(keyed, slots, known, order, weights, room)
     offsets = known.long()
     per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
-    counts, begins = per_key.diff(), None
     announced: tuple[Tensor, ...] = ids, known
     if order is not None:
-        counts, begins = counts[order], per_key[order]
         announced += (order,)
         offsets = offsets_of(offsets.diff().view(len(keys), stride)[kernels.near(order, ids.device)])
-        weights = None if weights is None else weights[_positions(begins, counts, ids.device)]
-    asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts, begins)
-    starts = [0, *counts.cumsum(0).tolist()]
-    return FeatureBatch(slots, asked, stride, offsets, starts, weights=weights, announced=announced)
+    asked = kernels.FeatureIds(ids, slots.bases, slots.limits, None)
+    found = FeatureBatch(slots, asked, stride, offsets, None, weights=weights, announced=announced, order=order)
+    found.learn(per_key)
+    return found
 
 
 def _keyed_on_gpu(
-    keyed: Any, slots: Slots, known: Tensor, order: Tensor | None, weights: Tensor | None
+    keyed: Any, slots: Slots, known: Tensor, order: Tensor | None, weights: Tensor | None, room: int
 ) -> FeatureBatch:
     """Read a keyed batch on a GPU without waiting for its offsets: if they are wrong, every id is outside its table."""
-    ids, stride = keyed.values(), keyed.stride()
+    ids, stride, num_keys = keyed.values(), keyed.stride(), len(keyed.keys())
     counts = torch.tensor([len(ids)], device="cpu")
     known = (known if known.dtype is torch.int32 else known.long()).contiguous()
     whole = kernels.FeatureIds(ids, slots.bases[:1], slots.limits[:1], counts, offsets=[(known, True)])
-    bags, begins = kernels.join_bags(whole, len(slots) * stride)._replace(stride=stride), None
+    bags, begins = kernels.join_bags(whole, num_keys * stride)._replace(stride=stride), None
+    per_key = bags.offsets[::stride]
     if order is not None:
-        order = kernels.near(order, ids.device)
-        begins = bags.offsets[:-1:stride][order]
-        bags = bags._replace(offsets=offsets_of(bags.offsets.diff().view(len(slots), stride)[order]))
+        places = kernels.near(torch.nn.functional.pad(order, (0, 1)), ids.device)
+        begins = per_key[places]
+        bags = bags._replace(offsets=offsets_of(bags.offsets.diff().view(num_keys, stride)[places[:-1]]))
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, None, begins, bags=bags)
     wrong_offsets = functools.partial(_wrong_offsets_of_keyed, keyed, known, stride)
-    found = FeatureBatch(slots, asked, stride, bags.offsets, None, weights=weights, wrong_offsets=wrong_offsets)
+    found = FeatureBatch(
+        slots, asked, stride, bags.offsets, None, weights=weights, wrong_offsets=wrong_offsets, room=room, order=order
+    )
+    if room:
+        found._arriving = _Arriving(torch.cat([per_key, bags.wrong]))
+        return found
     if slots.splits_ids:
         found.expect_starts()
     if order is not None and weights is not None:

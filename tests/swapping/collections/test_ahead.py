@@ -54,6 +54,7 @@ FORMS: dict[str, Callable[[int, str], Any]] = {
     "tuples": lambda seed, device: {
         key: (each.values(), each.offsets()[:-1]) for key, each in keyed(seed, device).to_dict().items()
     },
+    "jagged": lambda seed, device: keyed(seed, device).to_dict(),
     "one": lambda seed, device: {
         name: torch.randint(rows, (BATCH,), generator=torch.Generator().manual_seed(seed)).to(device)
         for name, (rows, _) in SIZES.items()
