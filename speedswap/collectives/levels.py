@@ -21,7 +21,6 @@ from speedswap.collectives.messages import Parcel, Way, as_bytes, packed, unpack
 if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane
 
-_COPIES = 3  # of the rows of a hop at once: received, in their next order, and in the memory of the next hop
 _Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
@@ -106,14 +105,10 @@ class Levels:
         # From each rank of a host for each one here; within this host, a hop across leads to where it began.
         across = [(host, place) for host, ranks in every for _ in ranks for place in self._passed_to[host]]
         from_host, to_place = torch.tensor(across).T
-        back = [
-            (place, rank)
-            for place in range(size)
-            for host, ranks in every
-            if self._carrier(self._host, host, self._place) == place
-            for rank in ranks
-        ]
-        from_place, sender = torch.tensor(back).T
+        back = sorted(
+            (self._carrier(self._host, host, self._place), host, rank) for host, each in every for rank in each
+        )
+        from_place, _, sender = torch.tensor(back).T
         none = sender[:0]
         return [
             (self._by_carrier, self._carriers_here, none),
@@ -236,12 +231,11 @@ class Levels:
 
     def prepared(self, parcels: Sequence[Parcel]) -> Callable[[], list[Tensor]]:
         """Return a function that sends parcels as :meth:`send` does, with the GPU memory it needs held until then."""
-        most = max(
-            sum(parcel.row_bytes * max(map(sum, parcel.way.counts[hop])) for parcel in parcels if parcel.way)
-            for hop in range(len(self._hops))
+        moved = sum(each.row_bytes * sum(map(sum, hop)) for each in parcels if each.way for hop in each.way.counts)
+        rows = parcels[0].rows  # about three hops' memory is in use at once, of the six that are sent and received
+        held = (
+            [rows.new_empty(moved // 2, dtype=torch.uint8)] if rows.is_cuda and not self._lane.is_staged(rows) else []
         )
-        rows = parcels[0].rows
-        held = [] if self._lane.is_staged(rows) else [rows.new_empty(_COPIES * most, dtype=torch.uint8)]
 
         def post() -> list[Tensor]:
             held.clear()
