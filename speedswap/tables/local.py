@@ -30,8 +30,8 @@ class LocalStore(RowStore):
     """Records in device, pinned or pageable memory.
 
     Pinning memory takes long, and an optimizer that is attached later gives the records more columns. So pinned memory
-    is taken and filled when rows are first written, or many were read. Until then, initial values are computed where
-    they are read.
+    is taken and filled when rows are first written, or many were gathered. Until then, initial values are computed
+    where they are read.
 
     Args:
         facts: facts about the store; ``storage`` is the kind of memory.
@@ -442,6 +442,12 @@ class LocalStore(RowStore):
             ids = torch.arange(start, stop, device=group.memory.device)
             return self.gather(ids, [column], device).columns[column]
         self.drain()
+        if not self._is_filled and all(map(is_lazy, self._columns.values())):
+            values = kernels.empty((stop - start, *self._columns[column].row_shape), self._columns[column].dtype)
+            for rows in group.chunks(start, stop):
+                out = {column: values[rows.start - start : rows.stop - start]}
+                self._computed(torch.arange(rows.start, rows.stop), [column], _CPU, out)
+            return values
         self._take_all()
         group.settle()
         return group.read(column, start, stop)

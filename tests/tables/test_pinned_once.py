@@ -58,7 +58,28 @@ def test_int8_rows_are_pinned_once_together_with_columns_added_after_a_lookup(re
         table.add_columns([Column("more", (4,), torch.float32, init.zeros())])
         assert registered == []
         assert torch.equal(table.read()[rows], weight)
+        assert registered == []
+        table.scatter(rows, weight[:0].new_ones(2, 4))
         assert registered == [table.nbytes]
+
+
+@pytest.mark.parametrize("name", ["normal", "zeros"])
+def test_rows_that_are_read_whole_before_the_optimizer_is_known_are_pinned_once(
+    name: str, device: str, registered: list[int]
+) -> None:
+    items = speedswap.Embedding(3000, 16, storage="pinned", device=device, init=INITS[name], padding_idx=5)
+    before = [items.table.read(), items.table.read(7, 20), items.state_dict()["weight"]]
+    assert registered == []
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.0)
+    for ids in (torch.arange(100, device=device), torch.arange(50, 150, device=device)):
+        items(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [nbytes for nbytes in registered if nbytes >= 3000 * 16 * 4] == [items.table.nbytes] == [3000 * 16 * 4 * 3]
+    after = items.table.read()
+    assert torch.equal(before[0], after)
+    assert torch.equal(before[1], after[7:20])
+    assert torch.equal(before[2], after)
 
 
 def test_rows_are_pinned_by_way_of_the_gpu_that_moves_them(two_gpus: TwoGpus) -> None:
@@ -84,7 +105,10 @@ def test_rows_have_the_same_bits_before_and_after_the_memory_is_filled(
         table.add_columns([Column("copy", (4,), torch.float32, init.copy_of("weight"))])
         before, near, out = table.gather(rows), table.gather(rows.to(device)), torch.empty(5, 4, device=device)
         table.gather(rows.to(device), columns=["copy"], out={"copy": out})
+        computed = {name: table.read(column=name) for name in table.columns}
+        table.store._take_all()
         whole = {name: table.read(column=name) for name in table.columns}
+        assert all(torch.equal(computed[name], column) for name, column in whole.items())
         after = table.gather(rows)
         for name, column in whole.items():
             assert torch.equal(before[name], column[rows])
