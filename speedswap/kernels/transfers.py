@@ -25,6 +25,7 @@ from speedswap._forks import in_child
 from speedswap._threads import EndingThread
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
+from speedswap.kernels.host import deferred_interrupts
 from speedswap.kernels.ids import find_all, order_of
 
 T = TypeVar("T")
@@ -242,7 +243,7 @@ class Transfers:
                 if waits or current is None:
                     _thread(self._direction).do(_run, here, device, self._direction, ready)
                     continue
-                with torch.cuda.device(device):
+                with deferred_interrupts(), torch.cuda.device(device):  # an interrupt is not the transfers' error
                     try:
                         _run(here, device, self._direction, ready)
                     finally:

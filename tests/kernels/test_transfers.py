@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -243,6 +245,53 @@ def test_a_transfer_that_raises_fails_those_after_it_in_its_job() -> None:
     for transfer in pending[1:]:
         with pytest.raises(MemoryError, match="no room"):
             transfer.result()
+
+
+def test_transfers_that_wait_for_no_gpu_run_in_the_callers_thread(gpu: str) -> None:
+    """Those that do have a thread. Either way they are on a stream of their own, and the caller's is as before."""
+    transfers, ran = Transfers("out"), {}
+    pending: list[Transfer[None]] = [Transfer() for _ in range(2)]
+
+    def note(waits: bool) -> None:
+        ran[waits] = threading.current_thread().name, torch.cuda.current_stream().cuda_stream
+
+    for transfer, waits in zip(pending, (True, False), strict=True):
+        transfers.add(transfer, lambda waits=waits: partial(note, waits), torch.device(gpu), waits=waits)
+    before = torch.cuda.current_stream().cuda_stream
+    transfers.start()
+    for transfer in pending:
+        transfer.result()
+    assert torch.cuda.current_stream().cuda_stream == before
+    assert ran[True][0] == "speedswap-out"
+    assert ran[False][0] == threading.current_thread().name
+    assert ran[True][1] == ran[False][1] != before
+
+
+def test_what_goes_wrong_in_the_callers_thread_is_the_transfers_error(gpu: str) -> None:
+    transfers, transfer = Transfers("out"), Transfer[None]()
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    transfers.add(transfer, lambda: fail, torch.device(gpu), waits=False)
+    before = torch.cuda.current_stream().cuda_stream
+    transfers.start()
+    assert torch.cuda.current_stream().cuda_stream == before
+    with pytest.raises(MemoryError, match="no room"):
+        transfer.result()
+
+
+def test_an_interrupt_is_not_the_error_of_a_transfer_in_the_callers_thread(gpu: str) -> None:
+    transfers, transfer = Transfers("out"), Transfer[int]()
+
+    def interrupted() -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 3
+
+    transfers.add(transfer, lambda: interrupted, torch.device(gpu), waits=False)
+    with pytest.raises(KeyboardInterrupt):
+        transfers.start()
+    assert transfer.result() == 3
 
 
 def test_blocks_of_one_width_are_forwarded_in_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
