@@ -93,7 +93,7 @@ py::object call(py::handle tensor, py::handle method) {
 
 // The names of what is asked of every feature's tensor, made once.
 struct Names {
-    py::str data_ptr{"data_ptr"}, itemsize{"itemsize"}, shape{"shape"}, stride{"stride"};
+    py::str data_ptr{"data_ptr"}, dtype{"dtype"}, itemsize{"itemsize"}, shape{"shape"}, stride{"stride"};
 
     static const Names& get() {
         static const Names* const names = new Names;  // not freed: the interpreter may end first
@@ -138,12 +138,38 @@ int64_t describe_features(uintptr_t into, const py::sequence& ids, const std::pa
     return end;
 }
 
+// The structure of bags.cuh: the named numbers and tensors' addresses, of which the last tells whether rows of matrices
+// of this dtype are read and written 16 bytes at a time.
+py::bytes describe_bags(const py::tuple& names, const py::dict& given, const py::object& dtype, int64_t row_bytes) {
+    const Names& asked = Names::get();
+    std::vector<int64_t> numbers;
+    int64_t multiples = row_bytes;
+    for (const py::handle name : names) {
+        PyObject* const found = PyDict_GetItemWithError(given.ptr(), name.ptr());
+        if (!found && PyErr_Occurred()) throw py::error_already_set();
+        const py::handle value(found);
+        if (!found || value.is_none()) {
+            numbers.push_back(0);
+        } else if (PyLong_Check(found)) {
+            numbers.push_back(number(value));
+        } else {
+            numbers.push_back(asked.address(value));
+            const py::tuple stride = call(value, asked.stride);
+            if (stride.size() == 2 && py::object(value.attr(asked.dtype)).is(dtype))
+                multiples |= numbers.back() | number(value.attr(asked.itemsize)) * number(stride[0]);
+        }
+    }
+    numbers.back() = multiples % 16 == 0;
+    return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
+}
+
 }  // namespace
 
 void bind_staging(py::module_& module) {
     using py::arg;
     module.def("launch", &launch_kernel, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),
                arg("arguments"), arg("waits") = false);
+    module.def("describe_bags", &describe_bags, arg("names"), arg("given"), arg("dtype"), arg("row_bytes"));
     module.def("describe_features", &describe_features, arg("into"), arg("ids"), arg("ranges"), arg("outside"),
                arg("starts"), arg("begins"), arg("bags"));
     py::class_<StagingRing>(module, "StagingRing")

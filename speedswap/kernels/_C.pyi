@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 _Copied = tuple[int, int, int, int]  # offset, width, block, block_stride: bytes and a pointer
 _Converted = tuple[int, int, int, int, int, bool, int]  # and form, stochastic, key
@@ -298,6 +298,12 @@ def describe_features(
     begins: Sequence[int] | None,
     bags: Sequence[tuple[Tensor | None, bool]],
 ) -> int: ...
+
+# The kernels' Bags: by name, in order, tensors' addresses and numbers; 0 for None and for what is not given. The last
+# is 1 if rows of `row_bytes`, in matrices of this dtype, are multiples of 16 bytes, and begin at such.
+def describe_bags(
+    names: tuple[str, ...], given: dict[str, Tensor | int | None], dtype: dtype, row_bytes: int
+) -> bytes: ...
 
 class StagingRing:
     def __init__(self, device: int, copies: int, kernels: int) -> None: ...

@@ -14,7 +14,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import compact_reference as reference
-from host_library import HostKernels
+from host_library import HostKernels, bags_argument
 from host_moves import misaligned, shapes
 
 RNG = np.random.default_rng(11)
@@ -142,8 +142,8 @@ def check(kernels: HostKernels, case: Case, launch: tuple[int, int]) -> None:
         "taken": address(taken) if case.mode == "max" else 0, "entries": case.entries, "features": case.features,
         "width": width, "whole": whole,
     }  # fmt: skip
-    forward = shapes.bags_argument(
-        **common, rows=address(case.rows), offsets=address(case.offsets), factors=address(case.factors),
+    forward = bags_argument(
+        shapes.BAGS, **common, rows=address(case.rows), offsets=address(case.offsets), factors=address(case.factors),
         counts=address(case.counts), is_mean=address(case.is_mean), out=address(out), num_bags=case.num_bags,
         samples=case.samples, means=case.means,
     )  # fmt: skip
@@ -154,9 +154,10 @@ def check(kernels: HostKernels, case: Case, launch: tuple[int, int]) -> None:
     assert (places >= 0).tolist() == case.counted.tolist(), what
     if case.mode == "max":
         np.testing.assert_array_equal(taken, expected_taken, err_msg=what)
-    backward = shapes.bags_argument(
-        **common, order=address(order), starts=address(starts), partial=address(partial), out=address(to_rows),
-        grad=address(case.grad), grad_stride=case.wide.shape[1], num_rows=case.num_rows, row_bytes=width * item_bytes,
+    backward = bags_argument(
+        shapes.BAGS, **common, order=address(order), starts=address(starts), partial=address(partial),
+        out=address(to_rows), grad=address(case.grad), grad_stride=case.wide.shape[1], num_rows=case.num_rows,
+        row_bytes=width * item_bytes,
     )  # fmt: skip
     for kernel in ("find_starts", f"sum_chunks_{kind}", f"join_chunks_{kind}"):
         kernels.bags(kernel, *launch, backward)
@@ -164,8 +165,8 @@ def check(kernels: HostKernels, case: Case, launch: tuple[int, int]) -> None:
     np.testing.assert_array_equal(to_rows, case.gradient(expected_taken), err_msg=what)
     if case.mode == "weighted":
         to_factors = some(kind, (case.entries, 1))
-        products = shapes.bags_argument(
-            **common, rows=address(case.rows), out=address(to_factors), grad=address(case.grad),
+        products = bags_argument(
+        shapes.BAGS, **common, rows=address(case.rows), out=address(to_factors), grad=address(case.grad),
             grad_stride=case.wide.shape[1],
         )  # fmt: skip
         kernels.bags(f"dot_bags_{kind}", *launch, products)

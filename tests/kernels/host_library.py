@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,12 @@ HERE = Path(__file__).resolve().parent
 def pointer(memory: np.ndarray | bytes) -> ctypes.c_void_p:
     """Return the address of an array, or of a kernel's structure."""
     return ctypes.cast(memory, ctypes.c_void_p) if isinstance(memory, bytes) else ctypes.c_void_p(memory.ctypes.data)
+
+
+def bags_argument(names: Sequence[str], **values: int) -> bytes:
+    """Return the kernels' ``Bags``, whose members have these names; what is not given is 0."""
+    values["shift"] = (values["features"] - 1).bit_length()
+    return struct.pack(f"{len(names)}q", *[values.get(name, 0) for name in names])
 
 
 class HostKernels:

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host_build import build, compiler
-from host_library import HERE, HostKernels
+from host_library import HERE, HostKernels, bags_argument
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.kernels.cuda.shapes import (
+    BAGS,
     COLUMNS_PER_LAUNCH,
     BlockPart,
     CompactPart,
-    bags_argument,
     columns_argument,
     compact_columns_argument,
     convert_shape,
@@ -206,7 +206,7 @@ def sparse(count: int, dtype: type = np.int64) -> np.ndarray:
 
 def run_far(kernels: HostKernels, name: str, thread: int, arrays: dict[str, np.ndarray], **numbers: int) -> None:
     """Run one thread of a launch with more threads than pieces of work."""
-    argument = bags_argument(**{each: array.ctypes.data for each, array in arrays.items()}, **numbers)
+    argument = bags_argument(BAGS, **{each: array.ctypes.data for each, array in arrays.items()}, **numbers)
     kernels.bags(name, 2**31 - 1, 1024, argument, thread)
 
 

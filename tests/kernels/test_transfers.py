@@ -248,7 +248,7 @@ def test_a_transfer_that_raises_fails_those_after_it_in_its_job() -> None:
 
 
 def test_transfers_that_wait_for_no_gpu_run_in_the_callers_thread(gpu: str) -> None:
-    """Those that do have a thread. Either way they are on a stream of their own, and the caller's is as before."""
+    """Others have a thread. Either way they are on their direction's stream, and the caller's is as before."""
     transfers, ran = Transfers("out"), {}
     pending: list[Transfer[None]] = [Transfer() for _ in range(2)]
 

@@ -347,7 +347,7 @@ def test_structures_are_as_long_as_those_of_the_kernels() -> None:
         ("gather_w4", 4, shapes.columns_argument([], 4)),
         ("gather_int8", 4, shapes.compact_columns_argument([])),
         ("find_places", 2, shapes.batches_argument([])),
-        ("pool_float32", 0, shapes.bags_argument(features=1)),
+        ("pool_float32", 0, bytes(8 * len(shapes.BAGS))),
     ):
         assert modules.load().module.get_function(name).kernel.sizes[position] == len(structure), name
 

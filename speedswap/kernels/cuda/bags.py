@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedswap.kernels import _C
 from speedswap.kernels.cuda.launch import dtype_name, launch_threads
-from speedswap.kernels.cuda.shapes import CHUNK, bags_argument
+from speedswap.kernels.cuda.shapes import BAGS, CHUNK
 from speedswap.kernels.host import as_read, empty
-
-_NUMBERS = (int, bool, type(None))
 
 
 def pool_bags(
@@ -150,14 +149,9 @@ def _bags(values: Tensor, local: Tensor, width: int, features: int, **given: Any
         width, features: of the bags.
         given: what else it holds: tensors and numbers.
     """
-    dtype, item_bytes = values.dtype, values.itemsize
-    numbers = {"width": width, "features": features, "entries": local.shape[0], "row_bytes": width * item_bytes}
-    multiples = 0
-    for name, each in given.items():
-        if type(each) in _NUMBERS:
-            numbers[name] = each or 0
-            continue
-        numbers[name] = address = each.data_ptr()
-        if each.ndim == 2 and each.dtype == dtype:
-            multiples |= address | item_bytes * (width | each.stride(0))
-    return bags_argument(**numbers, local=local.data_ptr(), grad_stride=values.stride(0), whole=multiples % 16 == 0)
+    row_bytes = width * values.itemsize
+    numbers: dict[str, Any] = {
+        "local": local, "width": width, "features": features, "entries": local.shape[0], "row_bytes": row_bytes,
+        "grad_stride": values.stride(0), "shift": (features - 1).bit_length(),
+    }  # fmt: skip
+    return _C.describe_bags(BAGS, {**numbers, **given}, values.dtype, row_bytes)

@@ -26,12 +26,10 @@ NOT_HOT = (0, 0, 0, 0, 0)
 _COLUMN_NUMBERS, _COMPACT_NUMBERS = 4, 6  # per column, and the third of them is the block's address
 _COLUMNS = struct.Struct(f"{_BEFORE_COLUMNS + _COLUMN_NUMBERS * COLUMNS_PER_LAUNCH}q")
 _COMPACT_COLUMNS = struct.Struct(f"{_BEFORE_COLUMNS + _COMPACT_NUMBERS * COLUMNS_PER_LAUNCH}Q")
-_NO_BAGS = dict.fromkeys(
+BAGS = tuple(
     "rows local offsets factors counts is_mean out grad places scales taken order starts partial "
-    "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split(),
-    0,
+    "entries num_bags samples features num_rows width row_bytes grad_stride shift means whole".split()
 )
-_BAGS = struct.Struct(f"{len(_NO_BAGS)}q")
 
 # As in csrc/rows.cuh.
 MOST_IDLE_COLUMNS = 4
@@ -189,12 +187,6 @@ def batches_argument(batches: Sequence[tuple[int, int, int]]) -> bytes:
     """Return the kernels' ``Batches``: of each the address of its rows, their number, and where their places go."""
     numbers = [number for batch in batches for number in batch]
     return _BATCHES.pack(len(batches), *numbers, *[0] * (_BATCHES.size // 8 - 1 - len(numbers)))
-
-
-def bags_argument(**values: int) -> bytes:
-    """Return the kernels' ``Bags``; what is not given is 0."""
-    values["shift"] = (values["features"] - 1).bit_length()
-    return _BAGS.pack(*{**_NO_BAGS, **values}.values())
 
 
 def idle_argument(columns: Sequence[int], **values: int) -> bytes:
