@@ -211,8 +211,8 @@ def _end_of_parent(warm: subprocess.Popen[str], parent: int) -> None:
 
 def _end(warm: subprocess.Popen[str]) -> None:
     """End the process and the script that it runs."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(warm.pid)], capture_output=True, text=True, check=False)
-    for pid in [*map(int, found.stdout.split()), warm.pid]:
+    children = Path(f"/proc/{warm.pid}/task/{warm.pid}/children")
+    for pid in [*map(int, children.read_text().split() if children.exists() else ()), warm.pid]:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
