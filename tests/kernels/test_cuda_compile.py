@@ -146,12 +146,18 @@ def test_nvcc_compiles_without_warnings(tmp_path: Path, arch: int):
     assert fatbin.stat().st_size > 10_000
 
 
+def test_the_sources_are_read_in_a_locale_without_utf_8():
+    code = "from speedswap.kernels.cuda import modules; modules.source()"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 @pytest.mark.parametrize(
     "name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "idle.cuh", "lookups.cuh", "bandwidth.cuh", "philox.cuh"]
 )
 def test_the_kernels_need_no_header(name: str):
     """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
-    text = (CSRC / name).read_text()
+    text = (CSRC / name).read_text("utf-8")
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
     ours = {
         '"bags.cuh"',

@@ -305,7 +305,10 @@ def test_strings_of_every_source_are_the_same_keys(kind: str) -> None:
         np.repeat(np.array(WORDS), 2)[::2],
         *(make(WORDS) for make in (SOURCES | OF_STRINGS).values()),
     ]
+    merged = pd.Series(WORDS, dtype="category").tolist() != WORDS  # pandas 2 compares categories up to a zero byte
     for each in same:
+        if merged and isinstance(getattr(each, "dtype", None), pd.CategoricalDtype):
+            continue
         assert words.lookup(each).tolist() == expected
     assert words.lookup(np.array(WORDS[:4]).reshape(2, 2)).tolist() == [[1, 2], [3, 4]]
     assert words.lookup([]).tolist() == words.lookup(pa.array([], pa.string())).tolist() == []

@@ -225,7 +225,7 @@ def source() -> str:
         path = _beside_compiled_part(name)
         if not path.exists():
             path = Path(__file__).parents[3] / "csrc" / name
-        text = text.replace(f'#include "{name}"', path.read_text().replace("#pragma once", ""))
+        text = text.replace(f'#include "{name}"', path.read_text("utf-8").replace("#pragma once", ""))
     return text
 
 
