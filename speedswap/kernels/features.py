@@ -14,7 +14,7 @@ from torch import Tensor
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.lookups import FeatureTable, join, merge, number
 from speedswap.kernels.host import address, as_read, threads_for
-from speedswap.kernels.ids import first_keys, key_dtype, of_lookups
+from speedswap.kernels.ids import of_lookups
 
 
 class JoinedBags(NamedTuple):
@@ -170,7 +170,8 @@ def _merged_on_gpu(asked: FeatureIds, indices: Tensor | None) -> Tensor:
     elif asked.begins is not None:
         begins = near.begins if asked.begins.is_cpu else asked.begins.data_ptr(), 1
     total = asked.total if asked.counts is None else near.num_ids
-    return merge(near, total, key_dtype(near.end), starts, begins, None if bags is None else bags.wrong, indices)
+    dtype = torch.int32 if near.end < 2**31 else torch.int64
+    return merge(near, total, dtype, starts, begins, None if bags is None else bags.wrong, indices)
 
 
 def find_together(
@@ -189,7 +190,7 @@ def find_together(
         room: a bound of the number of ids; any more are left out.
         starts_of: returns the index of each group's first id, and their number; called after the round trip.
     """
-    ids, bags, firsts = asked.ids, asked.bags, first_keys(num_rows)
+    ids, bags, firsts = asked.ids, asked.bags, list(accumulate([count + 1 for count in num_rows], initial=0))
     assert isinstance(ids, Tensor) and bags is not None  # noqa: PT018
     of_feature, end = [group for group, some in enumerate(of_group) for _ in some], firsts[-1]
     bases = [firsts[group] + base for group, base in zip(of_feature, asked.bases.tolist(), strict=True)]
@@ -199,9 +200,10 @@ def find_together(
     near = FeatureTable(every, ranges, [*outside, end], [0] * (len(bases) + 2))
     starts = bags.offsets.data_ptr(), bags.stride
     begins = starts if asked.begins is None else (asked.begins.data_ptr(), 1)
-    keys = merge(near, room, key_dtype(end + 1), starts, begins, bags.wrong)
+    dtype = torch.int32 if end + 1 < 2**31 else torch.int64
+    keys = merge(near, room, dtype, starts, begins, bags.wrong)
     table = FeatureTable([ids], (firsts, [*num_rows, 0]), firsts, [*firsts, end + 1])
     keys, order = torch.sort(keys, stable=True)
     begun = torch.searchsorted(keys, table.bounds.to(keys.dtype))  # each group's first key
     numbered = number(keys, order, table, begun.data_ptr(), len(firsts))
-    return of_lookups(order, numbered, starts_of(), num_rows, [ids.shape] * len(num_rows))
+    return of_lookups(order, numbered, starts_of(), firsts, num_rows, [ids] * len(num_rows))

@@ -180,12 +180,12 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     """
     flat = [ids if ids.ndim == 1 else ids.reshape(-1) for ids in lookups]
     starts = list(accumulate([ids.shape[0] for ids in flat], initial=0))
-    bases, shapes = first_keys(num_rows or ()), [ids.shape for ids in lookups]
+    bases = [0] if num_rows is None else list(accumulate([count + 1 for count in num_rows], initial=0))
     keys, table = flat[0], None
     if not starts[-1]:
         nothing = torch.empty(0, dtype=torch.int64, device=keys.device)
-        return of_lookups(nothing, (nothing, nothing, [[0, 0, 0, 0]] * len(flat)), starts, None, shapes)
-    dtype = keys.dtype if num_rows is None else key_dtype(bases[-1])
+        return of_lookups(nothing, (nothing, nothing, [[0, 0, 0, 0]] * len(flat)), starts, bases, None, lookups)
+    dtype = keys.dtype if num_rows is None else torch.int32 if bases[-1] < 2**31 else torch.int64
     if len(flat) > 1 or keys.dtype != dtype:  # narrow keys are sorted in half the time
         assert num_rows is not None
         table = FeatureTable(flat, (bases[:-1], num_rows), [base - 1 for base in bases[1:]], starts)
@@ -193,51 +193,42 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     ordered, order = torch.sort(keys, stable=True)
     del keys  # its memory is needed for the rows
     numbered = number(ordered, order, table, 0 if table is None else table.starts, len(flat))
-    return of_lookups(order, numbered, starts, num_rows, shapes)
-
-
-def first_keys(num_rows: Sequence[int]) -> list[int]:
-    """Return each lookup's first key, and the end of all: one key more than rows, for ids out of range."""
-    return list(accumulate([count + 1 for count in num_rows], initial=0))
-
-
-def key_dtype(end: int) -> torch.dtype:
-    """Return the dtype of keys up to ``end``."""
-    return torch.int32 if end < 2**31 else torch.int64
+    return of_lookups(order, numbered, starts, bases, num_rows, lookups)
 
 
 def of_lookups(
     order: Tensor,
     numbered: tuple[Tensor, Tensor, list[list[int]]],
     starts: Sequence[int],
+    bases: Sequence[int],
     num_rows: Sequence[int] | None,
-    shapes: Sequence[torch.Size],
+    lookups: Sequence[Tensor],
 ) -> list[tuple[Tensor, Tensor] | None]:
     """Return what :func:`distinct` does, of sorted and numbered keys.
 
     Args:
         order, numbered: the keys' indices before the sort, and what :func:`number` returned.
         starts: the index of each lookup's first key, and their number.
+        bases: each lookup's first key, and the end of all: one key more than rows, for ids out of range.
         num_rows: as for :func:`distinct`.
-        shapes: of each lookup's ids; if it has one dimension, its size is ignored.
+        lookups: tensors of the shapes of each lookup's ids; the size of one dimension is ignored.
     """
-    (found, local, answers), bases = numbered, first_keys(num_rows or ())
-    results: list[tuple[Tensor, Tensor] | None] = []
-    for i, shape in enumerate(shapes):
+    found, local, answers = numbered
+    results: list[tuple[Tensor, Tensor] | None] = [None] * len(lookups)
+    for i, ids in enumerate(lookups):
         (first, last, low, high), start, stop = answers[i], starts[i], starts[i + 1]
         count = last + 1 - first if start < stop else 0
         if count and num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]:
-            results.append(None)
             continue
         # A view would keep far more memory alive than the rows need.
         rows = empty((count,), torch.int64, order.device).copy_(found[first : first + count])
         mine, positions = local, order
         if start or stop < local.shape[0]:
             mine, positions = local[start:stop], order[start:stop]
-        if len(shape) != 1:
-            mine = mine.view(shape)
+        if ids.ndim != 1:
+            mine = mine.view(ids.shape)
         mine.order = positions.sub_(start) if start else positions  # type: ignore[attr-defined]
-        results.append((rows, mine))
+        results[i] = rows, mine
     return results
 
 

@@ -275,7 +275,10 @@ def _run(
             torch.cuda.set_stream(ids_stream)  # and its GPU: nothing else uses the direction's thread
         with _range(f"swap {direction}"):
             with _range("ids"):
-                if lookups := [entry.lookup for entry in entries if entry.lookup is not None]:
+                for entry in entries:
+                    if entry.lookup is not None and entry.lookup.found is not None:
+                        used_here(entry.lookup.found)
+                if lookups := [each.lookup for each in entries if each.lookup and each.lookup.found is None]:
                     _find(lookups, device)
                 # A lookup with an id out of range has no rows to move.
                 moves = [entry.begin() if entry.lookup is None or entry.lookup.found else None for entry in entries]
@@ -303,10 +306,8 @@ def _range(name: str) -> AbstractContextManager[object]:
 
 def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
     """Find the rows of all lookups in one round trip."""
-    used_here(each for lookup in lookups for each in lookup.found or ())
-    asked = [lookup for lookup in lookups if lookup.found is None]
-    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in asked]
-    for lookup, found in zip(asked, find_all(near), strict=True):
+    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in lookups]
+    for lookup, found in zip(lookups, find_all(near), strict=True):
         lookup.found = found
 
 

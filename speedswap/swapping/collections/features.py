@@ -191,7 +191,8 @@ class FeatureBatch:
     @property
     def starts(self) -> list[int]:
         """The position of each slot's first id, and the number of ids; on a GPU the host may wait for them."""
-        self._find_together()
+        if self.room and self.known_starts is None:
+            self._find_together()
         if self.known_starts is None:
             self.known_starts = (self._arriving or _Arriving(self.offsets[:: self.stride])).numbers()
         return self.known_starts
@@ -217,8 +218,6 @@ class FeatureBatch:
         Raises:
             ValueError: offsets do not ascend.
         """
-        if not self.room or self.known_starts is not None:
-            return
         slots, arriving = self.slots, self._arriving
 
         def starts_of() -> list[int]:
@@ -241,7 +240,8 @@ class FeatureBatch:
             group: its index.
             checked: True to raise IdError for an invalid id of any group, which a lookup in this one would miss.
         """
-        self._find_together()
+        if self.room and self.known_starts is None:
+            self._find_together()
         if self._merged is None:
             self._merged = kernels.merge_ids(self.asked)
         if not self.slots.has_several_groups:
@@ -257,7 +257,8 @@ class FeatureBatch:
         Raises:
             IdError: an id of any group is outside its table.
         """
-        self._find_together()
+        if self.room and self.known_starts is None:
+            self._find_together()
         if self._found is None:
             groups = self.slots.groups
             self._found = kernels.find_all([(self.rows(i), each.num_embeddings) for i, each in enumerate(groups)])
