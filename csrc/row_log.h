@@ -289,7 +289,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // Guarded by the monitor's lock:
     Slots slots_;
     Prefaulter prefaulter_;
-    Segments segments_;
+    LogSegments segments_;
     Appends appends_;
     Appends::Point changed_point_;
     std::vector<Appends::Point> moved_points_;  // by layout

@@ -17,7 +17,7 @@ void LogMonitor::let_others(Lock& lock) {
     lock.lock();
 }
 
-Appends::Appends(LogMonitor& monitor, LogFiles& files, Segments& segments, const Geometry& geometry, uint64_t salt)
+Appends::Appends(LogMonitor& monitor, LogFiles& files, LogSegments& segments, const Geometry& geometry, uint64_t salt)
     : monitor_(monitor), files_(files), segments_(segments), geometry_(geometry), salt_(salt) {}
 
 Appends::~Appends() {

@@ -67,7 +67,7 @@ class Appends {
         char* buffer = nullptr;
     };
 
-    Appends(LogMonitor& monitor, LogFiles& files, Segments& segments, const Geometry& geometry, uint64_t salt);
+    Appends(LogMonitor& monitor, LogFiles& files, LogSegments& segments, const Geometry& geometry, uint64_t salt);
     ~Appends();
 
     void start_thread();
@@ -108,7 +108,7 @@ class Appends {
 
     LogMonitor& monitor_;
     LogFiles& files_;
-    Segments& segments_;
+    LogSegments& segments_;
     const Geometry& geometry_;
     const uint64_t salt_;
     std::thread thread_;

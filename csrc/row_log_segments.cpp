@@ -68,7 +68,7 @@ bool Segment::is_needed_by(const std::vector<uint64_t>& commits) const {
                        [&](uint64_t commit) { return opened_at <= commit && commit < emptied_at; });
 }
 
-void Segments::assign(std::vector<Segment> segments) {
+void LogSegments::assign(std::vector<Segment> segments) {
     all_ = std::move(segments);
     unused_.clear();
     emptied_.clear();
@@ -78,7 +78,7 @@ void Segments::assign(std::vector<Segment> segments) {
     }
 }
 
-void Segments::add(uint32_t count) {
+void LogSegments::add(uint32_t count) {
     const uint32_t before = size();
     all_.resize(before + count);
     unused_.reserve(all_.size());
@@ -87,7 +87,7 @@ void Segments::add(uint32_t count) {
         unused_.push_back(before + i);
 }
 
-uint32_t Segments::open(int layout, uint64_t epoch, uint64_t stamp) {
+uint32_t LogSegments::open(int layout, uint64_t epoch, uint64_t stamp) {
     const uint32_t number = unused_.back();
     unused_.pop_back();
     Segment& segment = all_[number];
@@ -99,23 +99,23 @@ uint32_t Segments::open(int layout, uint64_t epoch, uint64_t stamp) {
     return number;
 }
 
-void Segments::close(uint32_t segment, uint64_t epoch, uint64_t last_read) {
+void LogSegments::close(uint32_t segment, uint64_t epoch, uint64_t last_read) {
     all_[segment].state = Segment::closed;
     if (all_[segment].live == 0) empty(segment, epoch, last_read);
 }
 
-void Segments::forget(uint32_t segment, uint64_t epoch, uint64_t last_read) {
+void LogSegments::forget(uint32_t segment, uint64_t epoch, uint64_t last_read) {
     if (--all_[segment].live == 0 && all_[segment].state == Segment::closed) empty(segment, epoch, last_read);
 }
 
-void Segments::empty(uint32_t segment, uint64_t epoch, uint64_t last_read) {
+void LogSegments::empty(uint32_t segment, uint64_t epoch, uint64_t last_read) {
     all_[segment].state = Segment::emptied;
     all_[segment].emptied_at = epoch;
     all_[segment].emptied_after = last_read;
     emptied_.push_back(segment);
 }
 
-void Segments::reclaim(const std::vector<uint64_t>& commits, uint64_t oldest_read) {
+void LogSegments::reclaim(const std::vector<uint64_t>& commits, uint64_t oldest_read) {
     const auto needed = [&](const Segment& segment) {
         return segment.unwritten > 0 || segment.emptied_after >= oldest_read || segment.is_needed_by(commits);
     };
@@ -127,12 +127,12 @@ void Segments::reclaim(const std::vector<uint64_t>& commits, uint64_t oldest_rea
     emptied_.erase(kept, emptied_.end());
 }
 
-int64_t Segments::num_emptied_beside(const std::vector<uint64_t>& commits) const {
+int64_t LogSegments::num_emptied_beside(const std::vector<uint64_t>& commits) const {
     return std::count_if(emptied_.begin(), emptied_.end(),
                          [&](uint32_t number) { return !all_[number].is_needed_by(commits); });
 }
 
-int64_t Segments::emptiest() const {
+int64_t LogSegments::emptiest() const {
     int64_t best = -1;
     for (uint32_t number = 0; number < size(); ++number) {
         const Segment& segment = all_[number];

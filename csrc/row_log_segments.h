@@ -75,7 +75,7 @@ struct Segment {
     bool is_needed_by(const std::vector<uint64_t>& commits) const;
 };
 
-class Segments {
+class LogSegments {
   public:
     Segment& operator[](uint32_t number) { return all_[number]; }
     const Segment& operator[](uint32_t number) const { return all_[number]; }
