@@ -105,7 +105,7 @@ class PrefetchedLookup:
         """Return whether rows for these tensors were prefetched, to this device."""
         if device != self.device or len(given) != len(self._given):
             return False
-        return not [1 for before, now in zip(self._given, given, strict=True) if not before.equals(now)]
+        return all(before.equals(now) for before, now in zip(self._given, given, strict=True))
 
     def take(self) -> tuple[Block, Tensor] | None:
         """Take the rows in their current state.

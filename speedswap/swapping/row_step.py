@@ -168,7 +168,7 @@ class RowStep(Locked):
         Returns:
             None if the lookup has no ids, or was not announced.
         """
-        if not [each for each in request.given if each.numel()]:
+        if not any(each.numel() for each in request.given):
             return None
         for lookup in self.announced or ():
             if lookup.matches(request.given, request.device):

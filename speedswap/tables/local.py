@@ -307,10 +307,10 @@ class LocalStore(RowStore):
         self._written = True  # from here on
         try:
             for group, fields in groups:
-                records, is_host = group.records(), not [name for name in fields if not blocks[name].is_cpu]
+                records, is_host = group.records(), all(blocks[name].is_cpu for name in fields)
                 if is_host and records.fence is not None:
                     group.settle(writing=True)
-                if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:
+                if is_host and records.device.type == "cpu" and all(each.stored is None for each in fields.values()):
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
                     kernels.scatter_records(records, block.rows, self._parts(fields, blocks))
@@ -348,7 +348,7 @@ class LocalStore(RowStore):
 
         inputs = [write.rows, *blocks]
         inputs += [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
-        waits = not blocks[0].is_cuda or bool([group for group, _ in moves if group.records().direct_share < 1])
+        waits = not blocks[0].is_cuda or any(group.records().direct_share < 1 for group, _ in moves)
         transfers.add(write, lambda: scatter, blocks[0].device, inputs=inputs, waits=waits)
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
@@ -428,7 +428,7 @@ class LocalStore(RowStore):
         return prefetch
 
     def _in_host_memory(self, device: torch.device) -> bool:
-        return device.type == "cpu" and not [group for group in self.groups if not group.memory.bytes.is_cpu]
+        return device.type == "cpu" and all(group.memory.bytes.is_cpu for group in self.groups)
 
     def drain(self) -> None:
         if os.getpid() == self._owner_pid:  # nothing arrives in a forked process

@@ -183,7 +183,7 @@ class PendingTransfers:
         """Add a step's write, which is forwarded to prefetches under way."""
         self._writes = [*self.writes(), write]
         alive = self._alive()
-        if not [prefetch for prefetch in alive if prefetch.has_made(write.block)]:
+        if not any(prefetch.has_made(write.block) for prefetch in alive):
             write.note_rows_made()
         for prefetch in alive:
             if prefetch.is_written_by(write):

@@ -308,7 +308,7 @@ class FeatureBatch:
     def remember(self, features: Any) -> None:
         """Remember what the batch was read from, to be used again at its turn; only for features on a GPU."""
         form, parts = _parts(features, self.slots)
-        if not [each for each in parts if each is not None and (not each.is_cuda or each.requires_grad)]:
+        if all(each is None or (each.is_cuda and not each.requires_grad) for each in parts):
             with suppress(RuntimeError):  # tensors of inference mode have no version
                 self._source = form, parts, [None if each is None else each._version for each in parts]
 

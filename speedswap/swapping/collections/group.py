@@ -167,7 +167,7 @@ class TableGroup(TableModule):
     @property
     def has_keys_of_ranks(self) -> bool:
         """True if ranks own a table's keys, so that its lookups wait for their turn."""
-        return bool(self.keyed) and any(keyed.is_over_ranks for keyed in self.keyed.values())
+        return any(keyed.is_over_ranks for keyed in self.keyed.values())
 
     def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
         asked = [each for lookup in lookups for each in lookup.asked or ()]

@@ -39,7 +39,7 @@ def read(
         then.
     """
     asked: list[list[AskedOfTable]] = [[] for _ in groups]
-    if not [group for group in groups if group.keyed]:
+    if not any(group.keyed for group in groups):
         return read_features(features, slots, is_weighted), asked
     named = _by_key(require_features(features))
     slots.require_features(list(named))
