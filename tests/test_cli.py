@@ -102,6 +102,15 @@ def test_no_cupy_is_no_problem_without_cuda():
     assert cupy_problems([], None) == []
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_no_cupy_is_a_problem_only_where_a_gpu_is(has_gpu, monkeypatch):
+    monkeypatch.setattr("speedswap.apps.info.installed_cupys", list)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert ("CuPy, which launches the kernels, is missing" in describe()) == has_gpu
+
+
 def test_no_cupy_for_a_torch_with_cuda_names_the_one_that_fits():
     (problem,) = cupy_problems([], "12.6")
     assert re.search(r"pip install 'cupy-cuda12x>=[\d.]+'$", problem)

@@ -45,7 +45,8 @@ def describe() -> str:
         "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines.items())])
         for title, lines in sections.items()
     ]
-    problems = [f"warning: {problem}" for problem in cupy_problems(installed_cupys(), torch.version.cuda)]
+    of_a_gpu = torch.version.cuda if torch.cuda.is_available() else None  # the index's torch is for CUDA in any case
+    problems = [f"warning: {problem}" for problem in cupy_problems(installed_cupys(), of_a_gpu)]
     return "\n\n".join(paragraphs + problems)
 
 
