@@ -35,8 +35,7 @@ class Gathered(NamedTuple):
 
     def places_among(self, block: Block) -> Tensor | None:
         """Return each row's index within the rows of a written block, or None if unknown."""
-        found = [places for other, places in self.places if other is block]
-        return found[0] if found else None
+        return next((places for other, places in self.places if other is block), None)
 
 
 class PendingWrite(Transfer[None]):
@@ -121,8 +120,7 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
             return None
         (block, local), expected, places = result
         kernels.used_here([local, block.rows, *block.columns.values(), *[each for _, each in places]])
-        known = [write for write in writes if write.block is expected and write.has(block.columns)]
-        if expected is not None and not known:
+        if expected is not None and not any(write.block is expected and write.has(block.columns) for write in writes):
             self._pending.steps_write_what_they_read = False
             return None
         for write in writes:

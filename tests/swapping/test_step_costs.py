@@ -281,7 +281,7 @@ def started(
 @pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
 def test_inputs_of_a_transfer_stay_until_it_has_read_them(order: str, gpu: str) -> None:
     table = speedswap.Table.create(ROWS, DIM, storage=speedswap.Pinned("zero_copy"))
-    table.read(0, 1)  # takes the memory
+    table.write(0, torch.zeros(1, DIM))  # takes the memory
     (group,) = table.store.groups
     rows = torch.arange(ROWS, device=gpu)
     with simulated_gpu.policy(order) if simulated_gpu.is_on() else contextlib.nullcontext():
@@ -302,7 +302,7 @@ def test_inputs_of_a_transfer_stay_until_it_has_read_them(order: str, gpu: str) 
 @pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
 def test_prefetched_rows_stay_until_they_were_used(order: str, gpu: str) -> None:
     table = speedswap.Table.create(ROWS, DIM, storage=speedswap.Pinned("zero_copy"))
-    table.read(0, 1)  # takes the memory
+    table.write(0, torch.zeros(1, DIM))  # takes the memory
     (group,) = table.store.groups
     rows = torch.arange(ROWS, device=gpu)
 
