@@ -282,12 +282,16 @@ class Lane:
             levels = self.levels if group is self._group else None
             if levels is not None and (not received or out.shape[1] <= _NUMBER_BYTES):
                 levels.exchange(into, out, received, sent)
+                self._go_on()
             else:
                 with self.connected():
                     assert group is not None
                     group.alltoall_base(into, out, received, sent).wait()
-            # Not earlier: a rank that fails before this point sends a line of the agreed size.
-            self.sheet.came, self.sheet.agreed, self._last = self.sheet.agreed, None, self._next
+                    self._go_on()
+
+    def _go_on(self) -> None:
+        """Record an exchange: at once, and not earlier, since a rank that fails before sends what the others expect."""
+        self.sheet.came, self.sheet.agreed, self._last = self.sheet.agreed, None, self._next
 
     @contextmanager
     def connected(self) -> Iterator[Any]:

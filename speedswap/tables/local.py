@@ -307,10 +307,10 @@ class LocalStore(RowStore):
         self._written = True  # from here on
         try:
             for group, fields in groups:
-                records, is_host = group.records(), all(blocks[name].is_cpu for name in fields)
+                records, is_host = group.records(), not [name for name in fields if not blocks[name].is_cpu]
                 if is_host and records.fence is not None:
                     group.settle(writing=True)
-                if is_host and records.device.type == "cpu" and all(each.stored is None for each in fields.values()):
+                if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
                     kernels.scatter_records(records, block.rows, self._parts(fields, blocks))

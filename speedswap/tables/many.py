@@ -32,12 +32,10 @@ def prefetch(
         The pending rows of each lookup; take them once, while holding the table's lock.
     """
     wanted, transfers = list(lookups), Transfers("in")
-    # In a fixed order, so that two threads with the same tables do not deadlock.
-    tables = sorted({table for table, _, _ in wanted}, key=id)
-    with tables[0].lock if len(tables) == 1 else ExitStack() as held:
-        for table in tables:
-            if isinstance(held, ExitStack):
-                held.enter_context(table.lock)
+    with ExitStack() as held:
+        # In a fixed order, so that two threads with the same tables do not deadlock.
+        for table in sorted({table for table, _, _ in wanted}, key=id):
+            held.enter_context(table.lock)
             table.check_open()
         prefetched = [
             table.store.prefetch(Lookup(ids, table.num_embeddings, device, known), transfers)

@@ -64,7 +64,7 @@ class Fault:
 
     def __init__(self, at, kind="memory", *, after=False):
         self.at, self.kind, self.after = at, kind, after
-        self.calls, self.where = 0, None
+        self.calls, self.where, self.places = 0, None, []
 
     def __enter__(self):
         sys.setprofile(self._event)
@@ -80,9 +80,11 @@ class Fault:
         if code.co_filename.endswith(CRITICAL):
             return
         self.calls += 1
+        place = f"{Path(code.co_filename).name}:{code.co_name}"
+        self.places.append(place)
         if self.calls == self.at:
             sys.setprofile(None)
-            self.where = f"{Path(code.co_filename).name}:{code.co_name}"
+            self.where = place
             if self.kind == "signal":
                 os.kill(os.getpid(), signal.SIGINT)
             else:
@@ -173,7 +175,8 @@ def attack(group, plan, tag):
         assert time.monotonic() - begun < LIMIT, (plan[number], errors, fault and fault.where, life.done)
         where = fault.where if fault else None
         if life.is_over:
-            life.is_torn |= any("could not write" in (error or "") for error in errors)
+            torn = "could not write", "a round was left unfinished"  # which may have been the vote on a write
+            life.is_torn |= any(text in (error or "") for error in errors for text in torn)
         happened.append((where, "ended" if life.is_over else errors[0] and errors[0].split(":")[0], errors))
     fresh(group, f"{tag}-after")  # for other scenarios of these ranks
     return [(life.done, life.is_torn, *mine(life)) for life in lives], happened
@@ -190,15 +193,15 @@ def mine(life):
     return found
 
 
-def calls_of_a_step(group, after):
-    """Return how often functions of the package are called in a first and in a later step of a model."""
+def calls_of_a_step(group, after, steps=2):
+    """Return the package's functions in the order of their calls, or of their returns, in a model's first steps."""
     life = Life(group, f"calls-{after}")
-    counts = []
-    for number in range(2):
+    places = []
+    for number in range(steps):
         counting = Fault(0, after=after)
         assert life.attempt(number, counting) is None
-        counts.append(counting.calls)
-    return counts
+        places.append(counting.places)
+    return places
 
 
 def alone(done):

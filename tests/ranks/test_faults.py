@@ -29,7 +29,7 @@ def test_step_that_fails_on_one_rank_fails_on_all(ranks: RankPool, world_size, r
     plan = []
     for number in range(count):
         after, is_first = rng.random() < 0.5, number % 8 == 0
-        most = calls[after][0 if is_first else 1]
+        most = len(calls[after][0 if is_first else 1])
         at = 1 + int(most * (number + rng.random()) / count)
         fault = {"at": at, "kind": rng.choice(KINDS), "after": after}
         plan.append((rng.randrange(world_size), fault, is_first))
@@ -43,6 +43,19 @@ def test_step_that_fails_on_one_rank_fails_on_all(ranks: RankPool, world_size, r
     assert sum(outcomes.values()) == count
     assert outcomes["ended"] < count / 3
     assert outcomes["no fault"] <= count / 10
+
+
+def test_an_error_right_after_an_exchange_is_told_in_the_next_round(ranks: RankPool) -> None:
+    """The exchange counts as done, so that this rank is where the others are."""
+    *_, fifth = ranks.run(scenarios.calls_of_a_step, 3, True, 5)[1]  # from where on rounds without counts are lean
+    plan = []
+    for at, place in enumerate(fifth, 1):
+        if place == "lane.py:connected":
+            fault = {"at": at, "kind": "error", "after": True}
+            plan += [(1, {"at": 0}, True), (1, {"at": 0}, False), (1, fault, False)]
+    outcomes = scenarios.check(ranks.run(scenarios.attack, 3, plan, "exchanges"))
+    assert sum(outcomes.values()) == len(plan) >= 12
+    assert outcomes["no fault"] == 2 * len(plan) // 3
 
 
 def test_full_disk_of_one_rank_keeps_the_step_from_all_tables(ranks: RankPool, tmp_path) -> None:
