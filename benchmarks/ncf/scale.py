@@ -38,7 +38,7 @@ class Large:
         speedswap.attach(self.optimizer, self.model)
         self.tables = [self.model.user.table, self.model.item.table]
         for table in self.tables:
-            table.read(0, 1)  # takes pinned memory, as the first step would
+            table.write(0, table.read(0, 1))  # takes pinned memory, as the first step would
         self.make_seconds = time.perf_counter() - began
         self._losses = self._trained(settings, split, args.lookahead)
 
