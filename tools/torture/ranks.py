@@ -28,7 +28,7 @@ def play(seed: int, folder: Path) -> Mapping[str, int]:
     pool = RankPool(world_size)
     try:
         after = rng.random() < 0.5
-        first, later = pool.run(scenarios.calls_of_a_step, world_size, after)[0]
+        first, later = map(len, pool.run(scenarios.calls_of_a_step, world_size, after)[0])
         plan: list[tuple[int, dict[str, Any], bool]] = []
         for _ in range(_FAULTS):
             is_first = rng.random() < 0.2
