@@ -121,13 +121,6 @@ FORMS: dict[str, Callable[[int, int, str], Any]] = {
 }
 
 
-@pytest.fixture
-def gpu(device: str) -> str:
-    if not simulated_gpu.is_on():
-        pytest.skip("costs are counted on the simulated GPU: SPEEDSWAP_TEST_DEVICE=simulated")
-    return device
-
-
 def step(collection: Any, optimizer: torch.optim.Optimizer, features: Any) -> None:
     optimizer.zero_grad()
     found = collection(features)

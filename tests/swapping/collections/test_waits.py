@@ -80,13 +80,6 @@ FORMS: dict[str, Callable[[int, int, str], Any]] = {
 CASES = [(kind, groups, shared) for kind in ("means", "maxima", "rows") for groups in (1, 2) for shared in (0, 1)]
 
 
-@pytest.fixture
-def gpu(device: str) -> str:
-    if not simulated_gpu.is_on():
-        pytest.skip("waits are counted on the simulated GPU: SPEEDSWAP_TEST_DEVICE=simulated")
-    return device
-
-
 def step(collection: Any, optimizer: torch.optim.Optimizer, given: Any) -> Tensor:
     optimizer.zero_grad()
     found = collection(given)
