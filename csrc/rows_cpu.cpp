@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 
 #include "compact.cuh"
 #include "loops.h"
@@ -57,12 +57,16 @@ int64_t piece(int64_t rows, int64_t row_bytes, int threads) {
     return std::max(kPieceBytes / row_bytes + 1, rows / (kPiecesPerThread * std::max(threads, 1)) + 1);
 }
 
-// Read from sysfs: on some processors sysconf multiplies the size by the number of cores.
+// Read from sysfs: on some processors sysconf multiplies the size by the number of cores. Not by a C++ stream: with
+// libstdc++ linked into this library, its locales can be another library's.
 int64_t last_level_cache() {
     static const int64_t bytes = [] {
-        int64_t kib = 0;
-        std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kib;
-        return (kib > 0 ? kib : 32 * 1024) << 10;
+        long kib = 0;
+        if (std::FILE* const file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+            if (std::fscanf(file, "%ld", &kib) != 1) kib = 0;
+            std::fclose(file);
+        }
+        return int64_t(kib > 0 ? kib : 32 * 1024) << 10;
     }();
     return bytes;
 }

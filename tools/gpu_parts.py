@@ -120,7 +120,7 @@ def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, cal
 
 
 def _tests(place: Place) -> list[Part]:
-    workers = str(max(2, min(8, (os.cpu_count() or 2) // 2)))
+    workers = str(max(2, min(12, (os.cpu_count() or 2) * 3 // 4)))
     # A few at a time to each process, so that their order is kept, and neighbours share their fixtures.
     several = ["-p", "xdist", "-n", workers, "--dist", "load", "--maxschedchunk", "4"]
     several = several if "pytest-xdist" in place.has and not place.rehearsal else []

@@ -75,7 +75,8 @@ class Fence:
             modules.synchronize()
             return
         with self._lock:
-            events = [event for other, event in self._writes.items() if other != forwarded]
+            # A stream of torch is not equal to None, and != says that it is not unequal either.
+            events = [event for other, event in self._writes.items() if forwarded is None or other != forwarded]
             events += self._reads.values() if reads else ()
         for event in events:
             event.synchronize()

@@ -50,6 +50,9 @@ class Stream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
 
+    def __ne__(self, other: object) -> bool:  # as torch's: False for None
+        return other is not None and not self == other
+
     def __hash__(self) -> int:
         return hash(self.cuda_stream)
 
