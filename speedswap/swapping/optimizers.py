@@ -360,7 +360,8 @@ def clone_of(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> O
         if isinstance(value, Tensor) and value.dim():
             row = value[:1] if is_one_value(value) or _is_uniform(value) else torch.zeros_like(value[:1])
             value = row.expand(len(toy), *value.shape[1:])
-            value = value.to(torch.promote_types(value.dtype, toy.dtype) if value.is_floating_point() else value.dtype)
+            dtype = torch.promote_types(value.dtype, toy.dtype) if value.is_floating_point() else value.dtype
+            value = value.to(toy.device, dtype)  # the module was on another device when the constructor made it
         clone.state[toy][key] = (
             value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
         )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import speedswap
 from speedswap.errors import IdError, LostUpdateError, OptimizerError, TableTooLargeError, WeightError
-from speedswap.swapping.optimizers import probe, this_thread
+from speedswap.swapping.optimizers import clone_of, probe, this_thread
 
 ROWS, DIM = 20, 4
 
@@ -174,6 +174,20 @@ def test_probe_keeps_the_values_that_state_is_made_with(rows: int) -> None:
     optimizer = torch.optim.Adagrad([weight], initial_accumulator_value=0.25)
     (column,) = probe(optimizer, weight, DIM, torch.float32).columns
     assert column.init == speedswap.init.constant(0.25)
+
+
+def test_a_copy_of_an_optimizer_has_its_state_where_the_rows_are() -> None:
+    """A constructor makes state on the module's device, but rows are trained on that of the batch.
+
+    A count of steps without dimensions stays on the CPU, as torch wants it.
+    """
+    weight, rows = nn.Parameter(torch.zeros(2, DIM)), nn.Parameter(torch.zeros(7, DIM, device="meta"))
+    copied = clone_of(torch.optim.Adagrad([weight], initial_accumulator_value=0.25), weight, rows)
+    state = copied.state[rows]
+    assert {name: (value.device.type, tuple(value.shape)) for name, value in state.items()} == {
+        "step": ("cpu", ()),
+        "sum": ("meta", (7, DIM)),
+    }
 
 
 def test_a_scheduler_that_wraps_step_does_not_step_the_real_optimizer_while_probing() -> None:

@@ -36,11 +36,13 @@ def test_rows_beyond_32_bits_train_as_those_of_a_small_table(rows: int, dim: int
             optimizer.zero_grad()
     items.table.close()
     with speedswap.Table.open(speedswap.Disk(tmp_path / "t", cache_bytes=1 << 22)) as table:
-        for name in ("weight", "exp_avg_sq"):
+        # Adam moves a weight by about its learning rate, however small the weight: what a GPU rounds differently in the
+        # root, the quotient and the product of a step remains where the weight comes next to zero.
+        moved = len(batches) * 0.1 * 4 * torch.finfo(torch.float32).eps / 2
+        for name, atol in (("weight", moved), ("exp_avg_sq", 0.0)):
+            rtol, atol = (1e-5, atol) if device == "cuda" else (0, 0)
             found = table.gather(used).columns[name]
-            torch.testing.assert_close(
-                found, small.table.read(column=name), rtol=1e-5 if device == "cuda" else 0, atol=0
-            )
+            torch.testing.assert_close(found, small.table.read(column=name), rtol=rtol, atol=atol)
         assert torch.equal(table.gather(untouched).weight, before.cpu())
         assert not torch.equal(before[0], before[1])
         assert torch.equal(table.read(rows - 3, rows), table.gather(torch.arange(rows - 3, rows)).weight)

@@ -167,8 +167,12 @@ def test_streams_are_used_while_their_gpu_is_current(device: str, monkeypatch: p
     set_stream = torch.cuda.set_stream
 
     def for_good(stream: torch.cuda.Stream) -> None:
-        """Set the stream of a transfers' thread, and its GPU, which nothing else in the thread uses."""
-        entered.append(threading.current_thread().name.startswith("speedswap-"))
+        """Set a stream and make its GPU current, which nothing else in a transfers' thread uses.
+
+        torch's StreamContext does so when it is entered and left.
+        """
+        is_transfers = threading.current_thread().name.startswith("speedswap-")
+        entered.append(is_transfers or getattr(current, "depth", 0) >= 1)
         set_stream(stream)
 
     monkeypatch.setattr(torch.cuda, "stream", Noted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,16 +21,38 @@ from speedswap.apps.bench.trainers import (
 )
 from speedswap.apps.bench.workload import zipf_batches
 from speedswap.apps.errors import WrongResultError
+from speedswap.errors import OptimizerError
+
+
+def torchs_refusal(optimizer, device):
+    """Return torch's words for having no fused implementation of an optimizer; None if it has one."""
+    weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
+    weight.grad = torch.ones_like(weight)
+    try:
+        DENSE[optimizer]([weight], fused=True).step()
+    except RuntimeError as error:
+        return str(error).partition(" but ")[0]  # what follows names the parameter's dtype
+    return None
+
+
+def require_all_agree(optimizer, device):
+    """Verify every contestant; those that are fused where torch is not must be refused in torch's words."""
+    peers, refusal = step_peers(device), torchs_refusal(optimizer, device)
+    everyone = [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
+    assert {"speedswap", "torch"} <= {one.package for one in everyone}
+    assert sum("fused" in one.name for one in everyone) == 2
+    for one in everyone:
+        if refusal is not None and "fused" in one.name:
+            with pytest.raises((OptimizerError, RuntimeError), match=re.escape(refusal)):
+                verify(optimizer, one, device)
+        else:
+            verify(optimizer, one, device)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_every_contestant_trains_as_torch_does(optimizer, device):
-    peers = step_peers(device)
-    everyone = [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
-    assert {"speedswap", "torch"} <= {one.package for one in everyone}
-    for one in everyone:
-        verify(optimizer, one, device)
+    require_all_agree(optimizer, device)
 
 
 class NotFused(torch.optim.Adagrad):
@@ -37,8 +60,19 @@ class NotFused(torch.optim.Adagrad):
 
     def step(self, closure=None):
         if self.defaults["fused"]:
-            raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+            parameter = self.param_groups[0]["params"][0]
+            raise RuntimeError(
+                "`fused=True` requires all the params to be floating point Tensors of supported devices: ['mps', 'xpu']"
+                f" but {parameter.dtype} and {parameter.device.type}"
+            )
         return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_contestants_that_torch_cannot_fuse_are_refused_in_its_words(monkeypatch):
+    monkeypatch.setitem(DENSE, "adagrad", NotFused)
+    assert torchs_refusal("adagrad", "cpu").endswith("of supported devices: ['mps', 'xpu']")
+    require_all_agree("adagrad", "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
