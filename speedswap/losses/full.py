@@ -48,7 +48,8 @@ def full_softmax(
         targets: ids, int32 or int64, shape (\*samples,), or (\*samples, n) for several targets per sample, each of the
             same probability.
         items: a :class:`speedswap.Embedding`, or a table of an :class:`speedswap.EmbeddingCollection`
-            (``tables.embeddings["item"]``), whose ``padding_idx`` is left out of the sum; or the
+            (``tables.embeddings["item"]``), whose ``padding_idx`` is left out of the sum: as a target it has the
+            probability 0, so that the loss is inf (to skip such samples, give ``ignore_index=padding_idx``); or the
             :class:`speedswap.Table` of any, all of whose rows count, as constants.
         bias: the same, of width 1, for one bias per row; beside trained rows, a copy of it is kept until the step.
         chunk: rows to copy at a time; by default chosen from the bytes per row and the number of samples.
@@ -86,6 +87,8 @@ def full_softmax(
         gradients: list[list[GradientOfAll]] = [[] for _ in rows.tables]
         leaves, found = rows.look_up(ids, queries, gradients)
         of_targets = (found * batch.at_targets(queries)).sum(1)
+        if rows.padding_idx is not None:  # which has no share of the sum: the probability 0
+            of_targets = of_targets.masked_fill(ids == rows.padding_idx, -math.inf)
         total: Tensor = _LogSumExp.apply(queries, rows, gradients, *leaves)  # type: ignore[no-untyped-call]
         return batch.reduced(total - batch.mean_of_targets(of_targets), reduction)
 

@@ -96,6 +96,22 @@ def test_a_padding_row_is_left_out_and_decays(device: str) -> None:
     trained(Pair(OPTIMIZERS["momentum"], device, padding_idx=0))
 
 
+def test_the_padding_row_as_a_target_has_an_infinite_loss_and_no_gradient(device: str) -> None:
+    """As torch's has it where that row's logits are -inf; the other samples train on."""
+    pair = Pair(OPTIMIZERS["SGD"], device, padding_idx=3)
+    tokens, targets = pair.batch()
+    targets[2] = 3
+    each = full_softmax(
+        pair.encoders[0](pair.items(tokens)), targets, pair.items, bias=pair.bias, chunk=CHUNK, reduction="none"
+    )
+    assert torch.equal(each == torch.inf, targets == 3)
+    assert pair.loss(tokens, targets).item() == pair.their_loss(tokens, targets).item() == torch.inf
+    pair.step([(tokens, targets)])
+    pair.require_alike()
+    skipped = full_softmax(pair.encoders[0](pair.items(tokens)), targets, pair.items, ignore_index=3)
+    assert skipped.isfinite()
+
+
 def test_rows_on_disk_train_and_are_found_again(tmp_path: Path) -> None:
     pair = Pair(OPTIMIZERS["Adam"], path=tmp_path / "items")
     trained(pair, 5)
@@ -304,7 +320,8 @@ def test_a_table_of_a_collection_trains_all_of_its_rows(name: str, device: str) 
     dense = {each: nn.Parameter(rows.to(device)) for each, rows in weights.items() if each != "before"}
     ours, theirs = OPTIMIZERS[name](tables.parameters()), OPTIMIZERS[name](dense.values())
     for _ in range(8):
-        who, targets = torch.arange(SAMPLES, device=device) % users, torch.randint(ROWS, (SAMPLES,), device=device)
+        who, targets = torch.arange(SAMPLES, device=device) % users, torch.randint(ROWS - 1, (SAMPLES,), device=device)
+        targets += targets >= pad
         loss = full_softmax(tables.embeddings["user"](who), targets, item, bias=bias, chunk=CHUNK)
         logits = dense["user"][who] @ dense["item"].T + dense["bias"].T
         their_loss = F.cross_entropy(logits.index_fill(1, torch.tensor([pad], device=device), -torch.inf), targets)
