@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import gpu_machine
-import gpu_parts
+import gpu_memcheck
 import gpu_tests
 import pytest
 from gpu_check import CALL_SECONDS, check, chosen, closing_line, main, names_failure, no_driver, pack, run_part
@@ -92,8 +92,21 @@ def test_part_that_has_shown_nothing_was_not_run_and_keeps_what_it_said():
 def test_too_few_tests_under_memcheck_are_no_check_of_memory():
     (memcheck,) = (part for part in make_plan(Path("out")) if part.name == "memcheck")
     assert int(memcheck.env["GPU_CHECK_LEAST"]) >= 20
-    assert gpu_tests.TOO_FEW == gpu_parts.TOO_FEW
-    assert gpu_parts.TOO_FEW in memcheck.not_run_if
+    assert gpu_tests.TOO_FEW in memcheck.not_run_if
+
+
+def test_memcheck_runs_in_several_processes_and_leaves_out_what_it_cannot_run(tmp_path):
+    (memcheck,) = (part for part in make_plan(tmp_path, has=("pytest-timeout",)) if part.name == "memcheck")
+    _, script, sanitizer, processes, seconds = memcheck.command[:5]
+    assert (script, sanitizer, seconds) == ("tools/gpu_memcheck.py", "/opt/compute-sanitizer", "{seconds}")
+    assert int(processes) >= 2
+    assert gpu_memcheck.ABSENT in memcheck.not_run_if
+    left_out = memcheck.command[memcheck.command.index("--deselect") + 1]
+    file, _, test = left_out.partition("::")
+    assert f"def {test}(" in (ROOT / file).read_text()
+    timeouts = [word for word in memcheck.command if word.startswith("--timeout=")]
+    assert timeouts[-1] == "--timeout=0"
+    assert not any(word.startswith("--timeout") for part in make_plan(tmp_path) for word in part.command)
 
 
 def test_part_that_crashes_says_by_what_signal():

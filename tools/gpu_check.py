@@ -106,8 +106,8 @@ def run_part(part: Part, limit: float, log: Path | None = None) -> Outcome:
         return outcome
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     reader = threading.Thread(target=_show, args=(child, tail, outcome.failures, log), daemon=True)
-    reader.start()
     try:
+        reader.start()
         outcome.rc = child.wait(limit)
         outcome.status = "passed" if outcome.rc == 0 else "failed"
     except subprocess.TimeoutExpired:

@@ -18,7 +18,8 @@ write_json(pathlib.Path(file), "recoveries", measure_limits(device, quick="--qui
 """
 SIMULATED = "tools/on_simulated_gpu.py"
 REHEARSAL_SECONDS = 900.0  # of a part, on a machine that has much else to do
-TOO_FEW = "too few tests to mean anything"  # as tools/gpu_tests.py says
+NO_MEMCHECK = ("not supported", "too few tests to mean anything", "cannot be run")  # as it and tools/ say
+PROCESSES = str(max(2, min(12, (os.cpu_count() or 2) * 3 // 4)))  # that run tests at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +121,8 @@ def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, cal
 
 
 def _tests(place: Place) -> list[Part]:
-    workers = str(max(2, min(12, (os.cpu_count() or 2) * 3 // 4)))
     # A few at a time to each process, so that their order is kept, and neighbours share their fixtures.
-    several = ["-p", "xdist", "-n", workers, "--dist", "load", "--maxschedchunk", "4"]
+    several = ["-p", "xdist", "-n", PROCESSES, "--dist", "load", "--maxschedchunk", "4"]
     several = several if "pytest-xdist" in place.has and not place.rehearsal else []
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
@@ -135,13 +135,15 @@ def _tests(place: Place) -> list[Part]:
 
 
 def _memcheck(place: Place) -> Part:
-    # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees. Tests have
-    # calls refused on purpose.
+    # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees.
     few = {"GPU_CHECK_EXAMPLES": "3", "GPU_CHECK_LEAST": "20", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    tests = _pytest(place, "memcheck", 150, 90, "-m", "cuda_kernels", "tests/kernels", call="applications", **few)
-    tool = [place.sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "86"]
-    tool += ["--print-limit", "20", "--report-api-errors", "no"]
-    return dataclasses.replace(tests, command=[*tool, *tests.command], not_run_if=("not supported", TOO_FEW))
+    tests = ["-m", "cuda_kernels", "-p", "no:cacheprovider", "tests/kernels"]
+    # It wants a kernel to run until another has ended, but under memcheck they run one after the other.
+    tests += ["--deselect", "tests/kernels/test_records.py::test_the_current_stream_is_the_one_that_moves"]
+    tests += ["--timeout=0"] if "pytest-timeout" in place.has else []  # all take long; gpu_memcheck.py ends the longest
+    part = _pytest(place, "memcheck", 150, 90, *tests, call="applications", **few)
+    runs = [place.python, "tools/gpu_memcheck.py", place.sanitizer or "compute-sanitizer", PROCESSES, "{seconds}"]
+    return dataclasses.replace(part, command=[*runs, *part.command], not_run_if=NO_MEMCHECK)
 
 
 def _script(place: Place, name: str, limit: float, kept: float, *words: str, out: bool = False) -> Part:

@@ -6,7 +6,8 @@ that a run that is cut short has told what it found. A run stops before its time
 longer answers exits: under pytest-xdist another process runs the remaining tests.
 
 The environment says what is wanted: ``GPU_CHECK_SECONDS``, after which no test is begun; ``GPU_CHECK_LEAST``, the
-number of tests below which a run that was stopped has shown nothing, and fails; ``GPU_CHECK_EXAMPLES``, of a property.
+number of tests below which a run that was stopped has shown nothing, and fails; ``GPU_CHECK_EXAMPLES``, of a property;
+``GPU_CHECK_SHARE``, such as 2/12: the tests from place 2 on, every twelfth, for one of several runs at a time.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         worth[item] = not uses_gpu(item), slow, cases[test] > 0, area
         cases[test] += 1
     items.sort(key=worth.__getitem__)
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after -m and --deselect
+def pytest_take_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := os.environ.get("GPU_CHECK_SHARE"):
+        place, runs = map(int, share.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % runs != place])
+        items[:] = items[place::runs]
 
 
 def uses_gpu(item: pytest.Item) -> bool:
