@@ -227,10 +227,11 @@ def _both(
     nbytes = batches[0].block.nbytes
     found = {}
     with ThreadPoolExecutor(len(DIRECTIONS)) as threads:
-        for name in ("zero_copy", "staged", "split"):
+        for name in ("zero_copy", "staged_out", "staged", "split"):
             moves = []
             for direction in DIRECTIONS:
-                direct = {"zero_copy": 1.0, "staged": 0.0, "split": share[direction]}[name]
+                staged_out = 1.0 if direction == "to_device" else 0.0
+                direct = {"zero_copy": 1.0, "staged_out": staged_out, "staged": 0.0, "split": share[direction]}[name]
                 mover = _engine(link, footprint, row_bytes, direction, direct)
                 batch = batches[0] if direction == "to_device" else Batch(batches[1].host, batches[1].block.clone())
                 moves.append(lambda call, mover=mover, batch=batch: mover(batch))

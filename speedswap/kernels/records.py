@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from speedswap.kernels.cuda.hot import HotRecords
 
 # The engines of kernels/cuda/engines.py, for pinned memory; other memory is staged. Of each, the share of the rows that
-# a kernel moves directly; the others are staged.
-SHARES = {"auto": 1.0, "zero_copy": 1.0, "staged": 0.0, "split": 0.5}
+# a kernel gathers directly, and the share that it scatters; the others are staged.
+SHARES = {
+    "auto": {"gather": 1.0, "scatter": 1.0},
+    "zero_copy": {"gather": 1.0, "scatter": 1.0},
+    "staged_out": {"gather": 1.0, "scatter": 0.0},
+    "staged": {"gather": 0.0, "scatter": 0.0},
+    "split": {"gather": 0.5, "scatter": 0.5},
+}
 ENGINES = tuple(SHARES)
 
 # As in csrc/rows_cpu.h.
@@ -103,12 +109,11 @@ class Records(NamedTuple):
     ahead: bool = False
     hot: HotRecords | None = None
 
-    @property
-    def direct_share(self) -> float:
-        """The share of the rows that kernels alone move to and from GPUs: the host waits for none of these moves."""
+    def direct_share(self, what: Literal["gather", "scatter"]) -> float:
+        """Return the share of the rows that kernels alone move to or from GPUs: the host waits for none of them."""
         if self.device.type != "cpu":
             return 1.0
-        return SHARES[self.engine] if self.pinned else 0.0
+        return SHARES[self.engine][what] if self.pinned else 0.0
 
 
 class Stored(NamedTuple):

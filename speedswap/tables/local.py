@@ -348,7 +348,7 @@ class LocalStore(RowStore):
 
         inputs = [write.rows, *blocks]
         inputs += [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
-        waits = not blocks[0].is_cuda or any(group.records().direct_share < 1 for group, _ in moves)
+        waits = not blocks[0].is_cuda or any(group.records().direct_share("scatter") < 1 for group, _ in moves)
         transfers.add(write, lambda: scatter, blocks[0].device, inputs=inputs, waits=waits)
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:

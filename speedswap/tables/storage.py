@@ -152,8 +152,8 @@ class Pinned(_InMemory):
 
     Args:
         engine: how rows move to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
-            ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), or ``auto``:
-            zero_copy.
+            ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), ``staged_out``
+            (zero_copy to the GPU, staged back), or ``auto``: zero_copy. docs/storage.md says when which is faster.
         hot_bytes: GPU memory for a cache of the rows that training writes most often: bytes, a fraction of the table's
             rows as a float between 0 and 1, or ``auto`` for a quarter of what is free at the first step; None for no
             cache. It also takes 4 bytes per row of the table, and 8 per row held. Results are the same bits. Only for

@@ -56,7 +56,7 @@ def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tm
             assert min(rates.values()) > 0
             assert point["ratios"][direction] == ways.ratios(rates)
             assert 0 < point["share"][direction] < 1
-        assert set(point["both"]) == {"zero_copy", "staged", "split"}
+        assert set(point["both"]) == {"zero_copy", "staged_out", "staged", "split"}
 
 
 def test_the_probe_takes_rows_of_adam_by_numbers_of_multiprocessors(device: str):

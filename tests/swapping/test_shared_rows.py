@@ -79,7 +79,7 @@ def same_tables(one: speedswap.Embedding, other: speedswap.Embedding) -> None:
         assert torch.equal(one.table.read(column=column), other.table.read(column=column)), column
 
 
-@pytest.mark.parametrize("engine", ["zero_copy", "staged", "split"])
+@pytest.mark.parametrize("engine", ["zero_copy", "staged_out", "staged", "split"])
 def test_shared_rows_are_gathered_once(gpu: str, engine: str, gathered: Gathered):
     """From the third batch on a gather reads only rows that the batch before does not have."""
     plain, model = embedding(gpu), embedding(gpu, engine=engine)
@@ -146,7 +146,7 @@ def test_columns_that_the_optimizer_does_not_write(gpu: str):
     same_tables(model, plain)
 
 
-@pytest.mark.parametrize("engine", ["staged", "split"])
+@pytest.mark.parametrize("engine", ["staged_out", "staged", "split"])
 def test_a_prefetch_waits_for_no_write(gpu: str, engine: str, monkeypatch: pytest.MonkeyPatch):
     """Both directions of the bus are busy at once: what a write is changing is forwarded, and need not be read."""
     waited, wait = [], kernels.Fence.wait

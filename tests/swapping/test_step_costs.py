@@ -137,7 +137,7 @@ def trained(ahead: bool, name: str, batches: Sequence[Tensor], **arguments: Any)
     return [table.table.read(column=column) for table in tables for column in table.table.columns]
 
 
-@pytest.mark.parametrize("engine", ["zero_copy", "staged", "split"])
+@pytest.mark.parametrize("engine", ["zero_copy", "staged_out", "staged", "split"])
 @pytest.mark.parametrize("order", [*simulated_gpu.device.POLICIES, "random-1", "random-2"])
 def test_several_tables_in_any_order_of_the_streams(order: str, engine: str, gpu: str) -> None:
     if not simulated_gpu.is_on():

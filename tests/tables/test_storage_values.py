@@ -208,7 +208,7 @@ def test_a_former_process_group_stands_for_ranks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engine": "steam"}, "engine is 'steam'; choose one of auto, zero_copy, staged, split"),
+        ({"engine": "steam"}, "engine is 'steam'; choose one of auto, zero_copy, staged_out, staged, split"),
         (
             {"engine": "split", "storage": "pageable"},
             r"engine is 'split', but a GPU cannot .* Pageable\(\).*'pinned'",

@@ -15,7 +15,7 @@ from speedswap import Table
 from speedswap.kernels.cuda import engines
 from speedswap.tables import Commit, prefetch
 
-ENGINES = ["auto", "zero_copy", "staged", "split"]
+ENGINES = ["auto", "zero_copy", "staged_out", "staged", "split"]
 
 
 @pytest.mark.filterwarnings("ignore:SW405")
@@ -47,7 +47,7 @@ def test_rows_that_a_gpu_cannot_reach_are_staged(storage: str, device: str, tmp_
 
 
 def test_a_wrong_engine_is_an_error():
-    with pytest.raises(ValueError, match="engine is 'fast'; choose one of auto, zero_copy, staged, split"):
+    with pytest.raises(ValueError, match="engine is 'fast'; choose one of auto, zero_copy, staged_out, staged, split"):
         speedswap.Pinned("fast")
 
 

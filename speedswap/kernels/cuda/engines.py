@@ -1,8 +1,9 @@
-"""Three engines that move rows between host memory and a GPU.
+"""Engines that move rows between host memory and a GPU.
 
 zero_copy: a kernel reads or writes pinned memory directly, over the bus.
 staged: CPU threads gather into pinned buffers, and the copy engine transfers those; for any host memory.
 split: the first rows use zero_copy, and at the same time the others are staged.
+staged_out: zero_copy to the GPU, and staged back.
 
 ``auto`` is zero_copy for pinned memory. Other memory is always staged: the wanted columns of each record are packed in
 their stored form, cross the bus in one copy for many rows, and a kernel splits them into the columns' blocks,
@@ -238,7 +239,7 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
         return
     blocks_on = parts[0].block.device
     if records.device.type == "cpu":
-        move_between(what, records.direct_share, records, ids, parts, blocks_on)
+        move_between(what, records.direct_share(what), records, ids, parts, blocks_on)
         return
     near = parts = _detached(parts)  # with blocks next to the records
     if blocks_on != torch.device("cuda", index_of(records.device)):

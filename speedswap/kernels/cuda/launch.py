@@ -33,9 +33,10 @@ What = Literal["gather", "scatter"]
 
 _T = TypeVar("_T")
 
-# For a move of host memory: about enough to saturate the bus. At most a quarter of a GPU's are taken, so that moves
-# in both directions at once, at a high priority, leave half of them to the computation.
-HOST_MULTIPROCESSORS = 32
+# For a move of host memory: enough to saturate the bus (an H100's takes 8), and few enough to slow no computation down:
+# what they have under way fills the queues that all share. At most a quarter of a GPU's, so that moves in both directions
+# at once, at a high priority, leave half of them to the computation.
+HOST_MULTIPROCESSORS = 16
 
 
 @functools.cache
@@ -168,7 +169,7 @@ def host_limit(multiprocessors: int) -> int:
     """Return the most multiprocessors that a move of host memory takes of a GPU's, which is at least one.
 
     >>> [host_limit(132), host_limit(40), host_limit(2)]
-    [32, 10, 1]
+    [16, 10, 1]
     """
     return max(1, min(HOST_MULTIPROCESSORS, multiprocessors // 4))
 
