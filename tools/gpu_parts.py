@@ -169,10 +169,10 @@ def _tables(place: Place) -> list[Part]:
     return [
         dataclasses.replace(probe, command=command),
         tables("Adam", "adam", 200, 80, "--profile", str(place.out)),
-        tables("SGD", "sgd", 80, 35),
+        tables("SGD", "sgd,sgd-staged-out,sgd-hot", 120, 50),
         tables("Adam with hot rows", "adam-hot", 120, 45),
         tables("Adam on the GPU", "adam-gpu", 60, 20),
-        tables("Adam in bfloat16", "bfloat16", 90, 35),
+        tables("Adam in bfloat16", "bfloat16,bfloat16-staged-out", 110, 45),
         tables("fits in hot rows", "fits-hot,fits-gpu", 60, 15),
         ceilings("ceilings", 120, 0, *place.quick(), "--gib", "0.03" if place.rehearsal else "1,40", out=True),
     ]

@@ -43,12 +43,14 @@ class Run(NamedTuple):
         place: of the rows; None for others' trainers, one after the other.
         hot_share: of the rows, on the GPU beside host memory.
         part: of the rows of the plan, as 1 over this.
+        engine: between host memory and a GPU; None for the one that the measurement is asked for.
     """
 
     kind: Kind
     place: str | None
     hot_share: float = 0.0
     part: int = 1
+    engine: str | None = None
 
 
 _SGD, _ADAM, _COMPACT = KINDS
@@ -58,6 +60,9 @@ RUNS: dict[str, Run] = {  # what is worth most comes first: a run may be cut sho
     "adam-hot": Run(_ADAM, HOT, 0.05),
     "adam-gpu": Run(_ADAM, NEAR),
     "bfloat16": Run(_COMPACT, HOST),
+    "sgd-staged-out": Run(_SGD, HOST, engine="staged_out"),
+    "bfloat16-staged-out": Run(_COMPACT, HOST, engine="staged_out"),
+    "sgd-hot": Run(_SGD, HOT, 0.05),
     "fits-hot": Run(_ADAM, HOT, 1.0, part=10),
     "fits-gpu": Run(_ADAM, NEAR, part=10),
     "sgd-peers": Run(_SGD, None),
@@ -96,7 +101,7 @@ class Plan:
             return cls(Shape(10, 20_000, 64, 4096), 6, 2, 15.0)
         if device == "cpu":
             return cls(Shape(10, 200_000, 128, 16_384), 6, 5, 120.0)
-        return cls(Shape(10, 4_000_000, 128, 104_857), 12, 5, 300.0, hot_batches=256, hot_seconds=20.0)
+        return cls(Shape(10, 4_000_000, 128, 104_857), 12, 5, 300.0, hot_batches=256, hot_seconds=10.0)
 
 
 def measure(
@@ -152,7 +157,7 @@ def measure(
     bench = _Bench(device, plan, found_peers, engine, save)
     for name in only or RUNS:
         run = RUNS[name]
-        if device == "cpu" and run.place in (HOT, NEAR):
+        if device == "cpu" and (run.place in (HOT, NEAR) or run.engine is not None):
             continue
         found["failed"] = [line for line in found["failed"] if not line.startswith(f"{name}: ")]
         found["runs"].pop(name, None)
@@ -202,7 +207,8 @@ class _Bench:
             return
         print(f"\nmaking {shape.tables} × {shape.rows:,} × {shape.dim} for {kind.name}: {place}", flush=True)
         begin = time.monotonic()
-        trainer = Ours(shape, kind, self._device, place=place, hot_share=run.hot_share, engine=self._engine)
+        engine = run.engine or self._engine
+        trainer = Ours(shape, kind, self._device, place=place, hot_share=run.hot_share, engine=engine)
         try:
             trainer.table.write(0, trainer.table.read(0, 1))  # takes pinned memory, as the first step would
             setup = time.monotonic() - begin
@@ -301,6 +307,8 @@ class _Bench:
         """Reduce the workload to the rows that memory and time allow; or say why those are too few."""
         shape = self._plan.shape._replace(rows=max(1, self._plan.shape.rows // run.part))
         each = shape.tables * run.kind.bytes_of(shape.dim)
+        if run.place == NEAR and run.kind.optimizer != "sgd":
+            each += shape.tables * KINDS[0].bytes_of(shape.dim)  # the weights are there twice when the state joins them
         by_memory = self._room(run, each * shape.rows) // each if time.monotonic() < self._deadline else shape.rows
         # Making them may take two passes: over the weights, and again with the optimizer's state added.
         left = self._deadline - time.monotonic()

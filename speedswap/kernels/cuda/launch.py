@@ -33,9 +33,9 @@ What = Literal["gather", "scatter"]
 
 _T = TypeVar("_T")
 
-# For a move of host memory: enough to saturate the bus (an H100's takes 8), and few enough to slow no computation down:
-# what they have under way fills the queues that all share. At most a quarter of a GPU's, so that moves in both directions
-# at once, at a high priority, leave half of them to the computation.
+# For a move of host memory: enough to saturate the bus (an H100's takes 8), and few: what they have under way fills
+# queues that the computation shares. At most a quarter of a GPU's, so that moves in both directions at once, at a high
+# priority, leave half of them to the computation.
 HOST_MULTIPROCESSORS = 16
 
 
