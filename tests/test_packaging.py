@@ -52,6 +52,15 @@ def test_build_is_for_every_processor():
     assert not [path.name for path in built_by if "march=native" in path.read_text()]
 
 
+def test_no_cpp_stream_or_locale_is_used():
+    """With libstdc++ linked into the compiled part, as some toolchains do, they crash next to torch's libstdc++."""
+    with_locales = "fstream|iomanip|ios|iostream|istream|locale|ostream|regex|spanstream|sstream|streambuf|strstream"
+    sources = [path for path in (ROOT / "csrc").iterdir() if path.suffix in (".cpp", ".h", ".cuh")]
+    headers = {path.name: set(re.findall(r"#\s*include\s*<(\w+)", path.read_text())) for path in sources}
+    assert "algorithm" in headers["rows_cpu.cpp"]
+    assert not {name: found for name, each in headers.items() if (found := each & set(with_locales.split("|")))}
+
+
 # Functions of older glibcs whose symbols got another version since; 2.34 has those of libpthread and libdl.
 RENEWED = {"__libc_single_threaded", "fstat", "fstat64", "lstat", "lstat64", "pthread_sigmask", "stat", "stat64"}
 
