@@ -64,7 +64,7 @@ def test_every_test_runs_in_one_of_the_processes(tmp_path):
     assert sorted(map(int, re.findall(r"^ran (\d+)$", done.stdout, re.MULTILINE))) == list(range(10))
     assert sorted(re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE))[:4] == ["10", "3", "3", "4"]
     said = closing_line(done.stdout.splitlines())
-    assert re.fullmatch(r"ERROR SUMMARY: 0 of 3 processes have findings; 10 passed, \d+ deselected in [\d.]+s", said)
+    assert re.fullmatch(r"ERROR SUMMARY: 0 of 3 processes have findings; 10 passed in [\d.]+s", said)
 
 
 @pytest.mark.parametrize("says_so", ["yes", "no"], ids=["by its exit status", "by its words alone"])

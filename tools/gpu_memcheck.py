@@ -50,9 +50,8 @@ def run(sanitizer: str, processes: int, seconds: float, command: Sequence[str]) 
             was_ended = not _ends(child, began + seconds)
             said = file.read_text(errors="replace")
             shown = _COUNTS.findall(said)
-            counts.update(
-                {word: int(count) for count, word in re.findall(r"(\d+) ([a-z]+)", shown[-1] if shown else "")}
-            )
+            outcomes = re.findall(r"(\d+) ([a-z]+)", shown[-1] if shown else "")
+            counts.update({word: int(count) for count, word in outcomes if word != "deselected"})
             stopped += was_ended or STOPPED in said
             findings += _FINDING.search(said) is not None
             wrong += not was_ended and (child.returncode != 0 or not shown)
