@@ -25,68 +25,79 @@ struct Column {
 
 struct Columns {
     Count count;
-    Count words;
+    Count pieces;
     Hot hot;
     Column column[kColumns];
 };
 
-// One word's place: in words from the start of the record, and in its block.
-template <typename W>
-struct Place {
-    Count in_record;
-    W* in_block;
-};
-
-template <typename W>
-SPEEDSWAP_FUNCTION Place<W> place_of(const Columns& columns, Count word, Count row) {
+// The column that has a piece, if the pieces of all columns are numbered consecutively.
+template <typename AnyColumns>
+SPEEDSWAP_FUNCTION const auto& column_of(const AnyColumns& columns, Count piece) {
     int c = 0;
-    while (c + 1 < columns.count && word >= columns.column[c + 1].first)
+    while (c + 1 < columns.count && piece >= columns.column[c + 1].first)
         ++c;
-    const Column& column = columns.column[c];
-    const Count in_column = word - column.first;
-    return {column.offset + in_column, (W*)column.block + row * column.block_stride + in_column};
+    return columns.column[c];
 }
 
-// Copies records[ids[i]] <-> row i of each column's block, for i < num_ids, in one pass over the record.
-// Grid: one sub-warp of `lanes` threads per row, rows walked with a grid stride; thread block: a multiple of `lanes`.
-// Neighbouring lanes move neighbouring words, so a row of 128 bytes or more is moved in whole lines; a row that starts
-// inside a line and takes more than one turn shifts its first turn back to the start of the line. In each turn a thread
-// loads kTurn words before it stores the first, to keep many reads outstanding.
-// ids must be in range, and unique to scatter: the caller has checked. If `packed`, records lie in the order of the
-// ids, records[i] <-> row i, and ids is not read. If `places` is not null, row places[i] replaces row i. A negative id
-// is skipped: nothing moves for its row. Rows that a cache on the GPU holds are moved there (hot.cuh).
+// A word of a record, copied as it is: its places in the record and in its column's block.
 template <bool kGather, typename W>
-SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const Count* ids, Count num_ids,
-                                     const Columns& columns, int lanes, int packed, const Count* places) {
-    constexpr int kTurn = 4;
-    constexpr Count kWordsPerLine = 128 / sizeof(W);
+struct CopiedWord {
+    using Record = W;
+    using Held = W;
+    static constexpr bool kGathers = kGather;
+    static constexpr int kTurn = 4;
+
+    W *in_record, *in_block;
+
+    static SPEEDSWAP_METHOD CopiedWord at(const Columns& columns, W* record, Count word, Count row) {
+        const Column& column = column_of(columns, word);
+        const Count in_column = word - column.first;
+        return {record + column.offset + in_column, (W*)column.block + row * column.block_stride + in_column};
+    }
+    SPEEDSWAP_METHOD W load(const Count*, Count) const { return kGather ? *in_record : *in_block; }
+    SPEEDSWAP_METHOD void store(const W& word) const { (kGather ? *in_block : *in_record) = word; }
+};
+
+// Moves records[ids[i]] <-> row i of each column's block, for i < num_ids, in one pass over the record, piece by piece.
+// Grid: one sub-warp of `lanes` threads per row, rows walked with a grid stride; thread block: a multiple of `lanes`.
+// Neighbouring lanes move neighbouring pieces, so a row of 128 bytes or more is moved in whole lines; a row that starts
+// inside a line and takes more than one turn shifts its first turn back to the start of the line. In each turn a thread
+// loads kTurn pieces before it stores the first, to keep many reads outstanding, and all of a record together: a record
+// of host memory that is read again later may have its address translated again.
+// ids must be in range, and unique to scatter: the caller has checked. If `packed`, records lie in the order of the
+// ids, records[i] <-> row i, and ids is not read, except by a stochastic scatter, whose random bits depend on them. If
+// `places` is not null, row places[i] replaces row i. A negative id is skipped: nothing moves for its row. Rows that a
+// cache on the GPU holds are moved there (hot.cuh).
+template <typename Piece, typename AnyColumns>
+SPEEDSWAP_FUNCTION void move_records(typename Piece::Record* records, Count stride, const Count* ids, Count num_ids,
+                                     const AnyColumns& columns, int lanes, int packed, const Count* places) {
+    using Held = typename Piece::Held;
+    constexpr int kTurn = Piece::kTurn;
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count lane = thread % lanes;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
-    Finder<kGather> finder = {columns.hot, 0, 0};
+    Finder<Piece::kGathers> finder = {columns.hot, 0, 0};
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         const Count number = packed ? row : ids[row];
         if (number < 0) continue;
-        W* const record = finder.find(records, words_per_record, number, lane == 0);
+        auto* const record = finder.find(records, stride, number, lane == 0);
         const Count in_block = places ? places[row] : row;
         Count shift = 0;
-        if (columns.words > lanes)
-            shift = (Count)((Word64)record / sizeof(W) + columns.column[0].offset) % kWordsPerLine;
-        for (Count start = lane - shift; start < columns.words; start += (Count)kTurn * lanes) {
-            W words[kTurn];
+        if (columns.pieces > lanes)
+            shift = (Count)((Word64)(record + columns.column[0].offset) / sizeof(Held) % (128 / sizeof(Held)));
+        for (Count start = lane - shift; start < columns.pieces; start += (Count)kTurn * lanes) {
+            Held held[kTurn];
             SPEEDSWAP_UNROLL
             for (int turn = 0; turn < kTurn; ++turn) {
-                const Count word = start + (Count)turn * lanes;
-                if (word < 0 || word >= columns.words) continue;
-                const Place<W> place = place_of<W>(columns, word, in_block);
-                words[turn] = kGather ? record[place.in_record] : *place.in_block;
+                const Count piece = start + (Count)turn * lanes;
+                if (piece < 0 || piece >= columns.pieces) continue;
+                held[turn] = Piece::at(columns, record, piece, in_block).load(ids, row);
             }
             SPEEDSWAP_UNROLL
             for (int turn = 0; turn < kTurn; ++turn) {
-                const Count word = start + (Count)turn * lanes;
-                if (word < 0 || word >= columns.words) continue;
-                const Place<W> place = place_of<W>(columns, word, in_block);
-                (kGather ? *place.in_block : record[place.in_record]) = words[turn];
+                const Count piece = start + (Count)turn * lanes;
+                if (piece < 0 || piece >= columns.pieces) continue;
+                Piece::at(columns, record, piece, in_block).store(held[turn]);
             }
         }
     }
@@ -95,11 +106,14 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const C
 
 // ---- columns that records hold in fewer bytes than their float blocks ----------------------------------------------
 
-// One column: `offset` bytes into each record, `width` values per row of its block, whose rows are contiguous. `first`
-// is the number of its first piece of kPiece values when the pieces of all columns are numbered consecutively. A
-// stochastic scatter draws from the stream of `key`.
+// How a column's values become those of its block, and back.
+enum { kNearest, kStochastic, kCopied };
+
+// One column: `offset` bytes into each record, `width` words of 4 bytes per row of its block, whose rows are
+// contiguous. `first` is the number of its first piece when the pieces of all columns are numbered consecutively:
+// kPiece values, or 16 bytes of a column that is copied. A stochastic scatter draws from the stream of `key`.
 struct CompactColumn {
-    Count first, offset, block, width, stochastic;
+    Count first, offset, block, width, rounding;
     Word64 key;
 };
 
@@ -189,59 +203,64 @@ SPEEDSWAP_FUNCTION void store_floats(Word* to, Count there, const Word* values) 
     }
 }
 
-// Copies records[ids[i]] <-> row i of each column's block, converting its values, for i < num_ids.
-// Grid: one sub-warp of `lanes` threads per row, rows walked with a grid stride; thread block: a multiple of `lanes`.
-// A thread converts a piece of 8 values at a time, which is 16 bytes of the record. kWhole: every width is a multiple
-// of 8, and every record, offset and block starts at a multiple of 16 bytes. Otherwise pieces go value by value. ids,
-// packed and places as for move_records, but a stochastic scatter always reads ids: its random bits depend on them.
+// Eight values of a column, `there` of them in its row, or 16 bytes that are copied: 16 bytes of the record. kWhole:
+// every width is a multiple of a piece's, and every record, offset and block starts at a multiple of 16 bytes.
+// Otherwise pieces go value by value, and none is copied.
 template <bool kGather, bool kWhole, typename Format>
-SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Count* ids, Count num_ids,
-                                        const CompactColumns& columns, int lanes, int packed, const Count* places) {
-    const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
-    const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
-    Finder<kGather> finder = {columns.hot, 0, 0};
-    for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        const Count which = packed ? row : ids[row];
-        if (which < 0) continue;
-        char* const record = finder.find(records, stride, which, thread % lanes == 0);
-        const Count in_block = places ? places[row] : row;
-        for (Count piece = thread % lanes; piece < columns.pieces; piece += lanes) {
-            int c = 0;
-            while (c + 1 < columns.count && piece >= columns.column[c + 1].first)
-                ++c;
-            const CompactColumn& column = columns.column[c];
-            const Count number = piece - column.first;
-            const Count there = column.width - number * kPiece;
-            unsigned short* const halves = (unsigned short*)(record + column.offset) + number * kPiece;
-            Word* const block = (Word*)column.block + in_block * column.width + number * kPiece;
+struct CompactPiece {
+    using Record = char;
+    using Held = Halves;
+    static constexpr bool kGathers = kGather;
+    static constexpr int kTurn = !kWhole ? 1 : kGather ? 4 : 2;  // more registers would spill
+
+    const CompactColumn& column;
+    unsigned short* in_record;
+    Word* in_block;
+    Count number, there;
+
+    static SPEEDSWAP_METHOD CompactPiece at(const CompactColumns& columns, char* record, Count piece, Count row) {
+        const CompactColumn& column = column_of(columns, piece);
+        const Count number = piece - column.first;
+        const Count before = number * (kWhole && column.rounding == kCopied ? kPiece / 2 : kPiece);
+        return {column, (unsigned short*)(record + column.offset) + number * kPiece,
+                (Word*)column.block + row * column.width + before, number, column.width - before};
+    }
+
+    SPEEDSWAP_METHOD Halves load(const Count* ids, Count row) const {
+        Halves held;
+        if (!kGather && kWhole && column.rounding == kCopied) {
+            held = *(const Halves*)in_block;
+        } else if (!kGather) {
             Word values[kPiece];
-            if (kGather) {
-                Halves held;
-                if (kWhole) {
-                    held = *(const Halves*)halves;
-                } else {
-                    SPEEDSWAP_UNROLL
-                    for (int k = 0; k < kPiece; ++k)
-                        held.half[k] = k < there ? halves[k] : (unsigned short)0;
-                }
-                widened<Format>(held, values);
-                store_floats<kWhole>(block, there, values);
-            } else {
-                load_floats<kWhole>(block, there, values);
-                const Word64 id = column.stochastic ? (Word64)ids[row] : 0;
-                const Halves held = narrowed<Format>(values, column.stochastic, column.key, id, number);
-                if (kWhole) {
-                    *(Halves*)halves = held;
-                } else {
-                    SPEEDSWAP_UNROLL
-                    for (int k = 0; k < kPiece; ++k)
-                        if (k < there) halves[k] = held.half[k];
-                }
-            }
+            load_floats<kWhole>(in_block, there, values);
+            const bool stochastic = column.rounding == kStochastic;
+            held = narrowed<Format>(values, stochastic, column.key, stochastic ? (Word64)ids[row] : 0, number);
+        } else if (kWhole) {
+            held = *(const Halves*)in_record;
+        } else {
+            SPEEDSWAP_UNROLL
+            for (int k = 0; k < kPiece; ++k)
+                held.half[k] = k < there ? in_record[k] : (unsigned short)0;
+        }
+        return held;
+    }
+
+    SPEEDSWAP_METHOD void store(const Halves& held) const {
+        if (kGather && kWhole && column.rounding == kCopied) {
+            *(Halves*)in_block = held;
+        } else if (kGather) {
+            Word values[kPiece];
+            widened<Format>(held, values);
+            store_floats<kWhole>(in_block, there, values);
+        } else if (kWhole) {
+            *(Halves*)in_record = held;
+        } else {
+            SPEEDSWAP_UNROLL
+            for (int k = 0; k < kPiece; ++k)
+                if (k < there) in_record[k] = held.half[k];
         }
     }
-    finder.add_up();
-}
+};
 
 // Rounds row i of a block, in place, to the values that record ids[i] would return after a scatter, for i < num_ids.
 // Grid: one thread per piece of 8 values, walked with a grid stride; any thread block.
@@ -260,7 +279,7 @@ SPEEDSWAP_FUNCTION void round_block(Word* block, Count width, const Count* ids, 
     }
 }
 
-// As convert_records, for int8 with a scale per row: a record holds the scale, then the values. A piece is one value.
+// As move_records, for int8 with a scale per row: a record holds the scale, then the values. A piece is one value.
 // In a scatter each thread finds the row's largest value: all of them read the same words.
 template <bool kGather>
 SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Count* ids, Count num_ids,
@@ -389,11 +408,12 @@ SPEEDSWAP_FUNCTION void take_block_steps(const IdleBlock& block) {
 #define SPEEDSWAP_KERNEL extern "C" __global__ void
 #endif
 
-#define SPEEDSWAP_MOVE(name, gathers, W)                                                                           \
-    SPEEDSWAP_KERNEL name(W* records, speedswap::Count words_per_record, const speedswap::Count* ids,              \
-                          speedswap::Count num_ids, const __grid_constant__ speedswap::Columns columns, int lanes, \
-                          int packed, const speedswap::Count* places) {                                            \
-        speedswap::move_records<gathers>(records, words_per_record, ids, num_ids, columns, lanes, packed, places); \
+#define SPEEDSWAP_MOVE(name, gathers, W)                                                                             \
+    SPEEDSWAP_KERNEL name(W* records, speedswap::Count words_per_record, const speedswap::Count* ids,                \
+                          speedswap::Count num_ids, const __grid_constant__ speedswap::Columns columns, int lanes,   \
+                          int packed, const speedswap::Count* places) {                                              \
+        speedswap::move_records<speedswap::CopiedWord<gathers, W>>(records, words_per_record, ids, num_ids, columns, \
+                                                                   lanes, packed, places);                           \
     }
 
 SPEEDSWAP_MOVE(gather_w16, true, speedswap::Word16)
@@ -410,14 +430,14 @@ SPEEDSWAP_MOVE(scatter_w1, false, unsigned char)
                           int lanes, int packed, const speedswap::Count* places) {                             \
         speedswap::__VA_ARGS__(records, stride, ids, num_ids, columns, lanes, packed, places);                 \
     }
-#define SPEEDSWAP_CONVERSIONS(form, Format)                                                                       \
-    SPEEDSWAP_CONVERT(gather_##form##_w16, convert_records<true, true, speedswap::Format>)                        \
-    SPEEDSWAP_CONVERT(gather_##form##_w2, convert_records<true, false, speedswap::Format>)                        \
-    SPEEDSWAP_CONVERT(scatter_##form##_w16, convert_records<false, true, speedswap::Format>)                      \
-    SPEEDSWAP_CONVERT(scatter_##form##_w2, convert_records<false, false, speedswap::Format>)                      \
-    SPEEDSWAP_KERNEL round_##form(speedswap::Word* block, speedswap::Count width, const speedswap::Count* ids,    \
-                                  speedswap::Count num_ids, speedswap::Count stochastic, speedswap::Word64 key) { \
-        speedswap::round_block<speedswap::Format>(block, width, ids, num_ids, stochastic, key);                   \
+#define SPEEDSWAP_CONVERSIONS(form, Format)                                                                        \
+    SPEEDSWAP_CONVERT(gather_##form##_w16, move_records<speedswap::CompactPiece<true, true, speedswap::Format>>)   \
+    SPEEDSWAP_CONVERT(gather_##form##_w2, move_records<speedswap::CompactPiece<true, false, speedswap::Format>>)   \
+    SPEEDSWAP_CONVERT(scatter_##form##_w16, move_records<speedswap::CompactPiece<false, true, speedswap::Format>>) \
+    SPEEDSWAP_CONVERT(scatter_##form##_w2, move_records<speedswap::CompactPiece<false, false, speedswap::Format>>) \
+    SPEEDSWAP_KERNEL round_##form(speedswap::Word* block, speedswap::Count width, const speedswap::Count* ids,     \
+                                  speedswap::Count num_ids, speedswap::Count stochastic, speedswap::Word64 key) {  \
+        speedswap::round_block<speedswap::Format>(block, width, ids, num_ids, stochastic, key);                    \
     }
 
 SPEEDSWAP_CONVERSIONS(float16, Float16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -122,11 +122,13 @@ def check(kernels: HostKernels, layout: Layout, num_rows: int, block_offset: int
 
 
 class CompactLayout:
-    """Records with some columns of one form, and their expected contents."""
+    """Records with some columns of one form, and others that are copied, and their expected contents."""
 
-    def __init__(self, form: str, widths: list[int], gap: int, offset: int) -> None:
-        self.form, self.widths = form, widths
+    def __init__(self, form: str, widths: list[int], gap: int, offset: int, copied: Sequence[int] = ()) -> None:
+        self.form, self.widths, self.copied = form, widths, copied
         self.row_bytes = [4 + width if form == "int8" else 2 * width for width in widths]
+        for column in copied:
+            self.row_bytes[column] = 4 * widths[column]
         multiple = 16 if gap % 16 == 0 else 4 if form == "int8" else 2
         self.offsets, end = [], offset
         for nbytes in self.row_bytes:
@@ -134,13 +136,17 @@ class CompactLayout:
             end = -(-(end + nbytes + gap) // multiple) * multiple
         self.stride = end
 
-    def narrow(self, values: np.ndarray, ids: np.ndarray, key: int | None) -> np.ndarray:
+    def narrow(self, column: int, values: np.ndarray, ids: np.ndarray, key: int | None) -> np.ndarray:
+        if column in self.copied:
+            return values.view(np.uint8).copy()
         if self.form == "int8":
             scale, integers = reference.int8_rows(values)
             return np.concatenate([scale.view(np.uint8), integers.view(np.uint8)], axis=1)
         return reference.narrow(self.form, values, key, ids).view(np.uint8)
 
-    def widen(self, stored: np.ndarray) -> np.ndarray:
+    def widen(self, column: int, stored: np.ndarray) -> np.ndarray:
+        if column in self.copied:
+            return stored.view(np.float32)
         if self.form == "int8":
             scale = np.ascontiguousarray(stored[:, :4]).view(np.float32)
             return scale * np.ascontiguousarray(stored[:, 4:]).view(np.int8).astype(np.float32)
@@ -155,9 +161,11 @@ def check_compact(kernels: HostKernels, layout: CompactLayout, num_rows: int, ho
     blocks = [RNG.standard_normal((num_rows, width)).astype(np.float32) * scale for width in layout.widths]
     keys = [None if layout.form == "int8" or column % 2 else 2**63 + column for column in range(len(blocks))]
     parts = [
-        shapes.CompactPart(offset, block.ctypes.data, block.shape[1], key)
-        for offset, block, key in zip(layout.offsets, blocks, keys, strict=True)
+        shapes.CompactPart(offset, block.ctypes.data, block.shape[1], key, column in layout.copied)
+        for column, (offset, block, key) in enumerate(zip(layout.offsets, blocks, keys, strict=True))
     ]
+    if layout.copied:
+        RNG.shuffle(parts)
     address = records.ctypes.data
     if layout.form == "int8":
         shape = shapes.int8_shape(num_rows, parts, multiprocessors=1, host=host)
@@ -167,25 +175,27 @@ def check_compact(kernels: HostKernels, layout: CompactLayout, num_rows: int, ho
         name = f"{layout.form}_w{shape.word_bytes}"
     columns = shapes.compact_columns_argument(parts)
     expected = records.copy().reshape(num_records, layout.stride)
-    held = [layout.narrow(block, ids, key) for block, key in zip(blocks, keys, strict=True)]
+    held = [layout.narrow(column, blocks[column], ids, key) for column, key in enumerate(keys)]
     for offset, rows in zip(layout.offsets, held, strict=True):
         expected[ids, offset : offset + rows.shape[1]] = rows
     kernels.convert(
         f"scatter_{name}", shape.grid, shape.threads_per_block, address, layout.stride, ids, columns, shape.lanes
     )
     np.testing.assert_array_equal(records.reshape(expected.shape), expected, err_msg=f"scatter_{name} {parts}")
-    for block, rows, key in zip(blocks, held, keys, strict=True):
-        if layout.form != "int8":
+    for column, (block, rows, key) in enumerate(zip(blocks, held, keys, strict=True)):
+        if layout.form != "int8" and column not in layout.copied:
             grid = shapes.grid_of(num_rows * -(-block.shape[1] // shapes.PIECE), 1)
             rounded = block.copy()
             kernels.round(f"round_{layout.form}", grid, shape.threads_per_block, rounded, ids, key)
-            np.testing.assert_array_equal(rounded.view(np.uint32), layout.widen(rows).view(np.uint32), err_msg=name)
+            widened = layout.widen(column, rows)
+            np.testing.assert_array_equal(rounded.view(np.uint32), widened.view(np.uint32), err_msg=name)
         block[:] = np.nan
     kernels.convert(
         f"gather_{name}", shape.grid, shape.threads_per_block, address, layout.stride, ids, columns, shape.lanes
     )
-    for block, rows in zip(blocks, held, strict=True):
-        np.testing.assert_array_equal(block.view(np.uint32), layout.widen(rows).view(np.uint32), err_msg=name)
+    for column, (block, rows) in enumerate(zip(blocks, held, strict=True)):
+        widened = layout.widen(column, rows)
+        np.testing.assert_array_equal(block.view(np.uint32), widened.view(np.uint32), err_msg=name)
     np.testing.assert_array_equal(records.reshape(expected.shape), expected, err_msg=f"gather_{name} wrote to records")
     return layout.form, shape.word_bytes, shape.lanes
 
@@ -202,6 +212,14 @@ def check_conversions(kernels: HostKernels) -> set[tuple]:
                 widths = [multiple * int(RNG.integers(1, 20)) for _ in range(count)]
                 seen.add(check_compact(kernels, CompactLayout(form, widths, 0, 0), 7, False))
         seen.add(check_compact(kernels, CompactLayout(form, [24], 0, 0), 3000, False))
+    for form in ("float16", "bfloat16"):
+        for count in range(2, shapes.COLUMNS_PER_LAUNCH + 1):
+            for gap, offset, widest in ((0, 0, 4), (16, 48, 20), (0, 16, 60)):
+                copied = RNG.permutation(count)[: int(RNG.integers(1, count))].tolist()
+                widths = [(4 if column in copied else 8) * int(RNG.integers(1, widest)) for column in range(count)]
+                layout = CompactLayout(form, widths, gap, offset, copied)
+                assert check_compact(kernels, layout, 9, bool(count % 2))[1] == 16
+        check_compact(kernels, CompactLayout(form, [128, 128, 128], 0, 0, [0]), 2000, True)
     return seen
 
 

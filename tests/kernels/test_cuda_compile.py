@@ -119,9 +119,11 @@ def test_the_ptx_is_what_was_meant(ptx_for: Callable[[int], str]):
         assert len(re.findall(r"st\.global\.v2\.[ub]64", wide)) in (4, 8)
     for form in ("float16", "bfloat16"):
         gather, scatter = bodies[f"gather_{form}_w16"], bodies[f"scatter_{form}_w16"]
-        # A piece of 8 values: one access of 16 bytes to the record, two to the block.
-        assert len(re.findall(r"st\.v4\.b32", gather)) == 2
-        assert len(re.findall(r"ld\.global\.v4\.[ub]32", scatter)) == 2
+        # A piece of 8 values: one access of 16 bytes to the record, two to the block; copied, one to each. A turn is
+        # four of a gather, two of a scatter.
+        loads, stores = r"ld\.global\.v4\.[ub]32", r"st\.global\.v4\.[ub]32"
+        assert [len(re.findall(each, gather)) for each in (loads, stores, r"st\.v4\.b32")] == [4, 4, 4 * 2]
+        assert [len(re.findall(each, scatter)) for each in (loads, stores)] == [2 * (1 + 2), 2]
     assert ".local" not in ptx, "the columns were copied to the stack"
     fills = "".join(body for name, body in bodies.items() if name.startswith("fill"))
     assert "fma.rn.f64" not in fills, "a multiplication and an addition were fused: other bits than on the host"

@@ -134,6 +134,24 @@ def test_compact_records_in_order_and_rows_elsewhere(kernels: HostKernels, form:
     np.testing.assert_array_equal(records, before)
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_column_that_is_copied_and_one_that_is_converted_take_one_launch(kernels: HostKernels, lanes: int):
+    """A tiny case to read: the second of two records, four floats as they are and then eight as bfloat16."""
+    records = np.zeros((2, 32), np.uint8)
+    plain, compact = np.arange(4, dtype=np.float32)[None] + 0.1, np.arange(8, dtype=np.float32)[None]
+    parts = [CompactPart(16, compact.ctypes.data, 8, None), CompactPart(0, plain.ctypes.data, 4, None, True)]
+    arguments = (1, 4, records.ctypes.data, 32, np.array([1]), compact_columns_argument(parts), lanes)
+    kernels.convert("scatter_bfloat16_w16", *arguments)
+    assert not records[0].any()
+    assert records[1, :16].view(np.float32).tolist() == plain[0].tolist()
+    assert records[1, 16:].view(np.uint16).tolist() == (compact[0].view(np.uint32) >> 16).tolist()
+    expected = plain.copy(), compact.copy()
+    plain[:], compact[:] = np.nan, np.nan
+    kernels.convert("gather_bfloat16_w16", *arguments)
+    assert np.array_equal(plain, expected[0])
+    assert np.array_equal(compact, expected[1])
+
+
 @pytest.fixture(scope="module")
 def sanitized() -> Path:
     return build(sanitize=True)
@@ -362,7 +380,7 @@ def test_every_number_limits_the_word(which: int, aligned: int, word: int):
     stride=st.integers(2, 9000),
     num_rows=st.integers(1, 2**40),
     columns=st.lists(
-        st.tuples(st.integers(0, 300), st.integers(0, 2**20), st.integers(1, 3000)),
+        st.tuples(st.integers(0, 300), st.integers(0, 2**20), st.integers(1, 3000), st.just(None), st.booleans()),
         min_size=1,
         max_size=COLUMNS_PER_LAUNCH,
     ),
@@ -370,14 +388,14 @@ def test_every_number_limits_the_word(which: int, aligned: int, word: int):
     host=st.booleans(),
 )
 def test_convert_shape_keeps_its_promises(records, stride, num_rows, columns, multiprocessors, host):
-    parts = [CompactPart(offset, block, width, None) for offset, block, width in columns]
+    parts = [CompactPart(*column) for column in columns]
     shape = convert_shape(records, stride, num_rows, parts, multiprocessors=multiprocessors, host=host)
-    whole = all(part.width % 8 == 0 for part in parts)
+    whole = all(part.width % (4 if part.copied else 8) == 0 for part in parts)
     aligned = all(number % 16 == 0 for part in parts for number in (records, stride, part.offset, part.block))
     assert shape.word_bytes == (16 if whole and aligned else 2)
     argument = compact_columns_argument(parts)
     pieces = int.from_bytes(argument[8:16], "little")
-    assert pieces == sum(-(-part.width // 8) for part in parts)
+    assert pieces == sum(-(-part.width // (4 if part.copied else 8)) for part in parts)
     assert min(pieces, 32) <= shape.lanes < 2 * pieces + 1
     assert shape.threads_per_block % shape.lanes == 0
     limit = (1024 if host else 2048) * multiprocessors

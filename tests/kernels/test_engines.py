@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 
@@ -11,8 +12,8 @@ import simulated_gpu
 import torch
 from engine_tables import WAYS, Table, ascending, blocks
 
-from speedswap.kernels import Part, Stored, rounding_key, scatter_records
-from speedswap.kernels.cuda import engines
+from speedswap.kernels import Part, Stored, gather_records, rounding_key, scatter_records
+from speedswap.kernels.cuda import engines, launch
 
 ADAM = [(0, 64), (64, 64), (128, 64)]
 
@@ -101,6 +102,58 @@ def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: float, dtype: t
     assert torch.equal(read[1].block.cpu(), plain)
     rounded = values if dtype is torch.int8 else values.to(dtype).float()
     assert torch.allclose(read[0].block.cpu(), rounded, rtol=0.02, atol=0.05)
+
+
+HALF, SHORT, BYTE = torch.bfloat16, torch.float16, torch.int8
+
+# Offsets, widths and stored types of columns, in records of 512 bytes; and the launches that a move takes.
+MIXED = {
+    "Adam": ([(0, 32, None), (128, 32, HALF), (192, 32, HALF)], 1),
+    "any order": ([(64, 24, HALF), (304, 4, None), (112, 8, SHORT), (0, 16, None)], 2),
+    "eight": ([(64 * c, 8, HALF if c % 3 else None) for c in range(8)], 1),
+    "nine": ([(48 * c, 8, HALF if c else None) for c in range(9)], 2),
+    "an offset": ([(4, 12, None), (64, 32, HALF)], 2),
+    "a width": ([(0, 6, None), (64, 32, HALF)], 2),
+    "half a piece": ([(0, 16, None), (64, 12, HALF)], 2),
+    "int8": ([(0, 16, None), (64, 28, BYTE)], 2),
+}
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.parametrize(("columns", "launches"), MIXED.values(), ids=MIXED.keys())
+@pytest.mark.usefixtures("small_buffers")
+def test_columns_copied_and_converted_take_one_launch_where_words_of_16_bytes_fit(gpu, way: float, columns, launches):
+    """The bytes are those of the CPU loops."""
+    table, other, ids = Table(400, 512), Table(400, 512), ascending(400, 300)
+    stored = [None if dtype is None else Stored(dtype, None if dtype is BYTE else 7 + o) for o, _, dtype in columns]
+    values = [torch.randn(300, width) for _, width, _ in columns]
+    described = [*zip((offset for offset, _, _ in columns), values, stored, strict=True)]
+    scatter_records(other.records, ids, [Part(*each) for each in described])
+    near, read = ids.to(gpu), [Part(at, torch.zeros_like(block, device=gpu), held) for at, block, held in described]
+    written = [Part(offset, block.to(gpu), held) for offset, block, held in described]
+    with simulated_gpu.counted() if simulated_gpu.is_on() else contextlib.nullcontext() as counts:
+        engines.move_between("scatter", way, table.records, near, written, gpu)
+        engines.move_between("gather", way, table.records, near, read, gpu)
+    np.testing.assert_array_equal(table.now(), other.now())
+    expected = [Part(offset, torch.zeros_like(block), held) for offset, block, held in described]
+    gather_records(other.records, ids, expected)
+    for ours, theirs in zip(read, expected, strict=True):
+        assert torch.equal(ours.block.cpu(), theirs.block)
+    if counts is not None and way == WAYS["zero_copy"]:
+        assert counts.launches == 2 * launches
+
+
+@pytest.mark.cuda_kernels
+def test_blocks_limit_what_one_launch_moves(gpu):
+    """A copied column whose block begins between words of 16 bytes takes a launch of its own."""
+    table, ids = Table(40, 512), ascending(40, 30).to(gpu)
+    halves = Part(64, torch.randn(30, 8, device=gpu), Stored(HALF))
+    for begin in (0, 1):
+        block = torch.randn(30 * 16 + begin, device=gpu)[begin:].view(30, 16)
+        launches = [*launch.plan("scatter", table.records, 30, [Part(0, block), halves], 4)]
+        assert [each.kernel for each in launches] == ["scatter_bfloat16_w16", "scatter_w4"][: 1 + begin]
+        engines.move_between("scatter", WAYS["zero_copy"], table.records, ids, [Part(0, block), halves], gpu)
+        np.testing.assert_array_equal(table.now()[ids.cpu(), :64], block.cpu().numpy().view(np.uint8))
 
 
 @pytest.mark.cuda_kernels

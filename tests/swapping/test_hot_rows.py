@@ -78,8 +78,8 @@ def walk(steps: int, seed: int = 0, size: int = 7) -> list[Tensor]:
     return list(torch.where(torch.rand(steps, size, generator=generator) < 0.6, close, far).cuda())
 
 
-def embedding(place: Any = CACHED, **more: Any) -> speedswap.Embedding:
-    return speedswap.Embedding(ROWS, DIM, storage=place, device="cuda", seed=1, **more)
+def embedding(place: Any = CACHED, dim: int = DIM, **more: Any) -> speedswap.Embedding:
+    return speedswap.Embedding(ROWS, dim, storage=place, device="cuda", seed=1, **more)
 
 
 def train(
@@ -238,6 +238,7 @@ def test_a_missing_wait_is_found(gpu: str, tiny: None, comes_first: str, monkeyp
         {"stored_dtype": torch.bfloat16},
         {"stored_dtype": torch.float16, "rounding": "stochastic"},
         {"state_dtype": torch.bfloat16},
+        {"state_dtype": torch.bfloat16, "rounding": "stochastic", "dim": 16},  # both move in one launch
         {"dtype": torch.float64},
     ],
     ids=str,
@@ -458,9 +459,18 @@ def test_a_cache_below_two_batches_is_none(gpu: str):
     assert counts_of(model).slots == 10
 
 
-def test_bytes_are_those_of_rows_at_home(gpu: str, tiny: None):
+@pytest.mark.parametrize(
+    ("stored", "row_bytes"),
+    [
+        ({}, 3 * DIM * 4),
+        ({"state_dtype": torch.bfloat16}, 2 * DIM * 4),
+        ({"state_dtype": torch.bfloat16, "dim": 16}, 128),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_rows_at_home(gpu: str, tiny: None, stored: dict[str, Any], row_bytes: int):
     """FBGEMM#2359: wrong counts of conflicts gave wrong output. Here words tell what moves, and are what is counted."""
-    model, row_bytes = embedding(), 3 * DIM * 4
+    model = embedding(**stored)
     optimizer = train(model, walk(3))
     cache = model.table.store.notes.hot
     misses = hits = 0

@@ -69,6 +69,9 @@ class Planned(NamedTuple):
 def plan(what: What, records: Records, count: int, parts: Sequence[Part], multiprocessors: int) -> Iterator[Planned]:
     """Yield the launches that copy columns between records and blocks: one per format, word and eight columns.
 
+    Columns that are copied as they are join the first launch that converts others to or from 2-byte values, if both may
+    be moved in words of 16 bytes: then it is the only one to access the records.
+
     Args:
         what: the direction.
         records: in the GPU's memory, or in pinned memory.
@@ -100,8 +103,15 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             if dtype is torch.int8:
                 shape = int8_shape(count, some, multiprocessors=multiprocessors, host=host)
             else:
-                address, stride = records.pointer, records.stride
-                shape = convert_shape(address, stride, count, some, multiprocessors=multiprocessors, host=host)
+                shaped = functools.partial(
+                    convert_shape, records.pointer, records.stride, count, multiprocessors=multiprocessors, host=host
+                )
+                joined = _joined(some, copied, blocks)
+                shape = shaped(joined or some)
+                if joined and shape.word_bytes == 16:
+                    some, copied, blocks = joined, [], []
+                elif joined:
+                    shape = shaped(some)
                 name = f"{name}_w{shape.word_bytes}"
             hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
             yield Planned(
@@ -129,6 +139,16 @@ def _require_aligned(records: Records, offset: int, dtype: torch.dtype) -> None:
             f"a column of {dtype} begins {offset} bytes into records at {records.pointer:#x}, {records.stride} bytes "
             f"apart; a GPU reads it at multiples of {item_bytes} bytes: choose offset and stride so"
         )
+
+
+def _joined(
+    converted: Sequence[CompactPart], copied: Sequence[tuple[int, int]], blocks: Sequence[int]
+) -> Sequence[CompactPart]:
+    """Return the columns of a launch that converts some and copies others, by offset; none if it cannot be."""
+    if not copied or len(converted) + len(copied) > COLUMNS_PER_LAUNCH or any(width % 16 for _, width in copied):
+        return []
+    columns = zip(copied, blocks, strict=True)
+    return sorted([*converted, *(CompactPart(offset, at, width // 4, None, True) for (offset, width), at in columns)])
 
 
 def _by_launch(columns: Sequence[_T]) -> Iterator[Sequence[_T]]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 COLUMNS_PER_LAUNCH = 8
 CHUNK = 64
 PIECE = 8
+_COPIED = 2  # the rounding of a column that is copied
 WORDS = (16, 4, 1)
 
 THREADS_PER_BLOCK = 256
@@ -54,12 +55,16 @@ BlockNumbers = tuple[int, int, int, int]  # those of a BlockPart
 
 
 class CompactPart(NamedTuple):
-    """A converted column: offset in a record, address of its block, values per row, and key of stochastic rounding."""
+    """A column of a converting move: offset in a record, address of its block, and 4-byte values per row of that.
+
+    ``key`` is that of stochastic rounding; ``copied`` means that records hold the values as they are.
+    """
 
     offset: int
     block: int
     width: int
     key: int | None
+    copied: bool = False
 
 
 class Shape(NamedTuple):
@@ -104,12 +109,12 @@ def convert_shape(
     """Choose the shape in which columns of 2-byte values are converted; arguments as for :func:`launch_shape`.
 
     Returns:
-        Words of 16 bytes where every piece of 8 values is whole and aligned, else of 2; and lanes that cover a row's
-        pieces.
+        Words of 16 bytes where every piece is whole and aligned, else of 2, in which no column is copied; and lanes
+        that cover a row's pieces.
     """
     everything = records | stride
     for part in parts:
-        everything |= part.offset | 2 * part.width | part.block
+        everything |= part.offset | (4 if part.copied else 2) * part.width | part.block
     pieces = sum(_pieces(part) for part in parts)
     lanes = min(32, 1 << (pieces - 1).bit_length())
     return Shape(16 if everything % 16 == 0 else 2, lanes, *grid_and_threads(num_rows * lanes, multiprocessors, host))
@@ -177,7 +182,8 @@ def compact_columns_argument(parts: Sequence[CompactPart], hot: Sequence[int] = 
     numbers: list[int] = []
     first = count = 0
     for part in parts:
-        numbers += first, part.offset, part.block, part.width, part.key is not None, part.key or 0
+        rounding = _COPIED if part.copied else part.key is not None
+        numbers += first, part.offset, part.block, part.width, rounding, part.key or 0
         first += _pieces(part)
         count += 1
     return _COMPACT_COLUMNS.pack(count, first, *hot, *numbers, *[0] * (_COMPACT_NUMBERS * (COLUMNS_PER_LAUNCH - count)))
@@ -204,4 +210,4 @@ def block_addresses(count: int, *, compact: bool) -> range:
 
 
 def _pieces(part: CompactPart) -> int:
-    return -(-part.width // PIECE)
+    return -(-part.width // (PIECE // 2 if part.copied else PIECE))
