@@ -67,6 +67,22 @@ def test_readme_names_the_gpu_that_was_measured(tmp_path):
     assert readme_gpu.status(tmp_path).startswith("Measured on made-up GPU: see [benchmarks/README.md]")
 
 
+def test_readme_shows_the_steps_over_full_tables_beside_the_published_ones(tmp_path):
+    step = {"speedswap, lookahead": {"seconds": 0.005}}
+    runs = {
+        "adam": {"trainers": step, "full_size": True, "fair_seconds": 0.01},
+        "bfloat16-staged-out": {"trainers": step, "full_size": True, "fair_seconds": None},
+        "sgd-staged-out": {"trainers": step, "full_size": False, "fair_seconds": None},
+    }
+    work = {"tables": 2, "rows": 30, "dim": 8, "lookups": 40}
+    write(tmp_path, "tables", {"runs": runs, "workload": work, "published": {"gpu": "other GPU", "rows": 99}})
+    head, adam, compact = cells(readme_gpu.status(tmp_path))
+    assert head[0] == "2 tables of 30 × 8 in host memory, 40 lookups a step"
+    assert adam == ["Adam", "5.0 ms", "10.0 ms", "2.0 ×"]
+    assert compact[1:] == ["5.0 ms", "–", "–"]
+    assert "not measured here" in readme_gpu.status(tmp_path)
+
+
 def test_ceilings_are_the_worst_of_their_rows(tmp_path):
     write(tmp_path, "ceilings", {"rows": POINTS})
     head, *rows = cells(readme_gpu.table(tmp_path))

@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 __all__ = ["status", "table"]
 
 NOTHING = "Nothing has been measured on a GPU yet."
+STEPS = {
+    "adam": "Adam",
+    "adam-hot": "Adam, 5% of the rows [hot on the GPU](docs/storage.md#hot-rows-on-the-gpu)",
+    "bfloat16-staged-out": "Adam with bfloat16 state, rows [staged out](docs/storage.md#engines)",
+    "sgd-staged-out": "SGD, rows staged out",
+}
 DIRECTIONS = {"to_device": "to the device", "from_device": "from it"}
 
 
@@ -85,8 +91,38 @@ def status(results: Path) -> str:
     gpus = {json.loads(file.read_text())["machine"]["gpu"]: None for file in found}
     if not gpus:
         return f"{NOTHING} [docs/gpu-status.md](docs/gpu-status.md) says what has been checked instead."
-    said = f"Measured on {', '.join(gpus)}: see [benchmarks/README.md](benchmarks/README.md#on-a-gpu)."
-    return f"{said} [docs/gpu-status.md](docs/gpu-status.md) lists which paths have run."
+    said = [
+        f"Measured on {', '.join(gpus)}: see [benchmarks/README.md](benchmarks/README.md#on-a-gpu).",
+        "[docs/gpu-status.md](docs/gpu-status.md) lists which paths have run.",
+    ]
+    tables = results / "tables-cuda.json"
+    return "\n".join([*said, *(_steps(json.loads(tables.read_text())["results"]) if tables.exists() else [])])
+
+
+def _steps(found: dict[str, Any]) -> list[str]:
+    """Return a table of the steps with lookahead in host memory, and what others published."""
+    lines = []
+    for name, words in STEPS.items():
+        run = found["runs"].get(name, {})
+        took = run.get("trainers", {}).get("speedswap, lookahead", {}).get("seconds")
+        if took is not None and run["full_size"]:
+            fair = run.get("fair_seconds")
+            published = f"{1000 * fair:.1f} ms | {fair / took:.1f} ×" if fair else "– | –"
+            lines.append(f"| {words} | {1000 * took:.1f} ms | {published} |")
+    if not lines:
+        return []
+    work, others = found["workload"], found["published"]
+    size = f"{work['tables']} tables of {work['rows']:,} × {work['dim']}"
+    what = f"{size} in host memory, {work['lookups']:,} lookups a step"
+    return [
+        "",
+        f"| {what} | speedswap | FBGEMM | Ratio |",
+        "|---|---|---|---|",
+        *lines,
+        "",
+        f"FBGEMM's are published figures of an {others['gpu']} for tables of {others['rows']:,} rows, brought to as "
+        "many distinct rows a step; they were not measured here.",
+    ]
 
 
 def machine(found: dict[str, Any]) -> str:

@@ -138,7 +138,9 @@ def write_json(path: Path, benchmark: str, results: Mapping[str, Any]) -> None:
 
 
 def _commit() -> str | None:
-    """Return the commit, with + where files differ from it; outside a repository what SPEEDSWAP_COMMIT says, if set."""
+    """Return what SPEEDSWAP_COMMIT says, or else the commit, with + where files differ; None outside a repository."""
+    if said := os.environ.get("SPEEDSWAP_COMMIT"):
+        return said
     here = Path(__file__).resolve()
     described = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     # A repository around an installed package is another's, and does not know this file.
@@ -146,7 +148,7 @@ def _commit() -> str | None:
         try:
             done = subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
-            return os.environ.get("SPEEDSWAP_COMMIT") or None
+            return None
     return done.stdout.strip()
 
 
