@@ -307,8 +307,6 @@ class _Bench:
         """Reduce the workload to the rows that memory and time allow; or say why those are too few."""
         shape = self._plan.shape._replace(rows=max(1, self._plan.shape.rows // run.part))
         each = shape.tables * run.kind.bytes_of(shape.dim)
-        if run.place == NEAR and run.kind.optimizer != "sgd":
-            each += shape.tables * KINDS[0].bytes_of(shape.dim)  # the weights are there twice when the state joins them
         by_memory = self._room(run, each * shape.rows) // each if time.monotonic() < self._deadline else shape.rows
         # Making them may take two passes: over the weights, and again with the optimizer's state added.
         left = self._deadline - time.monotonic()

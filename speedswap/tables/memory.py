@@ -71,6 +71,14 @@ class DeviceMemory(Memory):
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.fence = kernels.Fence() if device == "cuda" else None
 
+    def close(self) -> None:
+        device = self.device
+        super().close()
+        if device.type == "cuda":
+            # Back to the GPU: torch would cut the block for small tensors, and have no room for a table in its place.
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+
 
 class HostMemory(Memory):
     """Anonymous memory, pinned if requested and possible."""

@@ -165,3 +165,15 @@ def refuses_to_reserve(real: object) -> object:
         return real(nbytes, is_reserved=False)  # type: ignore[operator]
 
     return anonymous
+
+
+def test_a_table_on_a_gpu_gives_its_memory_back_before_its_state_joins(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise torch keeps it for small tensors, and a table that fits by itself runs out of memory."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    table, done = Table.create(100, 8, storage="device"), []
+    first, allocate = table.store.groups[0].memory, local.allocate
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append(f"given back, {first.bytes.nbytes} bytes held"))
+    monkeypatch.setattr(local, "allocate", lambda *words: done.append("taken") or allocate(*words))
+    table.add_columns([Column("state", (8,), torch.float32, init.zeros())])
+    assert done == ["given back, 0 bytes held", "taken"]
