@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "pages.h"
+#include "per_process.h"
 
 namespace speedswap {
 namespace {
@@ -28,10 +29,10 @@ struct Store {
     int64_t bytes = 0;
 };
 
-// Never destroyed: buffers may outlive every static object.
+// Never destroyed: buffers may outlive every static object. A forked child has its own: a thread that it does not have
+// may hold the parent's lock.
 Store& store() {
-    static Store* const one = new Store;
-    return *one;
+    return per_process<Store>();
 }
 
 int64_t rounded(int64_t bytes, int64_t multiple) {

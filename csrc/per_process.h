@@ -7,12 +7,19 @@
 
 namespace speedswap {
 
+template <typename Shared>
+struct Current {
+    static inline std::atomic<Shared*> object{nullptr};
+    // When the library is loaded: a fork must not come between.
+    static inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { object.store(nullptr); });
+};
+
 // Never destroyed: its threads may still wait while the process exits. A forked child does not inherit the threads, and
 // starts with a new instance.
 template <typename Shared>
 Shared& per_process() {
-    static std::atomic<Shared*> current{nullptr};
-    [[maybe_unused]] static const int at_fork = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
+    static_cast<void>(Current<Shared>::at_fork);
+    std::atomic<Shared*>& current = Current<Shared>::object;
     Shared* existing = current.load(std::memory_order_acquire);
     if (existing != nullptr) return *existing;
     auto* const fresh = new Shared;
