@@ -288,8 +288,8 @@ def first_duplicate(ids: Tensor, num_rows: int) -> int:
         flat = as_ids(ids)
         return _C.first_duplicate(flat.data_ptr(), len(flat), num_rows)
     ordered, order = torch.sort(ids, stable=True)
-    again = order[1:][ordered[1:] == ordered[:-1]]
-    return int(again.min()) if len(again) else -1
+    first = int(torch.where(ordered[1:] == ordered[:-1], order[1:], len(ids)).min())  # one wait
+    return first if first < len(ids) else -1
 
 
 def first_fall(values: Tensor) -> int:

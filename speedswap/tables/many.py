@@ -112,7 +112,6 @@ def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = Non
     if out is None:
         return source.gather(ids, columns=["weight"]).weight
     _require_room(out, (len(ids), *source.columns["weight"].row_shape), source.dtype)
-    source.check_rows(ids)
     kernels.require_apart(out, "out", ids, "ids")
     if not out.is_contiguous() or out.is_neg() or out.is_conj() or source.is_backed_by(out):
         return out.copy_(source.gather(ids, columns=["weight"], device=out.device).weight)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simulated_gpu
 import torch
 
 import speedswap
@@ -201,3 +202,19 @@ def test_the_cpu_waits_for_every_gpu_in_use_before_it_touches_shared_memory(monk
     fence.share()
     fence.wait()
     assert waited == [0, 2]
+
+
+def test_rows_of_a_table_are_moved_with_a_wait_for_each_check_of_the_ids(device: str):
+    if not simulated_gpu.is_on():
+        pytest.skip("round trips are counted on the simulated GPU: SPEEDSWAP_TEST_DEVICE=simulated")
+    ids, rows = torch.randperm(90, device=device)[:40], torch.ones(40, 4, device=device)
+    with Table.create(100, 4, storage="pinned") as table:
+        table.write(0, torch.zeros(1, 4))  # takes the memory
+        for move, checks in (
+            (lambda: speedswap.gather_rows(table, ids, out=rows), 1),  # range
+            (lambda: speedswap.scatter_rows(table, ids, rows), 2),  # range, duplicates
+        ):
+            move()
+            with simulated_gpu.counted() as counts:
+                move()
+            assert len(counts.round_trips) == checks
