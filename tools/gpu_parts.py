@@ -127,10 +127,14 @@ def _tests(place: Place) -> list[Part]:
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
     promises = ["tools/gpu_promises.py", *(["--rows", "40001"] if place.rehearsal else [])]
+    kernels = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests/kernels"]
+    nvrtc = {"SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
     return [
-        Part("promises", place.on_gpu(*promises), 60, 20, call="tests"),
-        _pytest(place, "tests", 420, 60, "--durations=5", *several, *which),
-        dataclasses.replace(_pytest(place, "tests that failed", 60, 20, *again, *which), only_after="tests"),
+        Part("promises", place.on_gpu(*promises), 60, 10, call="tests"),
+        _pytest(place, "tests", 300, 150, "--durations=5", *several, *which),
+        dataclasses.replace(_pytest(place, "tests that failed", 60, 15, *again, *which), only_after="tests"),
+        _memcheck(place),
+        _pytest(place, "kernel tests by NVRTC", 80, 25, "-m", "cuda_kernels", *several, *kernels, **nvrtc),
     ]
 
 
@@ -141,7 +145,7 @@ def _memcheck(place: Place) -> Part:
     # It wants a kernel to run until another has ended, but under memcheck they run one after the other.
     tests += ["--deselect", "tests/kernels/test_records.py::test_the_current_stream_is_the_one_that_moves"]
     tests += ["--timeout=0"] if "pytest-timeout" in place.has else []  # all take long; gpu_memcheck.py ends the longest
-    part = _pytest(place, "memcheck", 150, 90, *tests, call="applications", **few)
+    part = _pytest(place, "memcheck", 150, 90, *tests, **few)
     runs = [place.python, "tools/gpu_memcheck.py", place.sanitizer or "compute-sanitizer", PROCESSES, "{seconds}"]
     return dataclasses.replace(part, command=[*runs, *part.command], not_run_if=NO_MEMCHECK)
 
@@ -169,10 +173,10 @@ def _tables(place: Place) -> list[Part]:
     return [
         dataclasses.replace(probe, command=command),
         tables("Adam", "adam", 200, 80, "--profile", str(place.out)),
-        tables("SGD", "sgd,sgd-staged-out,sgd-hot", 120, 50),
+        tables("SGD", "sgd,sgd-staged-out,sgd-hot", 120, 35),
         tables("Adam with hot rows", "adam-hot", 120, 45),
         tables("Adam on the GPU", "adam-gpu", 60, 20),
-        tables("Adam in bfloat16", "bfloat16,bfloat16-staged-out", 110, 45),
+        tables("Adam in bfloat16", "bfloat16,bfloat16-staged-out", 110, 35),
         tables("fits in hot rows", "fits-hot,fits-gpu", 60, 15),
         ceilings("ceilings", 120, 0, *place.quick(), "--gib", "0.03" if place.rehearsal else "1,40", out=True),
     ]
@@ -197,21 +201,17 @@ def _applications(place: Place) -> list[Part]:
         command = place.on_gpu("-m", "speedswap", name, "--device", "cuda", *words, *output)
         return Part(name, command, limit, kept, call="applications", not_run_if=unless)
 
-    which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests/kernels"]
-    nvrtc = {"call": "applications", "SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
     recoveries = place.on_gpu("-c", RECOVERIES, "cuda", str(place.more / "recoveries-cuda.json"), *place.quick())
     return [
-        _memcheck(place),
-        _pytest(place, "kernel tests by NVRTC", 60, 30, "-m", "cuda_kernels", *which, **nvrtc),
         _script(
             place,
             "word2vec",
-            60,
+            90,
             35,
             *(["--quick", "--words", "50000"] if place.rehearsal else ["--epochs", "2"]),
             out=True,
         ),
-        _real(place, Part("recoveries", recoveries, 60, 25, call="applications")),
+        _real(place, Part("recoveries", recoveries, 120, 90, call="applications")),
         app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
         app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
         _real(place, app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",))),
