@@ -169,12 +169,13 @@ class RecordGroup:
 
     def records(self, *, ahead: bool = False) -> kernels.Records:
         """Return the memory in the form that the kernels take; ``ahead`` is theirs."""
-        if ahead not in self._records:
+        known = self._records  # first: what a thread made before a cache of hot rows began must not be kept after it
+        if ahead not in known:
             memory = self.memory
             assert memory.is_taken
             where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
-            self._records[ahead] = kernels.Records(*where, memory.bytes, self.engine, memory.fence, ahead, self.hot)
-        return self._records[ahead]
+            known[ahead] = kernels.Records(*where, memory.bytes, self.engine, memory.fence, ahead, self.hot)
+        return known[ahead]
 
     def use(self, hot: kernels.HotRecords | None) -> None:
         """Let moves to and from a GPU use a cache of the hot rows; None if there is none any more."""

@@ -125,6 +125,22 @@ def counts_of(model: nn.Module) -> HotCounts:
 # ---- the same bits
 
 
+def test_records_that_a_thread_takes_while_a_cache_begins_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+    """Its gathers would never see the cache, and read rows at home that have moved."""
+    group, hot, make = Table.create(10, 4, storage="pageable").store.groups[0], object(), kernels.Records
+
+    def meanwhile(*words: Any) -> kernels.Records:
+        made = make(*words)
+        if group.hot is None:
+            group.use(hot)
+        return made
+
+    monkeypatch.setattr(kernels, "Records", meanwhile)
+    group.use(None)
+    group.records(ahead=True)
+    assert group.records(ahead=True).hot is hot
+
+
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
