@@ -127,7 +127,7 @@ def _tests(place: Place) -> list[Part]:
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
     promises = ["tools/gpu_promises.py", *(["--rows", "40001"] if place.rehearsal else [])]
-    kernels = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests/kernels"]
+    kernels = which if place.rehearsal else ["tests/kernels"]
     nvrtc = {"SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
     return [
         Part("promises", place.on_gpu(*promises), 60, 10, call="tests"),
