@@ -28,55 +28,44 @@ def nbytes_of(sample: Any) -> int:
     return sum(int(leaf.nbytes) if hasattr(leaf, "nbytes") else sys.getsizeof(leaf) for leaf in tree_leaves(sample))
 
 
-class Stack:
-    """A batch that is filled sample by sample.
+def stacked(samples: Iterator[tuple[Any, Any]], size: int) -> Any:
+    """Make one batch of samples, each of which is copied into its place as it comes.
 
     Arrays and tensors get a new first dimension, numbers become an array, dictionaries and tuples keep their structure;
-    everything else, strings included, becomes a list. Samples and batch are never in memory twice.
+    everything else, strings included, becomes a list.
 
     Args:
-        size: number of samples in the batch.
+        samples: each with its identity.
+        size: the number taken.
 
-    >>> stack = Stack(2)
-    >>> stack.put((np.ones(3), 7), "first")
-    >>> stack.put((np.zeros(3), 8), "second")
-    >>> stack.batch[0].shape, stack.batch[1]
-    ((2, 3), array([7, 8]))
+    Raises:
+        BatchError: a sample's structure, shape or dtype differs from the first one's.
+
+    >>> stacked(iter([("first", (np.ones(3), 7)), ("second", (np.zeros(3), 8))]), 2)[1]
+    array([7, 8])
     """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._filled = 0
-        self._columns: list[Any] = []
-        self._form: TreeSpec
-
-    def put(self, sample: Any, identity: Any) -> None:
-        """Copy a sample into the next place.
-
-        Raises:
-            BatchError: its structure, shape or dtype differs from the first one's.
-        """
-        if self._filled == 0:
-            values, self._form = tree_flatten(sample, is_leaf=_is_leaf)
-            self._columns = [_room_for(value, self._size) for value in values]
+    columns: list[Any] = []
+    form: TreeSpec | None = None
+    for place in range(size):
+        identity, sample = next(samples)
+        if form is None:
+            values, form = tree_flatten(sample, is_leaf=_is_leaf)
+            columns = [_room_for(value, size) for value in values]
         try:
             # The method leaves garbage behind, which a sample without structure can do without.
-            values = [sample] if self._form.is_leaf() else self._form.flatten_up_to(sample)
+            values = [sample] if form.is_leaf() else form.flatten_up_to(sample)
         except ValueError as error:
             raise BatchError(f"sample {identity!r} has another structure than the others in its batch") from error
-        for column, value in zip(self._columns, values, strict=True):
+        for column, value in zip(columns, values, strict=True):
             if not isinstance(column, list) and _kind(column[0]) != _kind(value):
                 raise BatchError(
                     f"sample {identity!r} has {_kind(value)}, others in its batch {_kind(column[0])}; let read return "
                     "samples of one shape and dtype, or give a collate function that pads them"
                 )
-            column[self._filled] = value
-        self._filled += 1
-
-    @property
-    def batch(self) -> Any:
-        """The samples so far, and room for the others."""
-        return tree_unflatten(self._columns, self._form)
+            column[place] = value
+        del sample, values, value
+    assert form is not None
+    return tree_unflatten(columns, form)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -187,14 +176,9 @@ class Feed(Generic[Identity]):
                 yield self._batch(samples, min(self.batch_size, self._total - start))
 
     def _batch(self, samples: Iterator[tuple[Any, Any]], size: int) -> Any:
-        if self.collate is not None:
-            return self.collate([sample for _, sample in itertools.islice(samples, size)])
-        stack = Stack(size)
-        for _ in range(size):
-            identity, sample = next(samples)
-            stack.put(sample, identity)
-            del sample
-        return stack.batch
+        if self.collate is None:
+            return stacked(samples, size)
+        return self.collate([sample for _, sample in itertools.islice(samples, size)])
 
     def _samples(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Yield samples with their identities, in the epoch's order."""
