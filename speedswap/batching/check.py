@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speedswap.batching.functions import kind_of, name_of
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
-from speedswap.batching.retry import Search
 from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
@@ -77,20 +76,15 @@ class Checks:
         self._checked.add(kind)
 
     def _find_mistake(self, loss_fn: Callable[..., Any], batch: Batch, size: int) -> SpeedswapError | None:
-        """Compare the loss of a few samples with those of their parts, of fewer where memory runs out.
+        """Compare the loss of a few samples with those of their parts.
 
         Returns:
             An error that names the mistake and the remedy; None without a certain mistake.
         """
-
-        def compare(count: int) -> SpeedswapError | None:
-            if count < 2:
-                return None
+        count = min(batch.size, SAMPLES, max(2, size))
+        try:
             with no_trace(self._modules, count) as observed:
                 return _Comparison(self, loss_fn, batch, count, observed).mistake()
-
-        try:
-            return Search(name_of(loss_fn), min(batch.size, SAMPLES, max(2, size))).run_batch(compare)
         except Collective:
             return None
         except PeerError:

@@ -352,39 +352,6 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
     return new
 
 
-def concatenate(parts: list[Any]) -> Any:
-    """Join nested values of the same structure: their tensors along the first dimension.
-
-    0-d tensors are stacked; everything else is taken from the first part.
-
-    Raises:
-        BatchError: the structures differ.
-    """
-    first = parts[0]
-    if isinstance(first, Tensor):
-        if not all(isinstance(part, Tensor) for part in parts):
-            raise BatchError("a function returned a tensor for one micro-batch and something else for another")
-        return torch.stack(parts) if first.dim() == 0 else torch.cat(parts) if len(parts) > 1 else first
-    return joined_fields(parts, concatenate, first)
-
-
-def joined_fields(parts: list[Any], join: Callable[[list[Any]], Any], otherwise: Any) -> Any:
-    """Return a container like each of ``parts`` around their joined items; ``otherwise`` if they are no containers.
-
-    Raises:
-        BatchError: the structures differ.
-    """
-    first = parts[0]
-    fields = _fields(first)
-    if fields is None:
-        return otherwise
-    places = [place for place, _ in fields]
-    if any(type(part) is not type(first) or [place for place, _ in _fields(part) or ()] != places for part in parts):
-        raise BatchError(f"a function returned {a_kind(first)} of another structure for each micro-batch")
-    columns = zip(*[[item for _, item in _fields(part) or ()] for part in parts], strict=True)
-    return _rebuilt(first, [join(list(column)) for column in columns])
-
-
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested value with ``change`` applied to each tensor."""
     return change(value) if isinstance(value, Tensor) else _changed(value, lambda item: replace_tensors(item, change))
@@ -468,7 +435,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | No
         return NO_AUX
     if missing:
         raise BatchError("loss_fn returned (loss, aux) for one micro-batch and a loss alone for another")
-    return _joined(list(parts), sizes, order, "aux")
+    return _joined(list(parts), sizes, order, "the result")
 
 
 def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:
@@ -498,11 +465,22 @@ def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None,
     if isinstance(first, PerSample):
         parts = [part.items for part in parts]
     elif not is_plain_list(first):
-        return joined_fields(parts, lambda column: _joined(column, sizes, order, f"an item of {path}"), parts)
+        return _joined_items(parts, sizes, order, path)
     elif any(len(part) != size for part, size in zip(parts, sizes, strict=True)):
         return parts
     items = [item for part in parts for item in part]
     return items if order is None else [items[place] for place in order]
+
+
+def _joined_items(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:
+    """Return a container like each of ``parts`` around their joined items; the parts themselves if they are none."""
+    places, *others = ([place for place, _ in _fields(part) or ()] for part in parts)
+    if any(other != places for other in others):
+        raise BatchError(f"a function returned {a_kind(parts[0])} of another structure for each micro-batch")
+    if _fields(parts[0]) is None:
+        return parts
+    columns = zip(*[[item for _, item in _fields(part) or ()] for part in parts], strict=True)
+    return _rebuilt(parts[0], [_joined(list(column), sizes, order, f"an item of {path}") for column in columns])
 
 
 def in_order(rows: Any, parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:

@@ -371,7 +371,7 @@ class BatchSplitter:
             named: the same, by name.
 
         Returns:
-            The outputs of the whole batch, in the function's nesting.
+            The outputs of the whole batch, joined as the aux of :meth:`backward`.
 
         Raises:
             BatchError: the batch or the outputs cannot be split and joined.

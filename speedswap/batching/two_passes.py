@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from speedswap._words import a_kind
 from speedswap.batching.micro_batches import MicroBatches
-from speedswap.batching.nested import Arguments, Batch, concatenate, kept, loss_of, replace_tensors, tensors_of
+from speedswap.batching.nested import Arguments, Batch, kept, loss_of, replace_tensors, tensors_of
 from speedswap.batching.packing import Parts
 from speedswap.batching.rollback import Buffers, Changes, RandomState
 from speedswap.errors import BatchError
@@ -69,12 +69,7 @@ class TwoPasses:
             self._rows = _rows_per_sample(outputs[-1], part.size)
         self._random.append(RandomState())
         torch.clear_autocast_cache()  # older torch would use weights that were cast without a graph again with one
-        order, count = self.parts.order, self.parts.packing.batch.size
-        if order is None:
-            return concatenate(outputs)
-        return replace_tensors(
-            concatenate(outputs), lambda rows: rows.reshape(count, -1, *rows.shape[1:])[order].reshape(rows.shape)
-        )
+        return self.parts.joined(outputs)
 
     @property
     def is_random(self) -> bool:

@@ -232,7 +232,7 @@ def test_views_of_activations_do_not_keep_them():
 @pytest.mark.parametrize(
     "aux_of, message",
     [
-        (lambda x: torch.zeros(len(x), len(x)), r"aux has shapes \(3, 3\), \(2, 2\).*PerSample"),
+        (lambda x: torch.zeros(len(x), len(x)), r"the result has shapes \(3, 3\), \(2, 2\).*PerSample"),
         (lambda x: 3 if len(x) == 2 else None, "of different types in the micro-batches: NoneType, int"),
         (lambda x: {"a": x} if len(x) == 2 else {"b": x}, "of another structure"),
     ],

@@ -703,19 +703,7 @@ def test_function_that_fails_for_few_samples_is_not_checked():
     split(loss_fn, *inputs, model=model)
 
 
-def test_running_out_of_memory_in_the_check_takes_fewer_samples():
-    model, inputs = network(), batch()
-    loss_fn = OutOfMemoryBeyond(lambda x, y: hardest_triplet(model(x), y), limit=4)
-    with pytest.raises(CoupledLossError):
-        split(loss_fn, *inputs, model=model, size=4)
-    assert loss_fn.sizes[:2] == [4, 1]
-    loss_fn = OutOfMemoryBeyond(lambda x, y: hardest_triplet(model(x), y), limit=4)
-    with pytest.raises(CoupledLossError):
-        split(loss_fn, *inputs, model=model, size=16)
-    assert loss_fn.sizes[:3] == [8, 4, 1]
-
-
-def test_running_out_of_memory_in_every_check_does_not_end_the_batch():
+def test_running_out_of_memory_in_the_check_does_not_end_the_batch():
     model, inputs = network(), batch(4)
     splitter = speedswap.BatchSplitter(model)
     loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from speedswap.batching import PerSample, Whole
-from speedswap.batching.nested import Batch, concatenate
+from speedswap.batching.nested import Batch, joined
 from speedswap.errors import BatchError
 
 
@@ -133,7 +133,7 @@ def grown(tree: Any, size: int) -> Any:
 
 
 def flat(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple):
         return [leaf for item in value for leaf in flat(item)]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in flat(item)]
@@ -146,21 +146,21 @@ def test_p24_any_nesting_comes_together_again(tree, size, data):
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
     batch = Batch(value)
     parts = [batch.part(start, stop)[0] for start, stop in pairwise(cuts)]
-    joined = concatenate(parts)
-    for found, wanted in zip(flat(joined), flat(value), strict=True):
+    together = joined(parts, [stop - start for start, stop in pairwise(cuts)])
+    for found, wanted in zip(flat(together), flat(value), strict=True):
         if isinstance(wanted, Tensor) and wanted.dim():
             assert torch.equal(found, wanted)
         elif isinstance(wanted, Tensor):
             assert torch.equal(found, wanted.expand(len(parts)))
         else:
-            assert found == wanted
+            assert found == (None if wanted is None else [wanted] * len(parts))
 
 
 def test_parts_of_different_structure_cannot_be_joined():
     with pytest.raises(BatchError, match="structure"):
-        concatenate([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
-    with pytest.raises(BatchError, match="something else"):
-        concatenate([torch.ones(1), None])
+        joined([(torch.ones(1),), (torch.ones(1), torch.ones(1))], [1, 1])
+    with pytest.raises(BatchError, match="of different types in the micro-batches: NoneType, Tensor"):
+        joined([torch.ones(1), None], [1, 1])
 
 
 def test_parts_of_jagged_tensors_are_padded_to_their_own_longest():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
-from speedswap.batching.nested import Batch, concatenate, replace_tensors
+from speedswap.batching.nested import NO_AUX, Batch, parted
 from speedswap.compat.infinitybatch.batches import WatchedLoader, as_list, call, moved, named, samples_first, unpack
 from speedswap.compat.infinitybatch.changes import Change, ChangeObserver
 from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError
@@ -131,7 +131,6 @@ class InfinityBatch:
         self._events: EventMonitor | None = None
         self._epoch = self._batch = -1
         self._trained = [0, 0]  # batches and samples of the epoch
-        self._collected: list[Any] = []
         unset: Any = None
         self._model = self._optimizer = self._criterion = self._forward_device = unset
         self._current = unset  # inputs and targets of the batch
@@ -312,20 +311,20 @@ class InfinityBatch:
         inputs, targets = self._current
         losses, optimizers = [], named(self._optimizer)
         for step in self._steps or [None]:
-            losses.append(float(self._differentiate(step, inputs, targets)))
+            loss, outputs = parted(self._differentiate(step, inputs, targets))
+            losses.append(float(loss))
+            if outputs is not NO_AUX:
+                self._keep(outputs=outputs)
             stepping = optimizers if step is None or step.optimizers is None else step.optimizers
             self._step([optimizers[key] for key in stepping])
             self.zero_grad()
         self._losses[-1].append((losses[0] if len(losses) == 1 else tuple(losses), Batch((inputs, targets)).size))
         self._keep(inputs=inputs, targets=targets)
-        if self._collected:
-            self._keep(outputs=concatenate(self._collected))
-            self._collected = []
 
-    def _differentiate(self, step: TrainingStep | None, inputs: Any, targets: Any) -> Tensor:
-        """Add the gradients of a step's loss, or of the criterion; return the loss."""
+    def _differentiate(self, step: TrainingStep | None, inputs: Any, targets: Any) -> Any:
+        """Add the gradients of a step's loss, or of the criterion; return the loss, and the outputs that are kept."""
 
-        def loss_fn(inputs: Any, targets: Any) -> Tensor:
+        def loss_fn(inputs: Any, targets: Any) -> Any:
             if step is None:
                 return self._criticize(self._encode(inputs), targets)
             with self._precision():
@@ -342,12 +341,10 @@ class InfinityBatch:
             return splitter.backward_coupled(self._encode, functools.partial(self._criticize, targets=targets), inputs)
         return splitter.backward(loss_fn, inputs, targets)
 
-    def _criticize(self, outputs: Any, targets: Any) -> Tensor:
-        if self._keeps("outputs"):
-            self._collected.append(replace_tensors(outputs, Tensor.detach))
+    def _criticize(self, outputs: Any, targets: Any) -> Any:
         (criterion,) = as_list(self._criterion)
         loss: Tensor = criterion(outputs, moved(targets, self._backward_device))
-        return loss
+        return (loss, outputs) if self._keeps("outputs") else loss
 
     def _encode(self, inputs: Any) -> Any:
         """Return the model's outputs for a micro-batch, on the backward device."""
@@ -544,9 +541,7 @@ class InfinityBatch:
             self.printer(line)
 
     def _tell(self, moment: str, event: Event, *, to_monitor: bool = True) -> None:
-        if moment == "before_batch":
-            self._collected = []
-        elif moment == "after_batch":
+        if moment == "after_batch":
             self._trained = [self._trained[0] + 1, self._trained[1] + (event.batch_size or 0)]
         elif moment == "on_resize":
             where = "" if self._epoch < 0 else f"epoch {self._epoch + 1}, "
