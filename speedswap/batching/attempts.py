@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.escalation import Escalation, RungPlan
+from speedswap.batching.escalation import Escalation
 from speedswap.batching.memory import (
     chain,
     forget,
@@ -51,14 +51,14 @@ class Limit:
 
     Attributes:
         largest: the largest size that has fitted, by kind of work.
-        plans: what each rung does.
+        checkpointed: the modules that are, by rung.
         alone: the samples that escalate, where they cost differently.
     """
 
     def __init__(self, size: int | None, grow_after: int | None = GROW_AFTER) -> None:
         self.size = size
         self.largest: dict[str, int] = {}
-        self.plans: dict[str, RungPlan] = {}
+        self.checkpointed: dict[str, Sequence[nn.Module]] = {}
         self.alone = Alone()
         self._grow_after = grow_after
         self._patience = grow_after or 0
@@ -417,7 +417,7 @@ class BatchAttempts(Attempts):
             calls = list(zip(self.functions, self.packings, strict=False))
             with self._within_memory():
                 rungs = self._rungs[: max(0, 1 - self.size)] if escalates else ()
-                self.common.escalation.begin(rungs, self._known.plans, calls, self.changes)
+                self.common.escalation.begin(rungs, self._known.checkpointed, calls, self.changes)
                 yield
 
     @contextmanager
