@@ -88,26 +88,6 @@ class Trial:
         """Return the parameters that have memory."""
         return [one for one in self.modules.parameters() if has_memory(one)]
 
-    @contextmanager
-    def rows_elsewhere(self) -> Iterator[None]:
-        """Leave no gradient behind in parameters that stand for rows elsewhere, which cannot have stand-ins.
-
-        Raises:
-            BatchError: one has a gradient already, which the trial would mix with its own.
-        """
-        elsewhere = [(name, one) for name, one in self.modules.named_parameters() if not has_memory(one)]
-        for name, one in elsewhere:
-            if one.grad is not None:
-                raise BatchError(
-                    f"{name.partition('.')[2]} has a gradient, which a trial would add to; estimate before the "
-                    "backward pass, or after optimizer.zero_grad()"
-                )
-        try:
-            yield
-        finally:
-            for _, one in elsewhere:
-                one.grad = None
-
     def find_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run forward once to find the modules that only the loss runs, which are added to the model."""
         known, buffers = set(self.modules.modules()), Buffers()
@@ -213,13 +193,12 @@ def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) ->
     """Run batches of these sizes, at least two, as long as samples and passes take less than ``most_bytes``."""
     with RandomState(), torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
         trial.find_others(*_samples(batch, sizes[0]))
-        with trial.rows_elsewhere():
-            runs = [_recorded(trial, batch, sizes[0])]
-            for size in sizes[1:]:
-                if size * runs[-1].bytes_per_sample > most_bytes:
-                    break
-                runs.append(_recorded(trial, batch, size))
-            return runs if len(runs) > 1 else [*runs, _recorded(trial, batch, sizes[0] + 1)]
+        runs = [_recorded(trial, batch, sizes[0])]
+        for size in sizes[1:]:
+            if size * runs[-1].bytes_per_sample > most_bytes:
+                break
+            runs.append(_recorded(trial, batch, size))
+        return runs if len(runs) > 1 else [*runs, _recorded(trial, batch, sizes[0] + 1)]
 
 
 def _recorded(trial: Trial, batch: Batch, size: int) -> TrialPass:
