@@ -91,7 +91,8 @@ def steps(calls: Calls, ahead: bool) -> Iterator[None]:
     for batch in speedswap.lookahead(batches, {collection: lambda batch: batch}, depth=int(ahead)):
         optimizer.zero_grad()
         pooled: Tensor = collection(batch).values()
-        pooled.register_hook(calls.here)  # called by the thread of the backward pass
+        if calls.counting:
+            pooled.register_hook(calls.here)  # called by the thread of the backward pass
         pooled.sum().backward()
         optimizer.step()
         yield

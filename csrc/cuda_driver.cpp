@@ -27,9 +27,11 @@ CudaDriver load() {
     find(library, "cuCtxPopCurrent_v2", driver.pop_context);
     find(library, "cuEventCreate", driver.create_event);
     find(library, "cuEventRecord", driver.record);
+    find(library, "cuEventQuery", driver.query);
     find(library, "cuEventSynchronize", driver.synchronize);
     find(library, "cuStreamSynchronize", driver.synchronize_stream);
     find(library, "cuStreamWaitEvent", driver.wait);
+    find(library, "cuMemAllocHost_v2", driver.allocate_pinned);
     find(library, "cuMemcpyHtoDAsync_v2", driver.copy_in);
     find(library, "cuMemcpyDtoHAsync_v2", driver.copy_out);
     find(library, "cuLaunchKernel", driver.launch);

@@ -16,9 +16,11 @@ struct CudaDriver {
     int (*pop_context)(void** context);
     int (*create_event)(void** event, unsigned flags);
     int (*record)(void* event, void* stream);
+    int (*query)(void* event);  // returns 0 if the work before it is done, as before the first record
     int (*synchronize)(void* event);
     int (*synchronize_stream)(void* stream);
     int (*wait)(void* stream, void* event, unsigned flags);
+    int (*allocate_pinned)(void** memory, size_t nbytes);
     int (*copy_in)(void* device, const void* host, size_t nbytes, void* stream);
     int (*copy_out)(void* host, void* device, size_t nbytes, void* stream);
     int (*launch)(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,

@@ -102,16 +102,47 @@ SPEEDSWAP_FUNCTION void count_keys(const Key* keys, Count num_keys, Count* count
     }
 }
 
+// Counts are added up in ranges of pieces, as many as these or fewer.
+constexpr int kRanges = 1024;
+
+SPEEDSWAP_FUNCTION Count pieces_per_range(Count pieces) {
+    return (pieces + kRanges - 1) / kRanges;
+}
+
+// Adds up the counts of each range of pieces.
+// Grid: one thread per range, walked with a grid stride; any thread block.
+SPEEDSWAP_FUNCTION void sum_counts(const Count* counts, Count pieces, Count* totals) {
+    const Count threads = (Count)gridDim.x * blockDim.x, per_range = pieces_per_range(pieces);
+    for (Count range = (Count)blockIdx.x * blockDim.x + threadIdx.x; range * per_range < pieces; range += threads) {
+        Count total = 0;
+        for (Count piece = range * per_range; piece < pieces && piece < (range + 1) * per_range; ++piece)
+            total += counts[piece];
+        totals[range] = total;
+    }
+}
+
+// The changes in all pieces before one. The threads of a warp read the same totals: a launch more, to add these up too,
+// would take longer than that.
+SPEEDSWAP_FUNCTION Count changes_before(const Count* counts, const Count* totals, Count pieces, Count piece) {
+    const Count per_range = pieces_per_range(pieces), own = piece / per_range;
+    Count sum = 0;
+    for (Count range = 0; range < own; ++range)
+        sum += totals[range];
+    for (Count before = own * per_range; before < piece; ++before)
+        sum += counts[before];
+    return sum;
+}
+
 // Numbers the distinct keys of each lookup: local[order[i]] is the number of keys[i] within its lookup, and row number
 // n of all lookups together is found[n]. Writes four numbers per lookup that has keys to `answers`, in host memory: the
 // numbers, of all lookups together, of its first and last key, and these keys.
-// Grid: as for count_keys. order[i] is the index of keys[i] before the sort; `ends` are the counts of count_keys added
-// up. The keys of lookup n are those from starts[n] on, and its rows begin at features[n].base; if features is null,
-// there is one lookup, whose keys are its rows.
+// Grid: as for count_keys. order[i] is the index of keys[i] before the sort. The keys of lookup n are those from
+// starts[n] on, and its rows begin at features[n].base; if features is null, there is one lookup, whose keys are its
+// rows.
 template <typename Key>
-SPEEDSWAP_FUNCTION void number_keys(const Key* keys, const Count* order, Count num_keys, const Count* ends,
-                                    const Feature* features, const Count* starts, Count num_lookups, Count* found,
-                                    Count* local, Count* answers) {
+SPEEDSWAP_FUNCTION void number_keys(const Key* keys, const Count* order, Count num_keys, const Count* counts,
+                                    const Count* totals, const Feature* features, const Count* starts,
+                                    Count num_lookups, Count* found, Count* local, Count* answers) {
     const Count threads = (Count)gridDim.x * blockDim.x, pieces = (num_keys + kKeysPerThread - 1) / kKeysPerThread;
     for (Count piece = (Count)blockIdx.x * blockDim.x + threadIdx.x; piece < pieces; piece += threads) {
         const Count begin = piece * kKeysPerThread, rest = num_keys - begin;
@@ -120,8 +151,9 @@ SPEEDSWAP_FUNCTION void number_keys(const Key* keys, const Count* order, Count n
         // Of its lookup's first key: in an earlier piece, or this one's first.
         const Count whole = first / kKeysPerThread;
         Count base = features ? features[lookup].base : 0;
-        Count origin = (whole ? ends[whole - 1] : 0) + changes(keys, whole * kKeysPerThread, first + 1);
-        Count number = piece ? ends[piece - 1] : 0;
+        Count number = changes_before(counts, totals, pieces, piece);
+        Count origin = whole == piece ? number : changes_before(counts, totals, pieces, whole);
+        origin += changes(keys, whole * kKeysPerThread, first + 1);
         for (Count i = begin; i < begin + (rest < kKeysPerThread ? rest : kKeysPerThread); ++i) {
             const bool is_new = i > 0 && keys[i] != keys[i - 1];
             number += is_new;

@@ -503,14 +503,19 @@ SPEEDSWAP_SWAP(hot_swap_w1, unsigned char)
         speedswap::count_keys(keys, num_keys, counts);                                                                 \
     }                                                                                                                  \
     SPEEDSWAP_KERNEL number_keys_i##bits(                                                                              \
-        const Key* keys, const speedswap::Count* order, speedswap::Count num_keys, const speedswap::Count* ends,       \
-        const speedswap::Feature* features, const speedswap::Count* starts, speedswap::Count num_lookups,              \
-        speedswap::Count* found, speedswap::Count* local, speedswap::Count* answers) {                                 \
-        speedswap::number_keys(keys, order, num_keys, ends, features, starts, num_lookups, found, local, answers);     \
+        const Key* keys, const speedswap::Count* order, speedswap::Count num_keys, const speedswap::Count* counts,     \
+        const speedswap::Count* totals, const speedswap::Feature* features, const speedswap::Count* starts,            \
+        speedswap::Count num_lookups, speedswap::Count* found, speedswap::Count* local, speedswap::Count* answers) {   \
+        speedswap::number_keys(keys, order, num_keys, counts, totals, features, starts, num_lookups, found, local,     \
+                               answers);                                                                               \
     }
 
 SPEEDSWAP_KEYS(32, int)
 SPEEDSWAP_KEYS(64, speedswap::Count)
+
+SPEEDSWAP_KERNEL sum_counts(const speedswap::Count* counts, speedswap::Count pieces, speedswap::Count* totals) {
+    speedswap::sum_counts(counts, pieces, totals);
+}
 
 SPEEDSWAP_KERNEL join_offsets(const speedswap::Feature* features, speedswap::Count num_features,
                               const speedswap::Count* starts, speedswap::Count num_bags, speedswap::Count* joined,

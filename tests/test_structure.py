@@ -15,7 +15,7 @@ import torch
 
 import speedswap
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.launch import move
+from speedswap.kernels.cuda.launch import copy
 from speedswap.tables import Block
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def test_lookup_and_scatter_walk_through_the_documented_files(device):
     if device == "cpu":
         walk, end = documented_walk("A lookup,"), _C.gather
     else:
-        walk, end = documented_walk("The same to a CUDA launch"), move
+        walk, end = documented_walk("The same to a CUDA launch"), copy
     assert files_entered(lambda: losses.append(items(ids).sum()), end) == walk
     losses[0].backward()
     if device == "cpu":

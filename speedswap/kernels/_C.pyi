@@ -286,18 +286,54 @@ def launch(
     waits: bool = False,
 ) -> None: ...
 
-# Writes features for the kernels of lookups.cuh to 2 + 13 · count numbers: a flag, starts, begins, and the features.
-# Ranges are first rows and numbers of rows; bags are offsets, and whether the last is the number of ids. Returns the
-# greatest end of a range.
+# A move of copied columns. `rows` are the records' address and stride in words, and the ids' address and number;
+# `layout` is the kernels' Columns without the blocks' addresses and the numbers of the cache of hot rows; `shifts`, if
+# any, are added to the columns' offsets, in words.
+def launch_move(
+    device: int,
+    kernel: int,
+    grid: int,
+    threads: int,
+    stream: int,
+    rows: tuple[int, int, int, int],
+    layout: bytes,
+    blocks: list[int],
+    shifts: list[int],
+    hot: tuple[int, ...],
+    lanes: int,
+) -> None: ...
+
+# Queues count_keys, sum_counts and number_keys, and returns each lookup's answers, after waiting for them. `sorted` has
+# the addresses of keys and order, and their number; `scratch` an address, and the number of pieces of keys; `lookups`
+# the addresses of features and starts, and their number; `results` the addresses of found and local.
+def number_keys(
+    device: int,
+    kernels: tuple[int, int, int],
+    grid: int,
+    threads: int,
+    stream: int,
+    sorted: tuple[int, int, int],
+    scratch: tuple[int, int],
+    lookups: tuple[int, int, int],
+    results: tuple[int, int],
+) -> list[tuple[int, int, int, int]]: ...
+
+# Copies features for the kernels of lookups.cuh to 2 + 13 · count numbers on a GPU: a flag, starts, begins, features.
+# Numbers of each are at the addresses, of which the last three may be 0. Bags are offsets, and whether the last is the
+# number of ids. Returns the greatest end of the features' rows, and the number of ids.
 def describe_features(
+    device: int,
+    stream: int,
     into: int,
     ids: Sequence[Tensor],
-    ranges: tuple[Sequence[int], Sequence[int]],
-    outside: Sequence[int] | None,
-    starts: Sequence[int],
-    begins: Sequence[int] | None,
+    count: int,
+    bases: int,
+    limits: int,
+    outside: int,
+    counts: int,
+    begins: int,
     bags: Sequence[tuple[Tensor | None, bool]],
-) -> int: ...
+) -> tuple[int, int]: ...
 
 # The kernels' Bags: by name, in order, tensors' addresses and numbers; 0 for None and for what is not given. The last
 # is 1 if rows of `row_bytes`, in matrices of this dtype, are multiples of 16 bytes, and begin at such.

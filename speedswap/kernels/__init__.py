@@ -5,6 +5,7 @@ from speedswap.kernels._compiled import with_compiled_part
 __path__ = with_compiled_part(__path__)
 
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
+from speedswap.kernels.cuda.engines import copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.features import FeatureIds, JoinedBags, find_together, first_outside, join_bags, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
@@ -53,6 +54,7 @@ from speedswap.kernels.records import (
     Records,
     Stored,
     WantedColumn,
+    WantedColumns,
     gather_on_cpu,
     gather_records,
     round_rows,

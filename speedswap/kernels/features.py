@@ -57,20 +57,28 @@ class FeatureIds:
     begins: Tensor | None = None
     offsets: Sequence[tuple[Tensor | None, bool]] = ()
     bags: JoinedBags | None = None
+    _near: FeatureTable | None = None
 
     @functools.cached_property
     def total(self) -> int:
         """The number of rows to look up."""
         return len(self.ids) if self.counts is None else int(self.counts.sum())
 
-    @functools.cached_property
+    @property
     def near(self) -> FeatureTable:
         """The features on the ids' GPU."""
-        counts = [0] * self.bases.shape[0] if self.counts is None else self.counts.tolist()
-        ids = [self.ids] if isinstance(self.ids, Tensor) else self.ids
-        begins = self.begins.tolist() if self.begins is not None and self.begins.is_cpu else None
-        ranges, starts = (self.bases.tolist(), self.limits.tolist()), [*accumulate(counts, initial=0)]
-        return FeatureTable(ids, ranges, None, starts, begins, self.offsets)
+        if self._near is None:
+            ids, bases, counts, begins = self.ids, self.bases, self.counts, self.begins
+            self._near = FeatureTable(
+                [ids] if isinstance(ids, Tensor) else ids,
+                bases.shape[0],
+                bases.data_ptr(),
+                self.limits.data_ptr(),
+                counts=0 if counts is None else counts.data_ptr(),
+                begins=0 if begins is None or not begins.is_cpu else begins.data_ptr(),
+                bags=self.offsets,
+            )
+        return self._near
 
     def on_host(self) -> FeatureIds:
         """Return the ids in host memory, after waiting for them."""
@@ -196,13 +204,14 @@ def find_together(
     bases = [firsts[group] + base for group, base in zip(of_feature, asked.bases.tolist(), strict=True)]
     outside = [firsts[group + 1] - 1 for group in of_feature]
     # The rest of the room is a last feature, which reads the first id again and again; its keys are past all others.
-    every, ranges = [ids] * len(bases) + [ids[0].expand(1)], ([*bases, end], [*asked.limits.tolist(), 0])
-    near = FeatureTable(every, ranges, [*outside, end], [0] * (len(bases) + 2))
+    every, limits = [ids] * len(bases) + [ids[0].expand(1)], [*asked.limits.tolist(), 0]
+    near = FeatureTable.of_numbers(every, [*bases, end], limits, [*outside, end], [0] * len(every))
     starts = bags.offsets.data_ptr(), bags.stride
     begins = starts if asked.begins is None else (asked.begins.data_ptr(), 1)
     dtype = torch.int32 if end + 1 < 2**31 else torch.int64
     keys = merge(near, room, dtype, starts, begins, bags.wrong)
-    table = FeatureTable([ids], (firsts, [*num_rows, 0]), firsts, [*firsts, end + 1])
+    keys_of = [*(count + 1 for count in num_rows), 1]
+    table = FeatureTable.of_numbers([ids], firsts, [*num_rows, 0], firsts, keys_of)
     keys, order = torch.sort(keys, stable=True)
     begun = torch.searchsorted(keys, table.bounds.to(keys.dtype))  # each group's first key
     numbered = number(keys, order, table, begun.data_ptr(), len(firsts))

@@ -179,7 +179,8 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
         For each lookup as :func:`unique` does, with :func:`order_of`; None if an id is out of range.
     """
     flat = [ids if ids.ndim == 1 else ids.reshape(-1) for ids in lookups]
-    starts = list(accumulate([ids.shape[0] for ids in flat], initial=0))
+    counts = [ids.shape[0] for ids in flat]
+    starts = list(accumulate(counts, initial=0))
     bases = [0] if num_rows is None else list(accumulate([count + 1 for count in num_rows], initial=0))
     keys, table = flat[0], None
     if not starts[-1]:
@@ -188,7 +189,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
     dtype = keys.dtype if num_rows is None else torch.int32 if bases[-1] < 2**31 else torch.int64
     if len(flat) > 1 or keys.dtype != dtype:  # narrow keys are sorted in half the time
         assert num_rows is not None
-        table = FeatureTable(flat, (bases[:-1], num_rows), [base - 1 for base in bases[1:]], starts)
+        table = FeatureTable.of_numbers(flat, bases[:-1], num_rows, [base - 1 for base in bases[1:]], counts)
         keys = merge(table, starts[-1], dtype, (table.starts, 1))
     ordered, order = torch.sort(keys, stable=True)
     del keys  # its memory is needed for the rows
@@ -198,7 +199,7 @@ def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -
 
 def of_lookups(
     order: Tensor,
-    numbered: tuple[Tensor, Tensor, list[list[int]]],
+    numbered: tuple[Tensor, Tensor, Sequence[Sequence[int]]],
     starts: Sequence[int],
     bases: Sequence[int],
     num_rows: Sequence[int] | None,
@@ -220,8 +221,11 @@ def of_lookups(
         count = last + 1 - first if start < stop else 0
         if count and num_rows is not None and not bases[i] <= low <= high < bases[i] + num_rows[i]:
             continue
-        # A view would keep far more memory alive than the rows need.
-        rows = empty((count,), torch.int64, order.device).copy_(found[first : first + count])
+        # A view of all would keep far more memory alive than the rows need.
+        if len(lookups) == 1 and 2 * count >= found.shape[0]:
+            rows = found.resize_(count)
+        else:
+            rows = empty((count,), torch.int64, order.device).copy_(found[first : first + count])
         mine, positions = local, order
         if start or stop < local.shape[0]:
             mine, positions = local[start:stop], order[start:stop]

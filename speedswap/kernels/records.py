@@ -184,6 +184,20 @@ class WantedColumn:
         return (*place, pointer, *rest)
 
 
+class WantedColumns(dict[str, WantedColumn]):
+    """Columns of records to move together, by name.
+
+    Attributes:
+        copied: each one's offset and bytes per record, if all are stored as they are in their blocks; else empty.
+    """
+
+    def __init__(self, columns: Mapping[str, WantedColumn]) -> None:
+        super().__init__(columns)
+        every = columns.values()
+        is_copied = all(column.stored is None and column.row_bytes for column in every)
+        self.copied = tuple((column.offset, column.row_bytes) for column in every) if is_copied else ()
+
+
 def stored_bytes(dtype: torch.dtype, items: int) -> int:
     """Return the bytes per record of a row of ``items`` values whose block is float32."""
     return items * dtype.itemsize + (_SCALE_BYTES if dtype is torch.int8 else 0)

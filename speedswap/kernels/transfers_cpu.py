@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedswap._forks import in_child
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.launch import move
+from speedswap.kernels.cuda.launch import by_launch, copy
 from speedswap.kernels.cuda.lookups import find_places
 from speedswap.kernels.host import as_ids, get_num_threads
 from speedswap.kernels.records import (
@@ -201,7 +201,9 @@ def forward(
         # One launch for all blocks of one width: to the kernel they are columns of the first, far apart.
         first, _ = pairs[0]
         held = Records(first, width, count, device, False, from_blocks)
-        move("gather", held, places, [Part(address - first, target) for address, target in pairs], device, stream)
+        for some in by_launch(pairs):
+            shifts, blocks = [address - first for address, _ in some], [target.data_ptr() for _, target in some]
+            copy("gather", held, places, ((0, width),) * len(some), blocks, device.index, stream, shifts)
     for target, stored in zip(to_blocks, forms, strict=True):
         if stored is not None and target.nbytes:
             round_rows(target, to_rows, stored)  # gathered rows are rounded already and do not change

@@ -64,10 +64,12 @@ def pool(
         Shape (bags / features, features · dim): in its row s the s-th bag of every feature, side by side; zeros for a
         bag without ids.
     """
-    order, local = kernels.order_of(local), local.reshape(-1).contiguous()
+    order = kernels.order_of(local)
+    if local.ndim != 1 or not local.is_contiguous():
+        local = local.reshape(-1).contiguous()
     if weight.is_cuda and not _needs_torch(weight):
         bags = local, offsets, mode, features, counts, is_mean
-        return _BagsOnGpu.apply(weight, factors, order, bags)  # type: ignore[no-any-return, no-untyped-call]
+        return _BagsOnGpu.apply(weight, factors, (order, *bags))  # type: ignore[no-any-return, no-untyped-call]
     if counts is not None:
         ends = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
         local, offsets, factors = local[counts], ends[offsets], None if factors is None else factors[counts]
@@ -100,7 +102,7 @@ def _side_by_side(bags: Tensor, features: int) -> Tensor:
 
 def _needs_torch(weight: Tensor) -> bool:
     """Return whether neither the CPU loops nor the kernels can sum these rows."""
-    is_near = weight.is_cpu or (weight.is_cuda and kernels.has_memory(weight))
+    is_near = weight.is_cpu or (weight.is_cuda and (type(weight) is Tensor or kernels.has_memory(weight)))
     return not is_near or weight.dtype not in _SUMMABLE or torch._C._are_functorch_transforms_active()
 
 
@@ -251,9 +253,8 @@ class _BagsOnGpu(torch.autograd.Function):
     """The bags of :func:`pool`, by the kernels: each written to its place, and its gradient read from there."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, factors: Tensor | None, order: Tensor | None, bags: tuple[Any, ...]
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, factors: Tensor | None, given: tuple[Any, ...]) -> Tensor:
+        order, *bags = given
         local, _, _, features, _, _ = bags
         out, noted = pool_bags(weight, factors, any(ctx.needs_input_grad), *bags)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, local, order, *noted)
@@ -267,4 +268,4 @@ class _BagsOnGpu(torch.autograd.Function):
         of_rows, of_factors, *_ = ctx.needs_input_grad
         to_weight = sum_entries(grad, local, order, ctx.num_rows, ctx.features, *noted) if of_rows else None
         to_factors = dot_bags(weight, local, grad, noted[0], ctx.features) if of_factors else None
-        return to_weight, to_factors, None, None
+        return to_weight, to_factors, None

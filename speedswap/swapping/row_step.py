@@ -476,7 +476,7 @@ class RowStep(Locked):
                     and value.dtype is leased.dtype
                     and value.shape == leased.shape
                     and value.is_contiguous()
-                    and 0 != value.data_ptr() == leased.data_ptr()
+                    and (value is leased or 0 != value.data_ptr() == leased.data_ptr())
                 ):
                     value = leased
                 else:

@@ -22,8 +22,9 @@ from speedswap.tables.record import Block, Column, RecordLayout
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
 
 _CPU = torch.device("cpu")
-_Fields = list[tuple[RecordGroup, dict[str, kernels.WantedColumn]]]
-_Moves = list[tuple[RecordGroup, list[kernels.Part]]]
+_Fields = list[tuple[RecordGroup, kernels.WantedColumns]]
+_Blocks = Mapping[str, Tensor]
+_Forms = Mapping[str, kernels.Stored | None]
 
 
 class LocalStore(RowStore):
@@ -263,15 +264,13 @@ class LocalStore(RowStore):
             if is_host and out is None and group.memory.device.type == "cpu":
                 blocks |= kernels.gather_on_cpu(group.records(), rows, fields)
                 continue
-            parts = []
             for name, field in fields.items():
                 block = out.get(name) if out is not None else None
-                if block is None:
-                    block = kernels.empty((count, *field.row_shape), field.dtype, device)
-                blocks[name] = block
-                parts.append(kernels.Part(field.offset, block, field.stored))
-            records = group.records(ahead=to_read is not None)
-            kernels.gather_records(records, rows if to_read is None else to_read, parts)
+                blocks[name] = kernels.empty((count, *field.row_shape), field.dtype, device) if block is None else block
+            records, ids = group.records(ahead=to_read is not None), rows if to_read is None else to_read
+            if not kernels.copy_by_kernel("gather", records, ids, fields, [blocks[name] for name in fields]):
+                forms = {name: field.stored for name, field in fields.items()}
+                kernels.gather_records(records, ids, _parts(fields, blocks, forms))
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
@@ -293,11 +292,7 @@ class LocalStore(RowStore):
             forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
             self._written = True
             write = PendingWrite(block, blocks, forms)
-            moves = [
-                (group, [kernels.Part(fields[name].offset, blocks[name], forms[name]) for name in fields])
-                for group, fields in groups
-            ]
-            self._scatter_later(write, moves, transfers)
+            self._scatter_later(write, groups, blocks, forms, transfers)
             self.notes.writes += 1
             self._pending.add_write(write)
             return
@@ -313,7 +308,8 @@ class LocalStore(RowStore):
                 if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
-                    kernels.scatter_records(records, block.rows, self._parts(fields, blocks))
+                    forms = {name: self._form(name, fields[name]) for name in fields}
+                    _scatter(records, block.rows, fields, blocks, forms)
             if near and self.notes.hot is not None:
                 self.notes.hot.scattered()
         except BaseException:
@@ -323,16 +319,16 @@ class LocalStore(RowStore):
         if is_busy:
             self._pending.make_stale()
 
-    def _parts(self, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> list[kernels.Part]:
-        return [kernels.Part(field.offset, blocks[name], self._form(name, field)) for name, field in fields.items()]
-
-    def _scatter_later(self, write: PendingWrite, moves: _Moves, transfers: Transfers) -> None:
+    def _scatter_later(
+        self, write: PendingWrite, groups: _Fields, blocks: _Blocks, forms: _Forms, transfers: Transfers
+    ) -> None:
         """Queue a pending write: on the CPU loops' thread if everything is in host memory, else with the transfers."""
-        blocks = [part.block for _, parts in moves for part in parts]
-        if self._in_host_memory(blocks[0].device):
-            for group, _ in moves:
+        device = next(iter(blocks.values())).device
+        if self._in_host_memory(device):
+            for group, _ in groups:
                 group.settle(writing=True)
-            kernels.scatter_on_cpu(write, write.rows, [(group.records(), parts) for group, parts in moves])
+            moves = [(group.records(), _parts(fields, blocks, forms)) for group, fields in groups]
+            kernels.scatter_on_cpu(write, write.rows, moves)
             return
 
         hot, waiting = self.notes.hot, self._pending.not_taken()
@@ -341,15 +337,15 @@ class LocalStore(RowStore):
             return [rows for prefetch in waiting if (rows := prefetch.rows_so_far()) is not None]
 
         def scatter() -> None:
-            for group, parts in moves:
-                kernels.scatter_records(group.records(), write.rows, parts)
+            for group, fields in groups:
+                _scatter(group.records(), write.rows, fields, blocks, forms)
             if hot is not None:
                 hot.scattered(expected)
 
-        inputs = [write.rows, *blocks]
-        inputs += [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
-        waits = not blocks[0].is_cuda or any(group.records().direct_share("scatter") < 1 for group, _ in moves)
-        transfers.add(write, lambda: scatter, blocks[0].device, inputs=inputs, waits=waits)
+        inputs = [write.rows, *blocks.values()]
+        inputs += [group.memory.bytes for group, _ in groups]  # the table may be freed before the write is done
+        waits = device.type != "cuda" or any(group.records().direct_share("scatter") < 1 for group, _ in groups)
+        transfers.add(write, lambda: scatter, device, inputs=inputs, waits=waits)
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
         """Return how the next scatter converts a column: the scatter's number seeds stochastic rounding."""
@@ -567,3 +563,15 @@ class LocalStore(RowStore):
                 self.notes.closed, self.notes.pinned, self.notes.hot, self._is_filled = True, False, None, True
                 for group in self.groups:
                     group.close()
+
+
+def _scatter(
+    records: kernels.Records, rows: Tensor, fields: kernels.WantedColumns, blocks: _Blocks, forms: _Forms
+) -> None:
+    """Scatter a batch's rows of some columns, with at least one of them or the records on a GPU."""
+    if not kernels.copy_by_kernel("scatter", records, rows, fields, [blocks[name] for name in fields]):
+        kernels.scatter_records(records, rows, _parts(fields, blocks, forms))
+
+
+def _parts(fields: Mapping[str, kernels.WantedColumn], blocks: _Blocks, forms: _Forms) -> list[kernels.Part]:
+    return [kernels.Part(field.offset, blocks[name], forms[name]) for name, field in fields.items()]

@@ -192,11 +192,10 @@ class RecordGroup:
         self.use(None)
         self.memory.close()
 
-    def fields(self, names: Collection[str] | None = None) -> dict[str, kernels.WantedColumn]:
+    def fields(self, names: Collection[str] | None = None) -> kernels.WantedColumns:
         """Return columns as the kernels gather them, by name: all of the group's, or the named ones that it has."""
-        return {
-            c.name: c.at(self.layout.offset(c.name)) for c in self.layout.columns if names is None or c.name in names
-        }
+        some = [column for column in self.layout.columns if names is None or column.name in names]
+        return kernels.WantedColumns({each.name: each.at(self.layout.offset(each.name)) for each in some})
 
     def view(self, name: str) -> Tensor:
         """Return all rows of a column as stored: a strided tensor (num_embeddings, *row_shape) over the memory itself.

@@ -154,15 +154,20 @@ extern "C" void run_count(int bits, unsigned int grid, unsigned int block, const
         host_cuda::launch(grid, block, count_keys_i64, static_cast<const Count*>(keys), num_keys, counts);
 }
 
+extern "C" void run_sum_counts(unsigned int grid, unsigned int block, const Count* counts, Count pieces,
+                               Count* totals) {
+    host_cuda::launch(grid, block, ::sum_counts, counts, pieces, totals);
+}
+
 extern "C" void run_number(int bits, unsigned int grid, unsigned int block, const void* keys, const Count* order,
-                           Count num_keys, const Count* ends, const Feature* features, const Count* starts,
-                           Count num_lookups, Count* found, Count* local, Count* answers) {
+                           Count num_keys, const Count* counts, const Count* totals, const Feature* features,
+                           const Count* starts, Count num_lookups, Count* found, Count* local, Count* answers) {
     if (bits == 32)
-        host_cuda::launch(grid, block, number_keys_i32, static_cast<const int*>(keys), order, num_keys, ends, features,
-                          starts, num_lookups, found, local, answers);
-    else
-        host_cuda::launch(grid, block, number_keys_i64, static_cast<const Count*>(keys), order, num_keys, ends,
+        host_cuda::launch(grid, block, number_keys_i32, static_cast<const int*>(keys), order, num_keys, counts, totals,
                           features, starts, num_lookups, found, local, answers);
+    else
+        host_cuda::launch(grid, block, number_keys_i64, static_cast<const Count*>(keys), order, num_keys, counts,
+                          totals, features, starts, num_lookups, found, local, answers);
 }
 
 extern "C" void run_find_places(unsigned int grid, unsigned int block, const Count* rows, Count num_rows,

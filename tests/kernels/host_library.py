@@ -59,8 +59,9 @@ class HostKernels:
                                             address, address, address, count]  # fmt: skip
         self._library.run_join.argtypes = [*grid[1:], address, count, address, count, address, address]
         self._library.run_count.argtypes = [number, *grid[1:], address, count, address]
+        self._library.run_sum_counts.argtypes = [*grid[1:], address, count, address]
         self._library.run_number.argtypes = [number, *grid[1:], address, address, count, address, address, address,
-                                             count, address, address, address]  # fmt: skip
+                                             address, count, address, address, address]  # fmt: skip
         self._library.run_find_places.argtypes = [*grid[1:], address, count, address, address, address]
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 

@@ -37,7 +37,7 @@ KERNELS = {
         for dtype in ("float32", "float64", "float16", "bfloat16")
     ),
     *(f"{what}_i{bits}" for what in ("merge_ids", "count_keys", "number_keys") for bits in (32, 64)),
-    *("join_offsets", "find_places", "take_steps_float32", "take_steps_float64"),
+    *("join_offsets", "find_places", "sum_counts", "take_steps_float32", "take_steps_float64"),
 }
 
 

@@ -11,6 +11,7 @@ enum {
     kNotInitialized = 3,
     kInvalidContext = 201,
     kInvalidHandle = 400,
+    kNotReady = 600,
     kIllegalAddress = 700
 };
 
@@ -57,6 +58,18 @@ int cuEventRecord(void* event, int64_t stream) {
     if (!simulated_is_stream(stream)) return kInvalidHandle;
     *(Event*)event = {stream, simulated_record(stream)};
     return kSuccess;
+}
+
+int cuEventQuery(void* event) {
+    if (const int error = not_ready()) return error;
+    const Event& at = *(Event*)event;
+    return at.ticket == 0 || simulated_query(at.stream, at.ticket) ? kSuccess : kNotReady;
+}
+
+int cuMemAllocHost_v2(void** memory, size_t nbytes) {
+    if (const int error = not_ready()) return error;
+    *memory = std::aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096);
+    return simulated_register(*memory, nbytes) ? kInvalidValue : kSuccess;
 }
 
 int cuEventSynchronize(void* event) {

@@ -145,17 +145,17 @@ const char* illegal(void (*)(const Feature*, long long, const long long*, long l
     return nullptr;
 }
 
-// Numbering keys: (keys, order, number of keys, ends, features, starts, lookups, found, local, answers)
+// Numbering keys: (keys, order, number of keys, counts, totals, features, starts, lookups, found, local, answers)
 template <typename Key, typename Feature>
-const char* illegal(void (*)(const Key*, const long long*, long long, const long long*, const Feature*,
-                             const long long*, long long, long long*, long long*, long long*),
+const char* illegal(void (*)(const Key*, const long long*, long long, const long long*, const long long*,
+                             const Feature*, const long long*, long long, long long*, long long*, long long*),
                     const char*, void** arguments, Legal legal) {
-    const auto count = *(long long*)arguments[2], lookups = *(long long*)arguments[6];
-    for (const int which : {1, 7, 8})
+    const auto count = *(long long*)arguments[2], lookups = *(long long*)arguments[7];
+    for (const int which : {1, 8, 9})
         if (!legal(*(long long**)arguments[which]) || !legal(*(long long**)arguments[which] + count - 1))
             return "what is as long as the keys";
     if (!legal(*(Key**)arguments[0]) || !legal(*(Key**)arguments[0] + count - 1)) return "the keys";
-    const auto* answers = *(long long**)arguments[9];
+    const auto* answers = *(long long**)arguments[10];
     return legal(answers) && legal(answers + 4 * lookups - 1) ? nullptr : "the answers of a kernel";
 }
 

@@ -32,14 +32,21 @@ class Gathered(list[set[int]]):
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> Gathered:
-    seen, gather = Gathered(), kernels.gather_records
+    seen, gather, copy = Gathered(), kernels.gather_records, kernels.copy_by_kernel
 
     def watched(records: kernels.Records, ids: Tensor, *rest: object) -> None:
         if records.device.type == "cpu":
             seen.append({row for row in ids.tolist() if row >= 0})
         gather(records, ids, *rest)
 
+    def copied(what: str, records: kernels.Records, ids: Tensor, *rest: object) -> bool:
+        is_copied = copy(what, records, ids, *rest)
+        if is_copied and what == "gather":
+            seen.append({row for row in ids.tolist() if row >= 0})
+        return is_copied
+
     monkeypatch.setattr(kernels, "gather_records", watched)
+    monkeypatch.setattr(kernels, "copy_by_kernel", copied)
     return seen
 
 

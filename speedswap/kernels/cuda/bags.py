@@ -53,7 +53,9 @@ def pool_bags(
     """
     if factors is not None and factors.dtype != rows.dtype:
         raise TypeError(f"factors are {factors.dtype}, but the rows {rows.dtype}; convert them with .to({rows.dtype})")
-    rows, offsets, num_bags, width = as_read(rows.detach()), as_read(offsets), offsets.shape[0] - 1, rows.shape[1]
+    rows, num_bags, width = rows.detach(), offsets.shape[0] - 1, rows.shape[1]
+    if not (rows.is_contiguous() and offsets.is_contiguous()):
+        rows, offsets = as_read(rows), as_read(offsets)
     out = empty((num_bags // features, features * width), rows.dtype, rows.device)
     places = torch.empty_like(local) if trains else None
     scales = taken = None

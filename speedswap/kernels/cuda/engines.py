@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda import launch, modules
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
+from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
 from speedswap.kernels.host import get_num_threads
-from speedswap.kernels.records import Part, Records
+from speedswap.kernels.records import Part, Records, WantedColumns
 
 _BUFFERS = 4
 _BUFFER_BYTES = 8 << 20
@@ -246,7 +247,7 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
         copied = torch.empty_like if what == "gather" else Tensor.to
         near = [part._replace(block=copied(part.block, device=records.device)) for part in parts]
     ids, stream = ids.to(records.device, torch.int64).contiguous(), torch.cuda.current_stream(records.device)
-    _launch(what, records, ids, near, records.device, stream)
+    _move_by_kernel(what, records, ids, near, records.device, stream)
     if near is not parts and what == "gather":
         for part, source in zip(parts, near, strict=True):
             part.block.copy_(source.block)
@@ -271,7 +272,7 @@ def move_between(
     stream, count = torch.cuda.current_stream(device), ids.shape[0]
     direct = count if share == 1 else round(share * count)
     if direct == count:
-        _launch(what, records, ids.to(device, torch.int64).contiguous(), parts, device, stream)
+        _move_by_kernel(what, records, ids.to(device, torch.int64).contiguous(), parts, device, stream)
         return
     ids, parts = ids.to(torch.int64).contiguous(), _detached(parts)
     if records.fence is not None:
@@ -279,7 +280,7 @@ def move_between(
     # Staged rows wait for the work queued so far, not for the rows that go directly.
     ready = stream.record_event()
     if direct:
-        _launch(what, records, ids[:direct].to(device), rows_of(parts, slice(0, direct)), device, stream)
+        _move_by_kernel(what, records, ids[:direct].to(device), rows_of(parts, slice(0, direct)), device, stream)
     with torch.cuda.device(device):  # otherwise what a ring allocates takes the current GPU into use
         staged = ring(index_of(device), "in" if what == "gather" else "out")
         turn = staged.gather if what == "gather" else staged.scatter
@@ -290,35 +291,67 @@ def _detached(parts: Sequence[Part]) -> list[Part]:
     return [part._replace(block=part.block.detach()) for part in parts]
 
 
-def _launch(
+def _move_by_kernel(
     what: launch.What,
     records: Records,
     ids: Tensor,
     parts: Sequence[Part],
     device: torch.device,
     stream: torch.cuda.Stream,
+) -> None:
+    queue = functools.partial(launch.move, what, records, ids, parts, device, stream)
+    _launch(records, what == "scatter", device, stream, queue)
+
+
+def copy_by_kernel(
+    what: launch.What, records: Records, ids: Tensor, columns: WantedColumns, blocks: Sequence[Tensor]
+) -> bool:
+    """Queue a move of columns that a single launch copies, on torch's current stream, as most steps' moves.
+
+    Args:
+        what: the direction.
+        records: in the GPU's memory, or in host memory.
+        ids: as for :func:`move_between`, of any integer dtype and strides.
+        columns: the columns.
+        blocks: of each, contiguous, in the order of ``columns``; all on one device.
+
+    Returns:
+        True if it is queued; False if it takes more than that, and nothing was done.
+    """
+    device, copied = blocks[0].device, columns.copied
+    is_near = records.device == device or (records.device.type == "cpu" and records.direct_share(what) == 1)
+    if device.type != "cuda" or not is_near or not ids.shape[0] or not 0 < len(copied) <= COLUMNS_PER_LAUNCH:
+        return False
+    if ids.dtype is not torch.int64 or not ids.is_cuda or not ids.is_contiguous():
+        ids = ids.to(device, torch.int64).contiguous()
+    stream = torch.cuda.current_stream(device)
+    addresses = [block.data_ptr() for block in blocks]
+    _launch(
+        records, what == "scatter", device, stream,
+        functools.partial(launch.copy, what, records, ids, copied, addresses, device.index, stream),
+    )  # fmt: skip
+    return True
+
+
+def _launch(
+    records: Records, writes: bool, device: torch.device, stream: torch.cuda.Stream, queue: Callable[[], None]
 ) -> None:
     """Queue kernels that read or write the records, in order with those of other streams."""
     if records.hot is None:
-        _launch_in_order(what, records, ids, parts, device, stream)
+        _launch_in_order(records, writes, device, stream, queue)
         return
-    with records.hot.rows.turn(stream, writes=what == "scatter", ahead=records.ahead):
-        _launch_in_order(what, records, ids, parts, device, stream)
+    with records.hot.rows.turn(stream, writes=writes, ahead=records.ahead):
+        _launch_in_order(records, writes, device, stream, queue)
 
 
 def _launch_in_order(
-    what: launch.What,
-    records: Records,
-    ids: Tensor,
-    parts: Sequence[Part],
-    device: torch.device,
-    stream: torch.cuda.Stream,
+    records: Records, writes: bool, device: torch.device, stream: torch.cuda.Stream, queue: Callable[[], None]
 ) -> None:
-    fence, writes = records.fence, what == "scatter"
+    fence = records.fence
     if fence is not None:
         forwarded = _forwarded(records, device) if records.ahead else None
         fence.order(stream, writes=writes, forwarded=forwarded)
-    launch.move(what, records, ids, parts, device, stream)
+    queue()
     if fence is not None and not records.ahead:
         fence.queued(stream, records.owner, writes=writes)
 

@@ -17,15 +17,17 @@ from speedswap.kernels.cuda.shapes import (
     NOT_HOT,
     PIECE,
     THREADS_PER_BLOCK,
+    BlockPart,
     CompactPart,
     block_addresses,
+    columns_argument,
     compact_columns_argument,
     convert_shape,
     copy_layout,
-    filled_columns,
     grid_and_threads,
     grid_of,
     int8_shape,
+    launch_shape,
 )
 from speedswap.kernels.records import Part, Records, Stored
 
@@ -98,7 +100,7 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
             converted.setdefault(part.stored.dtype, []).append(compact)
     for dtype in converted:
-        for some in _by_launch(converted[dtype]):
+        for some in by_launch(converted[dtype]):
             name = f"{what}_{dtype_name(dtype)}"
             if dtype is torch.int8:
                 shape = int8_shape(count, some, multiprocessors=multiprocessors, host=host)
@@ -118,17 +120,13 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
                 name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some, hot),
                 shape.lanes, [4 * each.width for each in some], True,
             )  # fmt: skip
-    for start in range(0, len(copied), COLUMNS_PER_LAUNCH):
-        group, near = copied[start : start + COLUMNS_PER_LAUNCH], blocks[start : start + COLUMNS_PER_LAUNCH]
-        places = records.pointer
-        for each in near:
-            places |= each
-        word_bytes, lanes, numbers = copy_layout(records.stride, tuple(group), places % 16)
+    columns = [BlockPart(offset, width, at, width) for (offset, width), at in zip(copied, blocks, strict=True)]
+    for group in by_launch(columns):
+        shape = launch_shape(records.pointer, records.stride, count, group, multiprocessors=multiprocessors, host=host)
         hot, moved = NOT_HOT if records.hot is None else records.hot.argument(moved), 0
         yield Planned(
-            f"{what}_w{word_bytes}", *grid_and_threads(count * lanes, multiprocessors, host),
-            records.stride // word_bytes, filled_columns(numbers, near, hot), lanes, [width for _, width in group],
-            False,
+            f"{what}_w{shape.word_bytes}", shape.grid, shape.threads_per_block, records.stride // shape.word_bytes,
+            columns_argument(group, shape.word_bytes, hot), shape.lanes, [part.width for part in group], False,
         )  # fmt: skip
 
 
@@ -151,7 +149,8 @@ def _joined(
     return sorted([*converted, *(CompactPart(offset, at, width // 4, None, True) for (offset, width), at in columns)])
 
 
-def _by_launch(columns: Sequence[_T]) -> Iterator[Sequence[_T]]:
+def by_launch(columns: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield the columns of each launch."""
     for start in range(0, len(columns), COLUMNS_PER_LAUNCH):
         yield columns[start : start + COLUMNS_PER_LAUNCH]
 
@@ -174,14 +173,47 @@ def move(
         device: the GPU.
         stream: a stream of that GPU.
     """
-    limit, count = multiprocessors(index_of(device) if device.index is None else device.index), ids.shape[0]
-    if records.device.type == "cpu":
-        limit = host_limit(limit)
+    index, is_host = index_of(device) if device.index is None else device.index, records.device.type == "cpu"
+    limit = host_limit(multiprocessors(index)) if is_host else multiprocessors(index)
+    count = ids.shape[0]
     for kernel, grid, threads_per_block, stride, columns, lanes, *_ in plan(what, records, count, parts, limit):
         launch_kernel(
             device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
             lanes, 0, 0,
         )  # fmt: skip
+
+
+def copy(
+    what: What,
+    records: Records,
+    ids: Tensor,
+    columns: Sequence[tuple[int, int]],
+    blocks: list[int],
+    device: int,
+    stream: torch.cuda.Stream,
+    shifts: Sequence[int] = (),
+) -> None:
+    """Queue a :func:`move` that takes one launch, with as little work on the host as possible.
+
+    Args:
+        what, records, ids, stream: as for :func:`move`.
+        columns: a tuple of each column's offset and width, in bytes: 1 to 8 that are copied as they are.
+        blocks: the addresses of their blocks.
+        device: the GPU's number.
+        shifts: how far behind these offsets the columns are, in bytes, which differ from move to move.
+    """
+    count, places = ids.shape[0], records.pointer
+    for number in (*blocks, *shifts):
+        places |= number
+    word_bytes, lanes, layout = copy_layout(records.stride, columns, places % 16)
+    is_host = records.device.type == "cpu"
+    limit = host_limit(multiprocessors(device)) if is_host else multiprocessors(device)
+    grid, threads = grid_and_threads(count * lanes, limit, is_host)
+    hot = NOT_HOT if records.hot is None else records.hot.argument(sum(width for _, width in columns))
+    rows = records.pointer, records.stride // word_bytes, ids.data_ptr(), count
+    kernel = kernel_handle(device, f"{what}_w{word_bytes}")
+    shifted = [shift // word_bytes for shift in shifts]
+    _C.launch_move(device, kernel, grid, threads, stream.cuda_stream, rows, layout, blocks, shifted, hot, lanes)
 
 
 @functools.cache

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
+from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.launch import launch_threads
-from speedswap.kernels.cuda.shapes import BATCHES_PER_LAUNCH, KEYS_PER_THREAD, batches_argument
+from speedswap.kernels.cuda.launch import kernel_handle, launch_threads, multiprocessors
+from speedswap.kernels.cuda.shapes import (
+    BATCHES_PER_LAUNCH,
+    KEYS_PER_THREAD,
+    RANGES,
+    THREADS_PER_BLOCK,
+    batches_argument,
+    grid_of,
+)
 
 
 class FeatureTable:
@@ -19,37 +26,59 @@ class FeatureTable:
 
     Args:
         ids: each feature's ids, int32 or int64, of one or two dimensions, on a GPU; or a list of the ids of all.
-        ranges: each feature's first row and number of rows.
-        outside: the rows of ids out of range; -1 by default.
-        starts: the position of each feature's first id among those of all, and their number.
-        begins: the index of each feature's first id in ``ids``; by default 0.
+        count: the number of features.
+        bases, limits: the address of each feature's first row, and of its number of rows: int64 in host memory, as are
+            all of these, read before this returns.
+        outside: that of the rows of ids out of range; 0 for -1.
+        counts: that of the features' numbers of ids; 0 for none.
+        begins: that of the index of each feature's first id in ``ids``; 0 for 0.
         bags: each feature's offsets, int32 or int64, if any, and True if the last of them is its number of ids.
 
     Attributes:
         flag: the address on the GPU of a number that is not 0 if :func:`join` has found offsets that do not ascend.
-        num_ids: the number of ids, as ``starts`` tell it.
+        num_ids: the number of ids.
         end: the greatest end of a feature's rows.
-        features, starts, begins: addresses on the GPU; ``begins`` is 0 if there are none.
+        features, starts: addresses on the GPU: the features; the position of each one's first id, and their number.
+        begins: the address on the GPU of the begins; 0 if there are none.
     """
 
     def __init__(
         self,
         ids: Sequence[Tensor],
-        ranges: tuple[Sequence[int], Sequence[int]],
-        outside: Sequence[int] | None,
-        starts: Sequence[int],
-        begins: Sequence[int] | None = None,
+        count: int,
+        bases: int,
+        limits: int,
+        outside: int = 0,
+        counts: int = 0,
+        begins: int = 0,
         bags: Sequence[tuple[Tensor | None, bool]] = (),
     ) -> None:
-        self.count = len(starts) - 1
-        self.num_ids, self.device = starts[-1], ids[0].device
-        held = torch.empty(2 + 13 * self.count, dtype=torch.int64, pin_memory=True)
-        self.end = _C.describe_features(held.data_ptr(), ids, ranges, outside, starts, begins, bags)
-        self._read = ids, bags  # alive while the kernels read them
-        self._near = held.to(self.device, non_blocking=True)
+        self.count, self.device = count, ids[0].device
+        index = self.device.index
+        self._near = torch.empty(2 + 13 * count, dtype=torch.int64, device=self.device)
         self.flag = address = self._near.data_ptr()
-        self.starts, self.features = address + 8, address + 8 * (2 + 2 * self.count)
-        self.begins = 0 if begins is None else address + 8 * (2 + self.count)
+        self.end, self.num_ids = _C.describe_features(
+            index, torch._C._cuda_getCurrentRawStream(index), address, ids, count, bases, limits, outside, counts,
+            begins, bags,
+        )  # fmt: skip
+        self._read = ids, bags  # alive while the kernels read them
+        self.starts, self.features = address + 8, address + 8 * (2 + 2 * count)
+        self.begins = address + 8 * (2 + count) if begins else 0
+
+    @classmethod
+    def of_numbers(
+        cls,
+        ids: Sequence[Tensor],
+        bases: Sequence[int],
+        limits: Sequence[int],
+        outside: Sequence[int],
+        counts: Sequence[int],
+    ) -> FeatureTable:
+        """Return features of numbers in lists, as for the class."""
+        count = len(bases)
+        numbers = array("q", [*bases, *limits, *outside, *counts])
+        address, _ = numbers.buffer_info()
+        return cls(ids, count, *range(address, address + 4 * 8 * count, 8 * count))
 
     @property
     def bounds(self) -> Tensor:
@@ -109,7 +138,7 @@ def join(table: FeatureTable, num_bags: int) -> Tensor:
 
 def number(
     keys: Tensor, order: Tensor, table: FeatureTable | None, starts: int, num_lookups: int
-) -> tuple[Tensor, Tensor, list[list[int]]]:
+) -> tuple[Tensor, Tensor, Sequence[Sequence[int]]]:
     """Find the distinct keys of several lookups, and number them. The host waits for the answers: once in a step.
 
     Args:
@@ -132,31 +161,24 @@ def number(
             "rows are looked up inside torch.cuda.graph, but the number of a batch's rows is not known before the ids "
             "are; look them up before the graph, and capture what is computed with them"
         )
-    device, count, kind = keys.device, keys.shape[0], f"keys_i{8 * keys.itemsize}"
+    device, count, index = keys.device, keys.shape[0], keys.device.index
     pieces = -(-count // KEYS_PER_THREAD)
-    ends = torch.empty(pieces, dtype=torch.int64, device=device)
+    scratch = torch.empty(pieces + min(pieces, RANGES), dtype=torch.int64, device=device)
     found, local = torch.empty_like(order), torch.empty_like(order)
-    at, counts_at = keys.data_ptr(), ends.data_ptr()
-    launch_threads(f"count_{kind}", device, pieces, at, count, counts_at)
-    ends.cumsum_(0)
-    waiting = _free[device]
-    address, mailbox = waiting.pop() if waiting else (0, None)
-    if mailbox is None or len(mailbox) < num_lookups:
-        made = torch.empty(max(64, 2 * num_lookups), 4, dtype=torch.int64, pin_memory=True)
-        address, mailbox = made.data_ptr(), made.numpy()
-    try:
-        launch_threads(
-            f"number_{kind}", device, pieces, at, order.data_ptr(), count, counts_at,
-            0 if table is None else table.features, starts, num_lookups,
-            found.data_ptr(), local.data_ptr(), address, waits=True,
-        )  # fmt: skip
-        return found, local, mailbox[:num_lookups].tolist()
-    finally:
-        waiting.append((address, mailbox))
+    answers = _C.number_keys(
+        index, _numbering(index, keys.itemsize), grid_of(pieces, multiprocessors(index)), THREADS_PER_BLOCK,
+        torch._C._cuda_getCurrentRawStream(index), (keys.data_ptr(), order.data_ptr(), count),
+        (scratch.data_ptr(), pieces), (0 if table is None else table.features, starts, num_lookups),
+        (found.data_ptr(), local.data_ptr()),
+    )  # fmt: skip
+    return found, local, answers
 
 
-# Idle pinned memory for answers, its address and as an array; one piece per concurrent caller.
-_free: defaultdict[torch.device, list[tuple[int, Any]]] = defaultdict(list)
+@functools.cache
+def _numbering(device: int, key_bytes: int) -> tuple[int, int, int]:
+    kinds = f"count_keys_i{8 * key_bytes}", "sum_counts", f"number_keys_i{8 * key_bytes}"
+    count, add_up, number = (kernel_handle(device, name) for name in kinds)
+    return count, add_up, number
 
 
 def find_places(rows: Tensor, batches: Sequence[Tensor], rest: Tensor | None = None) -> list[Tensor]:

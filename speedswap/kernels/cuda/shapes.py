@@ -38,6 +38,7 @@ _NO_IDLE = dict.fromkeys("last steps num_columns num_rows width now before bends
 
 # As in csrc/lookups.cuh.
 KEYS_PER_THREAD = 16
+RANGES = 1024
 BATCHES_PER_LAUNCH = 8
 _BATCHES = struct.Struct(f"{1 + 3 * BATCHES_PER_LAUNCH}q")
 
@@ -152,8 +153,8 @@ def columns_argument(parts: Sequence[BlockNumbers], word_bytes: int, hot: Sequen
 
 
 @functools.lru_cache(maxsize=256)
-def copy_layout(stride: int, columns: Sequence[tuple[int, int]], places: int) -> tuple[int, int, tuple[int, ...]]:
-    """Describe a move of columns that are copied as they are, for any number of rows.
+def copy_layout(stride: int, columns: Sequence[tuple[int, int]], places: int) -> tuple[int, int, bytes]:
+    """Describe a move of columns that are copied as they are, for any number of rows and without the blocks' addresses.
 
     Args:
         stride: bytes from a record to the next.
@@ -162,19 +163,11 @@ def copy_layout(stride: int, columns: Sequence[tuple[int, int]], places: int) ->
         places: the bits, below 16, that are set in the address of the first record or of any block.
 
     Returns:
-        Bytes per word and lanes, as of :func:`launch_shape`, and the numbers for :func:`filled_columns`.
+        Bytes per word and lanes, as of :func:`launch_shape`, and :func:`columns_argument` with addresses of 0.
     """
     parts = [(offset, width, 0, width) for offset, width in columns]
     word_bytes, lanes, *_ = launch_shape(places, stride, 1, parts, multiprocessors=1, host=False)
-    return word_bytes, lanes, _COLUMNS.unpack(columns_argument(parts, word_bytes))
-
-
-def filled_columns(numbers: Sequence[int], blocks: Sequence[int], hot: Sequence[int]) -> bytes:
-    """Return :func:`columns_argument` of :func:`copy_layout`'s numbers, with the addresses of the blocks."""
-    filled, first = [*numbers], _BEFORE_COLUMNS + 2
-    filled[2:_BEFORE_COLUMNS] = hot
-    filled[first : first + _COLUMN_NUMBERS * len(blocks) : _COLUMN_NUMBERS] = blocks
-    return _COLUMNS.pack(*filled)
+    return word_bytes, lanes, columns_argument(parts, word_bytes)
 
 
 def compact_columns_argument(parts: Sequence[CompactPart], hot: Sequence[int] = NOT_HOT) -> bytes:

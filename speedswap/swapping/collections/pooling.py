@@ -42,17 +42,17 @@ class Pass(NamedTuple):
             weight: the group's rows.
             local: each id's index among them, for all ids of the group.
         """
-        features = self.stop - self.start
-        begin, end = found.bounds(self.group)
-        first, last = found.span(range(self.start, self.stop))
-        offsets = found.offsets
-        if features < len(found.slots):
+        features, offsets, factors = self.stop - self.start, found.offsets, found.weights
+        if features < len(found.slots.features):  # else all ids of the batch are looked up here
+            begin, end = found.bounds(self.group)
+            first, last = found.span(range(self.start, self.stop))
             offsets = offsets[self.start * found.stride : self.stop * found.stride + 1]
             offsets = offsets - first if first else offsets
-        if (first, last) != (begin, end):
-            local = local.reshape(-1)[first - begin : last - begin]
-        factors = None if found.weights is None else found.weights[first:last].to(weight.dtype)
-        counts, mode, is_mean = self._counting(found), self.mode, self.is_mean
+            if (first, last) != (begin, end):
+                local = local.reshape(-1)[first - begin : last - begin]
+            factors = None if factors is None else factors[first:last]
+        factors = None if factors is None else factors.to(weight.dtype)
+        counts, mode, is_mean = self._counting(found) if self.has_padding else None, self.mode, self.is_mean
         if found.is_single and counts is None and mode == "mean":
             mode, is_mean = "sum", None
         is_mean = None if is_mean is None else near(is_mean, offsets.device)
@@ -60,8 +60,6 @@ class Pass(NamedTuple):
 
     def _counting(self, found: FeatureBatch) -> Tensor | None:
         """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
-        if not self.has_padding:
-            return None
         paddings = found.slots.paddings[self.start : self.stop]
         begin, _ = found.bounds(self.group)
         first, last = found.span(range(self.start, self.stop))

@@ -243,8 +243,8 @@ def test_a_step_has_few_launches(num_tables: int, ahead: bool, gpu: str) -> None
             kernels.finish_transfers()
     costs = so_far()
     assert costs.round_trips == 1
-    assert costs.launches <= 9 + 2 * ahead
-    assert costs.operations.total() <= 19, costs.operations
+    assert costs.launches <= 10 + 2 * ahead
+    assert costs.operations.total() <= 10, costs.operations
 
 
 def test_idle_rows_add_one_launch_to_a_step(gpu: str) -> None:

@@ -1,0 +1,59 @@
+#include "pinned_notes.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "cuda_driver.h"
+
+namespace speedswap {
+namespace {
+
+using Piece = PinnedNote::Piece;
+
+constexpr unsigned kNoTiming = 2;        // CU_EVENT_DISABLE_TIMING
+constexpr size_t kLeastBytes = 1 << 14;  // features of ten tables, and more
+
+std::mutex mutex;
+
+// Not freed: threads of Python may outlive static objects.
+std::vector<Piece>& idle(int device) {
+    static auto* const every = new std::map<int, std::vector<Piece>>;
+    return (*every)[device];
+}
+
+}  // namespace
+
+PinnedNote::PinnedNote(int device, size_t nbytes) : device_(device) {
+    const CudaDriver& driver = CudaDriver::get();
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        std::vector<Piece>& pieces = idle(device);
+        const auto found = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& piece) {
+            return piece.nbytes >= nbytes && driver.query(piece.event) == 0;
+        });
+        if (found != pieces.end()) {
+            piece_ = *found;
+            pieces.erase(found);
+            return;
+        }
+    }
+    piece_.nbytes = std::max(nbytes, kLeastBytes);
+    driver.check(driver.create_event(&piece_.event, kNoTiming), "cuEventCreate");
+    void* memory;
+    driver.check(driver.allocate_pinned(&memory, piece_.nbytes), "cuMemAllocHost");
+    piece_.memory = static_cast<char*>(memory);
+}
+
+PinnedNote::~PinnedNote() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    idle(device_).push_back(piece_);
+}
+
+void PinnedNote::read_by(void* stream) {
+    const CudaDriver& driver = CudaDriver::get();
+    driver.check(driver.record(piece_.event, stream), "cuEventRecord");
+}
+
+}  // namespace speedswap
