@@ -185,8 +185,7 @@ class Batchsize(Search):
     """
 
     def __init__(self, value: int, limits: Limits | None = None, key: Hashable = None) -> None:
-        # On a device whose memory is unknown: if memory matters, it is a part of the key.
-        super().__init__("the function", value, limits, key, torch.device("meta"))
+        super().__init__("the function", value, limits, key)
 
     @property
     def value(self) -> int:
