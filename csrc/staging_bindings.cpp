@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -62,9 +61,9 @@ StagedMove move_of(const SourceTuple& source, const PackedTuple& packed, uintptr
 }
 
 // Keeps the interpreter lock: a launch takes microseconds, and a thread that computes in Python would keep the lock
-// from it for milliseconds. `waits` is for the stream to have done it, without the lock.
+// from it for milliseconds.
 void launch_kernel(int device, uintptr_t kernel, unsigned grid, unsigned threads, uintptr_t stream,
-                   const py::tuple& given, bool waits) {
+                   const py::tuple& given) {
     KernelArguments arguments;
     for (const py::handle each : given)
         if (PyBytes_Check(each.ptr())) {
@@ -80,7 +79,6 @@ void launch_kernel(int device, uintptr_t kernel, unsigned grid, unsigned threads
             arguments.add(number);
         }
     launch(device, at<void>(kernel), grid, threads, at<void>(stream), arguments);
-    if (waits) without_gil([&] { wait_for_stream(device, at<void>(stream)); });
 }
 
 int64_t number(py::handle value) {
@@ -133,7 +131,7 @@ std::vector<std::array<int64_t, 4>> number_keys(int device, const std::array<uin
     const auto [keys, order, num_keys] = sorted;
     const auto [counts, pieces] = scratch;
     const uint64_t totals = counts + pieces * sizeof(int64_t);
-    const std::initializer_list<uint64_t> given[] = {
+    const std::vector<uint64_t> given[] = {
         {keys, num_keys, counts},
         {counts, pieces, totals},
         {keys, order, num_keys, counts, totals, lookups[0], lookups[1], lookups[2], results[0], results[1], answers}};
@@ -245,7 +243,7 @@ py::bytes describe_bags(const py::tuple& names, const py::dict& given, const py:
 void bind_staging(py::module_& module) {
     using py::arg;
     module.def("launch", &launch_kernel, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),
-               arg("arguments"), arg("waits") = false);
+               arg("arguments"));
     module.def("launch_move", &launch_move, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),
                arg("rows"), arg("layout"), arg("blocks"), arg("shifts"), arg("hot"), arg("lanes"));
     module.def("number_keys", &number_keys, arg("device"), arg("kernels"), arg("grid"), arg("threads"), arg("stream"),

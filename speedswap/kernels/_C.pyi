@@ -275,7 +275,7 @@ Packed = tuple[int, Sequence[tuple[int, int, int]], int]  # bytes per record, it
 # kernel, grid, threads per block, stride, columns, (place of a block's address, bytes per row) for each, lanes
 Launch = tuple[int, int, int, int, bytes, Sequence[tuple[int, int]], int]
 
-# On a stream of a GPU. Arguments: numbers, of 8 bytes, and structures; `waits` until the stream has done it.
+# On a stream of a GPU. Arguments: numbers, of 8 bytes, and structures.
 def launch(
     device: int,
     kernel: int,
@@ -283,7 +283,6 @@ def launch(
     threads: int,
     stream: int,
     arguments: tuple[int | float | bytes, ...],
-    waits: bool = False,
 ) -> None: ...
 
 # A move of copied columns. `rows` are the records' address and stride in words, and the ids' address and number;

@@ -253,18 +253,15 @@ def fill(kind: str, into: Tensor, first_row: int, a: float, b: float, seed: int,
     )  # fmt: skip
 
 
-def launch_threads(
-    name: str, device: torch.device, threads: int, *arguments: int | float | bytes, waits: bool = False
-) -> None:
+def launch_threads(name: str, device: torch.device, threads: int, *arguments: int | float | bytes) -> None:
     """Queue a kernel with this many threads, or fewer where the GPU has no room, on torch's current stream.
 
-    Nothing is queued if there are none. ``arguments`` are as for :func:`launch_kernel`; ``waits`` means to wait until
-    the stream has done it, without the interpreter lock.
+    Nothing is queued if there are none. ``arguments`` are as for :func:`launch_kernel`.
     """
     if threads:
         index = device.index
         grid, stream = grid_of(threads, multiprocessors(index)), torch._C._cuda_getCurrentRawStream(index)
-        _C.launch(index, kernel_handle(index, name), grid, THREADS_PER_BLOCK, stream, arguments, waits)
+        _C.launch(index, kernel_handle(index, name), grid, THREADS_PER_BLOCK, stream, arguments)
 
 
 def launch_kernel(
