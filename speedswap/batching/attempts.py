@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,6 +21,7 @@ from speedswap.batching.memory import (
     forget,
     is_out_of_memory,
     limited,
+    memory_class,
     release_cached_memory,
 )
 from speedswap.batching.packing import Alone, Parts, SamplePacking
@@ -152,7 +154,7 @@ class Limit:
 
 
 class Limits:
-    """Limits for each key.
+    """Limits for each key and class of free memory, see :func:`~.memory.memory_class`.
 
     Args:
         most_keys: number of keys remembered; the least recently used one is forgotten first.
@@ -160,7 +162,7 @@ class Limits:
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._most_keys = most_keys
-        self._known: OrderedDict[Hashable, Limit] = OrderedDict()
+        self._known: OrderedDict[Hashable, dict[int, Limit]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -168,21 +170,36 @@ class Limits:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._known
 
-    def find(self, key: Hashable, grow_after: int | None, initial: Limit | None = None) -> Limit:
-        """Return the limit of a situation; a new one begins with ``initial``.
+    def find(
+        self,
+        key: Hashable,
+        memory: int,
+        grow_after: int | None,
+        initial: Limit | None = None,
+        *,
+        from_less: bool = True,
+    ) -> Limit:
+        """Return the limit of a situation; a new one begins with that of the nearest class of memory.
 
         Args:
             key: the situation.
+            memory: the class of free memory.
             grow_after: as of :class:`Limit`.
-            initial: its size and what is alone are taken over.
+            initial: what a situation begins with where no class is known.
+            from_less: whether a class with less free memory counts as near.
         """
-        if key not in self._known:
-            limit = self._known[key] = Limit(None if initial is None else initial.size, grow_after)
-            limit.alone = limit.alone if initial is None else initial.alone
+        classes = self._known.setdefault(key, {})
         self._known.move_to_end(key)
         if len(self._known) > self._most_keys:
             self._known.popitem(last=False)
-        return self._known[key]
+        if memory not in classes:
+            others = [other for other in classes if from_less or other > memory]
+            near = min(others, key=lambda other: abs(other - memory), default=None)
+            initial = initial if near is None else classes[near]
+            classes[memory] = Limit(None if initial is None else initial.size, grow_after)
+            if initial is not None:
+                classes[memory].alone = initial.alone
+        return classes[memory]
 
 
 Self = TypeVar("Self", bound="Attempts")
@@ -257,6 +274,9 @@ class Attempts(ABC):
 
 _log = logging.getLogger("speedswap")
 
+_SECONDS_BETWEEN_LOOKS = 1.0  # at the free memory, which costs tens of microseconds
+_NEVER = float("-inf")
+
 
 class MicroBatchSize:
     """The size of a splitter's micro-batches: fixed, or known to fit.
@@ -269,6 +289,7 @@ class MicroBatchSize:
     Attributes:
         size: the size that the last batch was split into; None before the first one if it is to be found.
         known: the limit in the situation of the last batch; of size None while nothing has failed.
+        looked_at: when the free memory was looked at.
     """
 
     def __init__(self, size: int | None, grow_after: int, tell: Callable[..., None]) -> None:
@@ -279,6 +300,8 @@ class MicroBatchSize:
         self._grow_after = grow_after
         self._initial: Limit | None = None
         self._limits = Limits()
+        self.looked_at = _NEVER
+        self._memory = 0
 
     def begin_with(self, size: int | None, alone: Alone) -> None:
         """Begin every situation not met yet with a size, or None for the whole batch, and some samples alone."""
@@ -286,12 +309,15 @@ class MicroBatchSize:
             self.size, self.known = size, Limit(size, self._grow_after)
             self.known.alone, self._initial = alone, self.known
 
-    def choose(self, key: Hashable, whole: int) -> int:
+    def choose(self, key: Hashable, whole: int, device: torch.device) -> int:
         """Return the size to begin a batch with, at most the whole batch's."""
         if self.is_fixed:
             return self.known.choose(whole)
+        now = time.monotonic()
+        if now - self.looked_at > _SECONDS_BETWEEN_LOOKS:
+            self.looked_at, self._memory = now, memory_class(device)
         self.known.end_trial(due_again=True)
-        self.known = self._limits.find(key, self._grow_after, self._initial)
+        self.known = self._limits.find(key, self._memory, self._grow_after, self._initial)
         self.known.end_trial(due_again=True)
         return self.known.choose(whole)
 
@@ -431,6 +457,7 @@ class BatchAttempts(Attempts):
                 self.add_history(failure, self._tried(largest))
             return False
         self.release(failure, largest)
+        sizes.looked_at = _NEVER
         sizes.tell("on_out_of_memory", error=failure, old_size=max(1, largest), new_size=known.limit_of(smaller))
         why = (str(failure).splitlines() or ["no message"])[0]
         if elsewhere:

@@ -19,10 +19,10 @@ And as calls: ``retry.batch(predict, initial=512)(model, dataset)``.
 The size halves on each out-of-memory. A batch starts again; a range, and a tensor's chunks, resume where they failed.
 When one sample does not fit, its error is raised, with those of the larger sizes as its causes.
 
-**Sizes are remembered** for each function and calling line (or ``key``). The next call begins with what fitted, but
-never with more than its ``initial``, and tries twice as much after ``grow_after`` pieces without a failure. All
-closures of one definition, and a method of all objects, share what they learn; give models of different sizes different
-keys. A function's code is remembered, and nothing that it refers to.
+**Sizes are remembered** for each function, calling line (or ``key``), and class of free memory. The next call begins
+with what fitted, but never with more than its ``initial``, and tries twice as much after ``grow_after`` pieces without
+a failure. All closures of one definition, and a method of all objects, share what they learn; give models of different
+sizes different keys. A function's code is remembered, and nothing that it refers to.
 
 **Side effects stay.** What a piece did before it ran out of memory is not undone, and is done again. So assign rather
 than add, ``out[start:stop] = f(chunk)`` rather than ``out += f(chunk)``, or return the piece's result and add up
@@ -40,11 +40,12 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, Limits
 from speedswap.batching.functions import check_function, key_of, name_of, require_integer
-from speedswap.batching.memory import is_out_of_memory
+from speedswap.batching.memory import is_out_of_memory, memory_class
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
 
@@ -65,6 +66,7 @@ class Search(Attempts):
         wanted: the size to begin with where nothing is known: at least 1.
         limits: what earlier calls have learned; None forgets everything.
         key: the situation that this call is in.
+        device: its free memory counts; by default that of the current GPU where one is in use, else the host's.
         grow_after: attempts without a failure before a larger size is tried; None: never.
         rng: restore random numbers before a piece is tried again.
         size: for the next attempt.
@@ -75,6 +77,7 @@ class Search(Attempts):
     wanted: int
     limits: Limits | None = None
     key: Hashable = None
+    device: torch.device | None = None
     grow_after: int | None = GROW_AFTER
     rng: bool = False
 
@@ -83,13 +86,19 @@ class Search(Attempts):
         self.length = self.wanted
         self._random: RandomState | None = None
         self._limit: Limit | None = None
+        self._memory: int | None = None
         if self.limits is not None and self.key in self.limits:
+            self._memory = self._memory_class()
             self._limit = self._find(self.limits)
             self.choose()
 
+    def _memory_class(self) -> int:
+        uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return memory_class(self.device or ("cuda" if uses_gpu else "cpu"))
+
     def _find(self, limits: Limits) -> Limit:
         with _lock:
-            return limits.find(self.key, self.grow_after)
+            return limits.find(self.key, self._memory or 0, self.grow_after, from_less=False)
 
     def choose(self) -> None:
         """Choose the size after a success: a larger one where it is due."""
@@ -136,6 +145,11 @@ class Search(Attempts):
     def failed_length(self) -> int:
         """The number of samples that is halved after a failure: those of the attempt itself."""
         return self.length
+
+    def release(self, failure: BaseException, size: int) -> None:
+        super().release(failure, size)
+        if self.limits is not None and self._memory is None:
+            self._memory = self._memory_class()  # nothing of the attempt is left: as free as when it began
 
     def _until_it_fits(self, call: Callable[[int], R], most: int | None = None) -> R:
         """Call with fewer and fewer samples, ``most`` at most, until they fit."""
@@ -247,14 +261,14 @@ class Retried:
         """
         return type(self)(self._function, dataclasses.replace(self._options, **options))
 
-    def _search(self, wanted: int) -> Search:
+    def _search(self, wanted: int, device: torch.device | None = None) -> Search:
         options = self._options
         key = options.key
         if key is None:
             caller = sys._getframe(1).f_back
             key = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else None
         situation = key_of(self._function), type(self), key
-        return Search(self._name, wanted, _limits, situation, options.grow_after, options.rng)
+        return Search(self._name, wanted, _limits, situation, device, options.grow_after, options.rng)
 
 
 class RetriedBatch(Retried):
@@ -288,7 +302,7 @@ class RetriedChunks(RetriedRange):
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= options.dimension < tensor.dim():
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(type(tensor))
             raise BatchError(f"dimension is {options.dimension}, but the first argument of {self._name} is {what}")
-        search = self._search(options.initial or max(1, tensor.shape[options.dimension]))
+        search = self._search(options.initial or max(1, tensor.shape[options.dimension]), tensor.device)
         return self._joined(search.run_chunks(self._function, tensor, options.dimension, *args, **kwargs))
 
 

@@ -124,8 +124,8 @@ class BatchSplitter:
 
     With ``micro_batch_size="auto"`` the batch starts whole and is halved whenever memory runs out: gradients, buffers
     and random numbers are restored and the same batch is tried again, so that it trains exactly as if the smaller size
-    had been asked for. Sizes that fitted are remembered for each function and shape of a sample, and after a while
-    without failures a larger size is tried.
+    had been asked for. Sizes that fitted are remembered for each function, shape of a sample and class of free memory,
+    and after a while without failures a larger size is tried.
 
     Splitting belongs to the backward pass: the optimizer's step, clipping, schedulers and averages of weights stay in
     the training loop, once per batch. Under torch's DistributedDataParallel and fully_shard the gradients, and the
@@ -478,7 +478,7 @@ class BatchSplitter:
         ]
         largest = max(packings, key=lambda packing: packing.whole)
         sizes = self._evaluation_sizes if work == "map" else self._sizes
-        size = sizes.choose(key, largest.whole)
+        size = sizes.choose(key, largest.whole, self._device)
         if work == "backward" or self._ranks.in_step:
             size = sizes.agree(size, self._ranks.begin(size, largest))
         return BatchAttempts(self._common, work, sizes, size, packings, functions, self._device)

@@ -185,7 +185,8 @@ class Batchsize(Search):
     """
 
     def __init__(self, value: int, limits: Limits | None = None, key: Hashable = None) -> None:
-        super().__init__("the function", value, limits, key)
+        # On a device whose memory is unknown: if memory matters, it is a part of the key.
+        super().__init__("the function", value, limits, key, torch.device("meta"))
 
     @property
     def value(self) -> int:

@@ -133,9 +133,10 @@ def test_success_with_the_whole_does_not_count_towards_a_trial():
     assert limit.choose(64) == 8
 
 
-def test_a_new_situation_begins_with_what_it_is_given():
+@pytest.mark.parametrize("memory, size", [(29, 16), (31, 16), (40, 32)])
+def test_a_new_class_of_memory_begins_as_the_nearest_known_one(memory, size):
     limits = Limits()
-    limits.find("key", 4).shrink(32)
-    assert limits.find("key", 4, Limit(5)).size == 32
-    assert limits.find("another", 4, Limit(5)).size == 5
-    assert limits.find("third", 4).size is None
+    limits.find("key", 36, 4).shrink(32)
+    limits.find("key", 30, 4).shrink(16)
+    assert limits.find("key", memory, 4).size == size
+    assert limits.find("another", memory, 4, Limit(5)).size == 5

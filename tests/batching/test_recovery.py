@@ -412,22 +412,23 @@ def test_callbacks_are_told_what_happens():
     ]
 
 
-def test_known_size_is_that_of_its_situation():
+def test_known_size_of_another_class_of_memory_is_where_a_new_one_begins():
     limits = Limits()
-    limit = limits.find("key", 4)
+    limit = limits.find("key", 30, 4)
     assert limit.choose(64) == 64
     limit.shrink(limit.failed(64), failed=64)
     assert limit.choose(64) == 32
-    assert limits.find("other", 4).choose(64) == 64
-    assert limits.find("key", 4).choose(20) == 20
+    assert limits.find("key", 32, 4).choose(64) == 32
+    assert limits.find("other", 30, 4).choose(64) == 64
+    assert limits.find("key", 30, 4).choose(20) == 20
 
 
 def test_forgotten_situations_begin_anew():
     limits = Limits()
-    limits.find("key", 4).shrink(32, failed=64)
+    limits.find("key", 0, 4).shrink(32, failed=64)
     for index in range(2000):
-        limits.find(index, 4)
-    assert limits.find("key", 4).choose(64) == 64
+        limits.find(index, 0, 4)
+    assert limits.find("key", 0, 4).choose(64) == 64
 
 
 @pytest.mark.slow
