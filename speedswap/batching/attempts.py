@@ -17,14 +17,17 @@ from torch import Tensor, nn
 
 from speedswap.batching.escalation import Escalation
 from speedswap.batching.memory import (
+    AllocatorGauge,
+    LimitedMemory,
     chain,
     forget,
+    free_bytes,
     is_out_of_memory,
     limited,
     memory_class,
     release_cached_memory,
 )
-from speedswap.batching.packing import Alone, Parts, SamplePacking
+from speedswap.batching.packing import Alone, MemoryModel, Parts, SamplePacking
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
@@ -51,6 +54,7 @@ class Limit:
 
     Attributes:
         largest: the largest size that has fitted, by kind of work.
+        model: what micro-batches of samples of different cost have taken.
         checkpointed: the modules that are, by rung.
         alone: the samples that escalate, where they cost differently.
     """
@@ -58,6 +62,7 @@ class Limit:
     def __init__(self, size: int | None, grow_after: int | None = GROW_AFTER) -> None:
         self.size = size
         self.largest: dict[str, int] = {}
+        self.model = MemoryModel()
         self.checkpointed: dict[str, Sequence[nn.Module]] = {}
         self.alone = Alone()
         self._grow_after = grow_after
@@ -199,6 +204,8 @@ class Limits:
             classes[memory] = Limit(None if initial is None else initial.size, grow_after)
             if initial is not None:
                 classes[memory].alone = initial.alone
+            if near is not None:
+                classes[memory].model = classes[near].model
         return classes[memory]
 
 
@@ -401,10 +408,27 @@ class BatchAttempts(Attempts):
         self._largest = max(self.packings, key=lambda packing: packing.whole)
         escalates = self.work != "map" and self._largest.whole
         self._rungs = self.common.escalation.rungs(self.device) if escalates else ()
+        self._gauge: LimitedMemory | AllocatorGauge | None = None
+
+    def predict(self) -> None:
+        """Let micro-batches of samples of different cost be no larger than their memory allows, as far as known."""
+        (packing, *others) = self.packings
+        device, memory, reserve = self.device, self.common.memory, self.common.reserve
+        is_gpu = device.type == "cuda"
+        if packing.is_even or others or self.sizes.is_fixed or not (is_gpu or memory is not None):
+            return
+        free = free_bytes(device) if is_gpu else None
+        amounts = [free, None if memory is None else memory - self.changes.nbytes]
+        packing.nbytes = min(amount for amount in amounts if amount is not None)
+        packing.nbytes -= 0 if reserve is None else reserve.on(device)
+        packing.model = self._known.model
+        self._gauge = AllocatorGauge(device) if is_gpu else None
 
     def divided(self) -> list[Parts]:
         """Return the micro-batches of the present attempt, for each packing."""
-        self.parts = [Parts(packing, self.common.ranks.parts(packing, self.size)) for packing in self.packings]
+        self.parts = [
+            Parts(packing, self.common.ranks.parts(packing, self.size), self._gauge) for packing in self.packings
+        ]
         return self.parts
 
     @contextmanager
@@ -426,8 +450,8 @@ class BatchAttempts(Attempts):
         is_new = self.size > self._known.largest.get(self.work, -len(self._rungs))
         with ExitStack() as stack:
             if self.common.memory is not None:
-                taken = self.changes.nbytes
-                stack.enter_context(limited(self.common.memory, self._devices, taken=taken, looks_ahead=is_new))
+                limit = limited(self.common.memory, self._devices, taken=self.changes.nbytes, looks_ahead=is_new)
+                self._gauge = stack.enter_context(limit) or self._gauge
             has_smaller = any(packing.count(self.size) < packing.batch.size for packing in self.packings)
             if is_new and has_smaller and self.common.reserve is not None:
                 stack.enter_context(self.common.reserve.left_free(self._devices))
@@ -444,12 +468,15 @@ class BatchAttempts(Attempts):
         if may_fit and elsewhere:
             known.end_trial(due_again=False)
         elif may_fit:
-            less = min(largest - 1, self.size, 0) if samples == 1 else largest // 2
+            proven = max((one.model.proven(one.nbytes) for one in self.packings if one.model is not None), default=0)
+            less = proven if 0 < proven < largest else largest // 2
+            if samples == 1:
+                less = min(largest - 1, self.size, 0)
             if self._largest.is_selective and samples == 1 and largest > 0:
                 known.leave_alone(largest)
             elif self._largest.is_selective and samples > 1 and known.escalates:
                 known.alone, less = known.alone._replace(limit=less), min(self.size, 0)
-            smaller = known.failed(largest, less) if was_trial else less
+            smaller = known.failed(largest, less if samples < 2 else None) if was_trial else less
             known.shrink(smaller, failed=largest)
         may_change = self.may_shrink or all(part.size < 2 for parts in self.parts for part in parts.each)
         if not (may_fit and may_change):

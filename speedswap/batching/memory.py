@@ -255,6 +255,22 @@ class LimitedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= nbytes
 
 
+class AllocatorGauge:
+    """Measures a GPU's memory by the statistics of torch's allocator, which it resets."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        self._gpu = gpu
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes since the last reset."""
+        return torch.cuda.max_memory_allocated(self._gpu)
+
+    def reset_peak(self) -> None:
+        """Begin again with what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self._gpu)
+
+
 def _storage_bytes(tensor: Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
 
@@ -299,8 +315,8 @@ def _without_memory(tensor: Tensor) -> Tensor:
 @contextmanager
 def limited(
     nbytes: int, devices: Collection[torch.device], *, taken: int = 0, looks_ahead: bool = False
-) -> Iterator[None]:
-    """Limit allocations inside the block, in addition to existing ones.
+) -> Iterator[LimitedMemory | None]:
+    """Limit allocations inside the block, in addition to existing ones; yield the counter where tensors are counted.
 
     On GPUs torch's allocator gets no more from the driver, on each; without one, tensors are counted.
 
@@ -312,12 +328,13 @@ def limited(
     """
     with ExitStack() as stack:
         gpus = {torch.device(device) for device in devices if device.type == "cuda"}
+        memory = None
         for gpu in gpus:
             stack.enter_context(_allocator_limited(gpu, nbytes - taken))
         if not gpus:
             memory = stack.enter_context(LimitedMemory(nbytes))
             memory.live_bytes, memory.looks_ahead = taken, looks_ahead
-        yield
+        yield memory
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A batch's samples divided into micro-batches: evenly, or packed by what they cost."""
+"""A batch's samples divided into micro-batches: evenly, or packed by what they cost and are predicted to take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,70 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from speedswap.batching.elastic import even_sizes
+from speedswap.batching.memory import AllocatorGauge, LimitedMemory
 from speedswap.batching.nested import Arguments, Batch, joined
 from speedswap.errors import BatchError
+
+_LEAST_SEEN = 3
+_MARGIN = 1.05
+# Powers of a sample's cost that its bytes grow with, likely ones first; attention grows with the square of the length.
+_FORMS = sorted(
+    (form for count in (1, 2, 3) for form in itertools.combinations(range(3), count)),
+    key=lambda form: (1 not in form, len(form)),
+)
+
+
+class MemoryModel:
+    """Bytes of a micro-batch of n samples of cost c: a constant, and n times a + b c + d c², none negative.
+
+    One micro-batch of each order of magnitude in n and c is remembered, the latest.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._factors: Any = None
+
+    def add(self, samples: int, cost: int, nbytes: int) -> None:
+        """Learn what a micro-batch has taken."""
+        self._seen[samples.bit_length(), cost.bit_length()] = samples, cost, nbytes
+        if not (self._factors is not None and nbytes <= self._at(samples, cost) <= 1.2 * nbytes):
+            self._fit()
+
+    def _at(self, samples: int, cost: int) -> float:
+        return float(self._factors[0] + samples * (self._factors[1:] @ [1, cost, cost * cost]))
+
+    def _fit(self) -> None:
+        if len(self._seen) < _LEAST_SEEN:
+            return
+        samples, costs, nbytes = np.array([*self._seen.values()], dtype=np.float64).T
+        columns = np.stack([np.ones_like(samples), samples, samples * costs, samples * costs * costs], 1)
+        weighed = columns / nbytes[:, None]  # relative errors count
+        best = None
+        for form in _FORMS:
+            for chosen in ([0, *(power + 1 for power in form)], [power + 1 for power in form]):
+                factors = np.zeros(4)
+                factors[chosen] = np.linalg.lstsq(weighed[:, chosen], np.ones(len(weighed)), rcond=None)[0]
+                error = round(float(np.abs(weighed @ factors - 1).max()), 2)
+                if factors.min() >= 0 and (best is None or error < best[0]):
+                    best = error, factors
+        if best is not None and (best[1] > 0).any():
+            self._factors = best[1]
+            self._factors = best[1] * max(_MARGIN, 1 / (weighed @ best[1]).min())  # not below anything that was seen
+
+    def most(self, cost: int, nbytes: int) -> int | None:
+        """Return the most samples of one cost that fit; None while too little is known."""
+        if self._factors is None:
+            return None
+        per_sample = self._at(1, cost) - self._factors[0]
+        return int((nbytes - self._factors[0]) / per_sample) if per_sample > 0 else None
+
+    def proven(self, nbytes: int) -> int:
+        """Return the highest cost of a micro-batch that has taken half of the memory or more, and fitted; 0 if none."""
+        return max((samples * cost for samples, cost, taken in self._seen.values() if 2 * taken >= nbytes), default=0)
 
 
 @dataclass(eq=False)
@@ -64,6 +123,8 @@ class SamplePacking:
         is_selective: whether the costliest samples escalate without the others.
         whole: the cost of the batch as one micro-batch.
         alone: the samples that escalate, with a limit below 1.
+        model: what micro-batches take; None where that is not known.
+        nbytes: the memory for one.
     """
 
     def __init__(self, batch: Batch, costs: Sequence[int] | None = None, *, side_by_side: bool = False) -> None:
@@ -71,6 +132,8 @@ class SamplePacking:
         self.is_selective = costs is not None and not side_by_side
         self.whole = batch.size
         self.alone = Alone()
+        self.model: MemoryModel | None = None
+        self.nbytes = 0
         self._costs: list[int] | None = None
         if costs:
             self._order = sorted(range(batch.size), key=costs.__getitem__, reverse=True)
@@ -119,7 +182,11 @@ class SamplePacking:
         sizes: list[int] = []
         begin = 0
         while begin < len(costs) and len(sizes) <= most:
-            sizes.append(min(max(1, limit // costs[begin]), len(costs) - begin))
+            fitting = limit // costs[begin]
+            if self.model is not None:
+                predicted = self.model.most(costs[begin], self.nbytes)
+                fitting = fitting if predicted is None else min(fitting, predicted)
+            sizes.append(min(max(1, fitting), len(costs) - begin))
             begin += sizes[-1]
         return sizes
 
@@ -177,11 +244,13 @@ class Parts:
     Attributes:
         packing: of the batch.
         each: the micro-batches.
+        gauge: measures their memory; None where it is not needed.
         present: the one worked on; None before the first and after the last.
     """
 
     packing: SamplePacking
     each: list[MicroBatch]
+    gauge: LimitedMemory | AllocatorGauge | None = None
     present: MicroBatch | None = field(default=None, init=False)
 
     @property
@@ -213,7 +282,15 @@ class Parts:
 
     def in_turn(self, parts: Iterable[MicroBatch] | None = None) -> Iterator[MicroBatch]:
         """Yield each micro-batch, by default of all, and note it as :attr:`present` meanwhile."""
+        model, gauge = self.packing.model, self.gauge
+        before: int | None = None
         for part in self.each if parts is None else parts:
             self.present = part
+            if gauge is not None:
+                gauge.reset_peak()
+                before = gauge.peak_bytes if before is None else before
             yield part
+            is_usual = part.size and not part.escalates  # the same sample takes less on a rung
+            if model is not None and gauge is not None and before is not None and is_usual:
+                model.add(part.size, part.cost // part.size, max(1, gauge.peak_bytes - before))
         self.present = None

@@ -481,7 +481,10 @@ class BatchSplitter:
         size = sizes.choose(key, largest.whole, self._device)
         if work == "backward" or self._ranks.in_step:
             size = sizes.agree(size, self._ranks.begin(size, largest))
-        return BatchAttempts(self._common, work, sizes, size, packings, functions, self._device)
+        attempts = BatchAttempts(self._common, work, sizes, size, packings, functions, self._device)
+        if not self._ranks.in_step:  # there all ranks have the same number
+            attempts.predict()
+        return attempts
 
     def _refuse_in_step(self, what: str) -> None:
         if self._ranks.in_step:

@@ -41,6 +41,9 @@ class TwoPasses:
     _autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
     _rows: list[int] = field(default_factory=list)  # of each output tensor, per sample
 
+    def __post_init__(self) -> None:
+        self.parts.gauge = None  # the two passes take different amounts
+
     def first(self, around: AroundPart, changes: Changes, *, with_graph: bool = False) -> Any:
         """Run the function over the parts, keeping no graph of any.
 

@@ -276,27 +276,6 @@ def test_a_size_in_tokens_is_found_and_kept():
     assert [tokens for tokens in seen if tokens > 30] == [96, 36]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_growing_batches_in_limited_memory_have_the_gradients_of_whole_ones(seed):
-    """Any one sample fits; attention's memory grows with the square of its length."""
-    generator = random.Random(seed)
-    model, memory, sizes = Reader(), generator.choice([200_000, 400_000, 800_000]), []
-    splitter = speedswap.BatchSplitter(model, micro_batch_tokens="auto", memory=memory, reduction="sum", check=False)
-    for longest in sorted(generator.choice([4, 8, 16, 32, 64]) for _ in range(6)):
-        lengths = [generator.randint(1, longest) for _ in range(generator.randint(2, 40))]
-        ids, targets = text(lengths)
-        token_loss(model, ids, targets, "sum").backward()
-        expected = gradients(model)
-        model.zero_grad()
-        splitter.backward(
-            lambda ids, targets: token_loss(model, ids, targets, "sum"), Padded(ids, lengths), Padded(targets, lengths)
-        )
-        assert relative_error(gradients(model), expected) <= 1e-11
-        model.zero_grad()
-        sizes.append(splitter.micro_batch_size)
-    assert min(sizes) < max(sizes)
-
-
 def test_jagged_batches_are_one_situation():
     """A jagged tensor's shape names its list lengths by a symbol that no other tensor has."""
     seen = []
