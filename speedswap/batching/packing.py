@@ -122,6 +122,7 @@ class SamplePacking:
         batch: the same.
         is_selective: whether the costliest samples escalate without the others.
         whole: the cost of the batch as one micro-batch.
+        order: the samples in the order of micro-batches, the costliest first; None where neighbours share one.
         alone: the samples that escalate, with a limit below 1.
         model: what micro-batches take; None where that is not known.
         nbytes: the memory for one.
@@ -134,10 +135,11 @@ class SamplePacking:
         self.alone = Alone()
         self.model: MemoryModel | None = None
         self.nbytes = 0
+        self.order: list[int] | None = None
         self._costs: list[int] | None = None
         if costs:
-            self._order = sorted(range(batch.size), key=costs.__getitem__, reverse=True)
-            self._costs = [costs[sample] for sample in self._order]
+            self.order = sorted(range(batch.size), key=costs.__getitem__, reverse=True)
+            self._costs = [costs[sample] for sample in self.order]
             self.whole = batch.size * self._costs[0]
 
     @property
@@ -165,13 +167,13 @@ class SamplePacking:
         first = self.escalating(limit)
         if self._costs is None:
             sizes = even_sizes(size, full) if full else []
-            costs, order = [1] * size, None
+            costs = [1] * size
         else:
             sizes = [1] * first + self._balanced(self._costs[first:], full - first)
-            costs, order = self._costs, self._order
+            costs = self._costs
         begins = itertools.accumulate(sizes, initial=0)
         parts = [
-            MicroBatch(index, _chosen(order, begin, begin + length), length, length * costs[begin], index < first)
+            MicroBatch(index, _chosen(self.order, begin, begin + length), length, length * costs[begin], index < first)
             for index, (length, begin) in enumerate(zip(sizes, begins, strict=False))
         ]
         empty = (MicroBatch(index, slice(size - 1, size), 0, 0, limit < 1) for index in range(full, count))
@@ -261,16 +263,10 @@ class Parts:
     @property
     def order(self) -> list[int] | None:
         """The place of each sample among those of all micro-batches; None if that is its place in the batch."""
-        if self.packing.is_even:
+        order = self.packing.order
+        if order is None or self.sizes[0] == len(order):
             return None
-        everything = range(self.packing.batch.size)
-        samples = [
-            sample
-            for part in self.each
-            if part.size
-            for sample in (everything[part.samples] if isinstance(part.samples, slice) else part.samples)
-        ]
-        return sorted(everything, key=samples.__getitem__)
+        return sorted(range(len(order)), key=order.__getitem__)
 
     def arguments(self, part: MicroBatch) -> Arguments:
         """Return the arguments of a function for one micro-batch."""
