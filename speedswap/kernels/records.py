@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
 from speedswap.kernels.host import LARGE_BYTES, address, as_ids, empty, get_num_threads, ids_at, threads_for
 
 if TYPE_CHECKING:
@@ -188,13 +189,14 @@ class WantedColumns(dict[str, WantedColumn]):
     """Columns of records to move together, by name.
 
     Attributes:
-        copied: each one's offset and bytes per record, if all are stored as they are in their blocks; else empty.
+        copied: each one's offset and bytes per record, if one launch copies them all: columns that are stored as they
+            are in their blocks; else empty.
     """
 
     def __init__(self, columns: Mapping[str, WantedColumn]) -> None:
         super().__init__(columns)
         every = columns.values()
-        is_copied = all(column.stored is None and column.row_bytes for column in every)
+        is_copied = len(every) <= COLUMNS_PER_LAUNCH and all(not each.stored and each.row_bytes for each in every)
         self.copied = tuple((column.offset, column.row_bytes) for column in every) if is_copied else ()
 
 

@@ -72,7 +72,7 @@ class PendingWrite(Transfer[None]):
     def has_arrived(self) -> bool:
         """Return whether the rows have reached the store. A failed write never arrives."""
         try:
-            return self.done() and self.result() is None
+            return self._work is not None and self.done() and self._work.result() is None
         except Exception:
             return False
 

@@ -26,7 +26,6 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda import launch, modules
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
-from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
 from speedswap.kernels.host import get_num_threads
 from speedswap.kernels.records import Part, Records, WantedColumns
 
@@ -320,7 +319,7 @@ def copy_by_kernel(
     """
     device, copied = blocks[0].device, columns.copied
     is_near = records.device == device or (records.device.type == "cpu" and records.direct_share(what) == 1)
-    if device.type != "cuda" or not is_near or not ids.shape[0] or not 0 < len(copied) <= COLUMNS_PER_LAUNCH:
+    if device.type != "cuda" or not is_near or not ids.shape[0] or not copied:
         return False
     if ids.dtype is not torch.int64 or not ids.is_cuda or not ids.is_contiguous():
         ids = ids.to(device, torch.int64).contiguous()

@@ -212,7 +212,7 @@ def copy(
     hot = NOT_HOT if records.hot is None else records.hot.argument(sum(width for _, width in columns))
     rows = records.pointer, records.stride // word_bytes, ids.data_ptr(), count
     kernel = kernel_handle(device, f"{what}_w{word_bytes}")
-    shifted = [shift // word_bytes for shift in shifts]
+    shifted = [shift // word_bytes for shift in shifts] if shifts else []
     _C.launch_move(device, kernel, grid, threads, stream.cuda_stream, rows, layout, blocks, shifted, hot, lanes)
 
 

@@ -293,11 +293,12 @@ class FeatureBatch:
             group: its index.
             device: where its rows are needed.
         """
+        if device.type != "cpu":
+            rows = self.rows(group)
+            return (rows,) if rows.shape[0] else ()
         begin, end = self.bounds(group)
         if begin == end:
             return ()
-        if device.type != "cpu":
-            return (self.rows(group),)
         if not self.by_name:
             return self.announced
         some, ids, counts = self.slots.of_group[group], self.asked.ids, self.asked.counts
@@ -308,9 +309,10 @@ class FeatureBatch:
     def remember(self, features: Any) -> None:
         """Remember what the batch was read from, to be used again at its turn; only for features on a GPU."""
         form, parts = _parts(features, self.slots)
-        if all(each is None or (each.is_cuda and not each.requires_grad) for each in parts):
-            with suppress(RuntimeError):  # tensors of inference mode have no version
-                self._source = form, parts, [None if each is None else each._version for each in parts]
+        if [each for each in parts if each is not None and (each.requires_grad or not each.is_cuda)]:
+            return
+        with suppress(RuntimeError):  # tensors of inference mode have no version
+            self._source = form, parts, [None if each is None else each._version for each in parts]
 
     def is_of(self, features: Any) -> bool:
         """Return whether the batch was read from these features, which have not changed since."""
