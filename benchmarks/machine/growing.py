@@ -49,16 +49,18 @@ def grow(nbytes: int, *, threads: int = 8, patience_seconds: float = 20.0) -> in
     """
     if available_bytes() >= nbytes + _LEFT_BYTES:
         return nbytes
-    began, before, touched = time.monotonic(), physical_bytes(), 0
+    began, before, touched, said = time.monotonic(), physical_bytes(), 0, b""
     wanted = nbytes + _LEFT_BYTES
     command = [sys.executable, "-c", _TOUCH, *map(str, (wanted, STEP_BYTES, threads))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as child:
         assert child.stdout is not None
         while touched < wanted and select.select([child.stdout], [], [], patience_seconds)[0]:
-            said = child.stdout.read(4096)
-            if not said:  # it was ended
+            more = child.stdout.read(4096)
+            if not more:  # it was ended
                 break
-            touched = int(said.split()[-1])
+            said += more
+            if lines := said.split(b"\n")[:-1]:  # whole ones
+                touched = int(lines[-1])
         child.kill()
     print(
         f"touched {touched / 2**30:.1f} of {wanted / 2**30:.1f} GiB in {time.monotonic() - began:.1f} s; the machine's "

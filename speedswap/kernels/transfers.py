@@ -103,6 +103,17 @@ class Transfer(Generic[T]):
             return False
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def has_arrived(self) -> bool:
+        """Return whether everything is done, on the GPU too, without an error."""
+        try:
+            if not self.done():
+                return False
+            assert self._work is not None
+            self._work.result()
+        except Exception:
+            return False
+        return True
+
     def queued_on(self, stream: torch.cuda.Stream) -> None:
         """Record that all work on a GPU is queued on this stream."""
         self._device, self._event = stream.device, stream.record_event()

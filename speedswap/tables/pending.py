@@ -69,13 +69,6 @@ class PendingWrite(Transfer[None]):
         kernels.used_here([self.rows])
         return self.rows
 
-    def has_arrived(self) -> bool:
-        """Return whether the rows have reached the store. A failed write never arrives."""
-        try:
-            return self._work is not None and self.done() and self._work.result() is None
-        except Exception:
-            return False
-
     def has(self, columns: Mapping[str, object]) -> bool:
         """Return whether this writes all of these columns, so that a block of them needs no other source."""
         return columns.keys() <= self._values.keys()

@@ -128,6 +128,7 @@ def test_results_are_those_of_the_whole_batch_whatever_fails():
 
 
 @pytest.mark.release
+@pytest.mark.timeout(1200)
 def test_results_are_those_of_the_whole_batch_whatever_fails_in_ten_thousand_runs():
     failures, escalations = map(sum, zip(*map(run, range(200, 10_200)), strict=True))
     assert failures > 25_000

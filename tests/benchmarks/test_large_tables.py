@@ -180,6 +180,9 @@ def test_memory_that_a_machine_gets_as_it_is_used_is_touched_until_hardly_any_is
     monkeypatch.setattr(growing, "available_bytes", lambda: 0)
     assert growing.grow((5 << 20) + 3, threads=2) == (5 << 20) + 3
     assert "touched 0.0 of 0.0 GiB" in capsys.readouterr().out
+    slowly = "print(end, end='', flush=True); __import__('time').sleep(0.01); print("
+    monkeypatch.setattr(growing, "_TOUCH", growing._TOUCH.replace("print(end,", slowly))
+    assert growing.grow((5 << 20) + 3, threads=2) == (5 << 20) + 3
     monkeypatch.setattr(growing, "available_bytes", lambda: 6 << 20)
     monkeypatch.setattr(growing, "_TOUCH", "")
     assert growing.grow(5 << 20) == 5 << 20  # which is there
