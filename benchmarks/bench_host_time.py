@@ -5,7 +5,8 @@ Ten tables of one collection are trained by fused Adam, plain and with a lookahe
 C, are those of all threads, the package's and torch's, without what the simulation itself calls. Seconds include the
 simulation, whose streams and events are in Python and whose operations compute, unlike a GPU's: they serve to compare
 one version with another. ``--against`` gives that version: a checkout with its compiled part in place, measured in the
-same run by this script, on this checkout's simulation, with launches that do nothing as well.
+same run by this script, on this checkout's simulation, with launches that do nothing as well. Each version has several
+processes, in turns, and its seconds are the least of them: a shared machine only adds to them.
 
     python benchmarks/bench_host_time.py [--quick] [--json FILE] [--against CHECKOUT]
 """
@@ -33,7 +34,7 @@ import speedswap
 from speedswap.kernels import finish_transfers
 
 TABLES, LOOKUPS, ROWS, DIM = 10, 8, 1000, 4
-BLOCKS, STEPS = 20, 20
+BLOCKS, STEPS, TURNS = 20, 20, 5
 _SIMULATION = "simulated_gpu"
 _IDLE = ("gather_w16", "scatter_w16", "pool_float32", "find_starts", "sum_chunks_float32", "join_chunks_float32")
 _CHILD = """
@@ -158,6 +159,17 @@ def _idle_kernels() -> list[str]:
     return launched
 
 
+def in_turns(roots: Sequence[Path], quick: bool) -> list[dict[str, Any]]:
+    """Return the figures of checkouts, with the least seconds of several processes each."""
+    found = [of_checkout(root, quick) for root in roots]
+    for _ in range(0 if quick else TURNS - 1):
+        for least, root in zip(found, roots, strict=True):
+            again = of_checkout(root, quick)
+            for name in KINDS:
+                least[name]["cpu_seconds"] = min(least[name]["cpu_seconds"], again[name]["cpu_seconds"])
+    return found
+
+
 def of_checkout(root: Path, quick: bool) -> dict[str, Any]:
     """Return the figures of a checkout, from a process that has this one's simulated GPU."""
     command = [sys.executable, "-c", _CHILD, str(ROOT / "tests"), str(Path(__file__).resolve()), *["--quick"] * quick]
@@ -187,10 +199,11 @@ def measure(quick: bool, against: Path | None = None) -> dict[str, Any]:
         under ``against``, and ``ratios`` has its ``calls`` and ``cpu_seconds`` over these.
     """
     found: dict[str, Any] = {"workload": {"tables": TABLES, "lookups": LOOKUPS, "rows": ROWS, "dim": DIM}}
-    found |= of_checkout(ROOT, quick)
+    ours, *others = in_turns([ROOT] if against is None else [ROOT, against.resolve()], quick)
+    found |= ours
     _print("this version", found)
     if against is not None:
-        commit, other = commit_of(against), of_checkout(against.resolve(), quick)
+        commit, (other,) = commit_of(against), others
         found["against"] = {"commit": commit, **other}
         found["ratios"] = {name: _ratios(other[name], found[name]) for name in KINDS}
         _print(commit, other)
