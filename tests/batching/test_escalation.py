@@ -723,7 +723,7 @@ def test_whatever_fails_gradients_are_those_of_the_whole_batch() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("host_apart")
-def test_whatever_fails_gradients_are_those_of_the_whole_batch_in_ten_thousand_runs() -> None:
-    assert sum(run(seed)[1] for seed in range(60, 10_060)) > 20_000
+@pytest.mark.parametrize("first", range(60, 10_060, 1000))
+def test_whatever_fails_gradients_are_those_of_the_whole_batch_in_a_thousand_runs(first: int) -> None:
+    assert sum(run(seed)[1] for seed in range(first, first + 1000)) > 2000

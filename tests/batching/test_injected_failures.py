@@ -128,8 +128,8 @@ def test_results_are_those_of_the_whole_batch_whatever_fails():
 
 
 @pytest.mark.release
-@pytest.mark.timeout(1200)
-def test_results_are_those_of_the_whole_batch_whatever_fails_in_ten_thousand_runs():
-    failures, escalations = map(sum, zip(*map(run, range(200, 10_200)), strict=True))
-    assert failures > 25_000
-    assert escalations > 15_000
+@pytest.mark.parametrize("first", range(200, 10_200, 1000))
+def test_results_are_those_of_the_whole_batch_whatever_fails_in_a_thousand_runs(first: int):
+    failures, escalations = map(sum, zip(*map(run, range(first, first + 1000)), strict=True))
+    assert failures > 2500
+    assert escalations > 1500
