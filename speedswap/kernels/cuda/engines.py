@@ -321,7 +321,7 @@ def copy_by_kernel(
     is_near = records.device == device or (records.device.type == "cpu" and records.direct_share(what) == 1)
     if device.type != "cuda" or not is_near or not ids.shape[0] or not copied:
         return False
-    if ids.dtype is not torch.int64 or not ids.is_cuda or not ids.is_contiguous():
+    if ids.dtype is not torch.int64 or ids.device != device or not ids.is_contiguous():
         ids = ids.to(device, torch.int64).contiguous()
     stream = torch.cuda.current_stream(device)
     addresses = [block.data_ptr() for block in blocks]
