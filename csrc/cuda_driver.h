@@ -7,6 +7,8 @@
 
 namespace speedswap {
 
+constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
+
 // The functions of libcuda.so.1 that launches and staged moves call. Handles and addresses on the GPU are pointers
 // here; every function returns 0, or an error's number.
 struct CudaDriver {

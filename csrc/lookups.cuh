@@ -121,8 +121,7 @@ SPEEDSWAP_FUNCTION void sum_counts(const Count* counts, Count pieces, Count* tot
     }
 }
 
-// The changes in all pieces before one. The threads of a warp read the same totals: a launch more, to add these up too,
-// would take longer than that.
+// The changes in all pieces before one. The threads of a warp read the same totals.
 SPEEDSWAP_FUNCTION Count changes_before(const Count* counts, const Count* totals, Count pieces, Count piece) {
     const Count per_range = pieces_per_range(pieces), own = piece / per_range;
     Count sum = 0;

@@ -12,8 +12,7 @@ namespace {
 
 using Piece = PinnedNote::Piece;
 
-constexpr unsigned kNoTiming = 2;        // CU_EVENT_DISABLE_TIMING
-constexpr size_t kLeastBytes = 1 << 14;  // features of ten tables, and more
+constexpr size_t kLeastBytes = 1 << 14;  // the features of ten tables, and more
 
 std::mutex mutex;
 

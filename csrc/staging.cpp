@@ -8,8 +8,6 @@
 namespace speedswap {
 namespace {
 
-constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
-
 std::vector<Part> in_buffer(const std::vector<Part>& runs, char* buffer) {
     std::vector<Part> parts = runs;
     for (Part& part : parts)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.escalation import Escalation
+from speedswap.batching.escalation import Escalation, RungPlan
 from speedswap.batching.memory import (
     AllocatorGauge,
     LimitedMemory,
@@ -55,7 +55,7 @@ class Limit:
     Attributes:
         largest: the largest size that has fitted, by kind of work.
         model: what micro-batches of samples of different cost have taken.
-        checkpointed: the modules that are, by rung.
+        plans: what each rung does.
         alone: the samples that escalate, where they cost differently.
     """
 
@@ -63,7 +63,7 @@ class Limit:
         self.size = size
         self.largest: dict[str, int] = {}
         self.model = MemoryModel()
-        self.checkpointed: dict[str, Sequence[nn.Module]] = {}
+        self.plans: dict[str, RungPlan] = {}
         self.alone = Alone()
         self._grow_after = grow_after
         self._patience = grow_after or 0
@@ -441,7 +441,7 @@ class BatchAttempts(Attempts):
             calls = list(zip(self.functions, self.packings, strict=False))
             with self._within_memory():
                 rungs = self._rungs[: max(0, 1 - self.size)] if escalates else ()
-                self.common.escalation.begin(rungs, self._known.checkpointed, calls, self.changes)
+                self.common.escalation.begin(rungs, self._known.plans, calls, self.changes)
                 yield
 
     @contextmanager

@@ -1,16 +1,18 @@
 """A check, on a few samples before a batch is split, that a loss is as declared to the splitter.
 
-The loss of a few samples together is compared with their losses in two parts, weighed as micro-batches are. A
-difference beyond rounding is an error, unless anything else can explain it: random numbers, batch statistics, or a
-function that gives another result each time.
+The loss of a few samples together is compared with their losses in parts, weighed as micro-batches are. Where the two
+differ by more than rounding can explain, the losses of more such parts show the reason. Where anything else can make
+them differ (random numbers, batch statistics, a function that gives another result each time), no error is raised.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,15 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedswap.batching.functions import kind_of, name_of
+from speedswap.batching.functions import key_of, kind_of, name_of
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
+from speedswap.batching.retry import Search
 from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
 _log = logging.getLogger("speedswap")
 
 SAMPLES = 8
+_MOST_CHECKS = 8  # per function's code, if it refers to something of another kind each time
 
 # Kernels of another batch size round otherwise, layer after layer, so a difference of a few machine epsilons proves
 # nothing, nor does one below 1e-3 whatever the precision. Real mistakes are larger.
@@ -53,7 +57,8 @@ class Checks:
         self.reduction = reduction
         self.normalizer = normalizer
         self._modules = modules
-        self._checked: set[Hashable] = set()
+        self._kinds: set[Hashable] = set()
+        self._times: Counter[Hashable] = Counter()
 
     def refuse_mistakes(self, loss_fn: Callable[..., Any], batch: Batch, size: int) -> None:
         """Check a loss function that has not been split before.
@@ -67,24 +72,30 @@ class Checks:
             CoupledLossError: the loss couples the samples of a batch.
             BatchError: it does not average over what was declared.
         """
-        kind = kind_of(loss_fn)
-        if kind in self._checked:
+        kind, code = kind_of(loss_fn), key_of(loss_fn)
+        if kind in self._kinds or self._times[code] >= _MOST_CHECKS:
             return
         mistake = self._find_mistake(loss_fn, batch, size)
         if mistake is not None:
             raise mistake
-        self._checked.add(kind)
+        self._times[code] += 1
+        self._kinds.add(kind)
 
     def _find_mistake(self, loss_fn: Callable[..., Any], batch: Batch, size: int) -> SpeedswapError | None:
-        """Compare the loss of a few samples with those of their parts.
+        """Compare the loss of a few samples with those of their parts, of fewer where memory runs out.
 
         Returns:
             An error that names the mistake and the remedy; None without a certain mistake.
         """
-        count = min(batch.size, SAMPLES, max(2, size))
-        try:
+
+        def compare(count: int) -> SpeedswapError | None:
+            if count < 2:
+                return None
             with no_trace(self._modules, count) as observed:
                 return _Comparison(self, loss_fn, batch, count, observed).mistake()
+
+        try:
+            return Search(name_of(loss_fn), min(batch.size, SAMPLES, max(2, size))).run_batch(compare)
         except Collective:
             return None
         except PeerError:
@@ -107,14 +118,17 @@ class _Comparison:
     def __post_init__(self) -> None:
         samples, count = few_samples(self.batch, self.count), self.count
         first = max(1, (count - 1) // 2)  # unequal parts, or what both count equally would not show
-        self._whole, self._apart = samples, [samples[:first], samples[first:]]
-        self._evaluated: list[tuple[list[int], Tensor]] = []
+        second = first + max(1, (count - first) // 2)
+        self._parts = [part for part in (samples[:first], samples[first:second], samples[second:]) if part]
+        self._known: dict[tuple[int, ...], Tensor] = {}
         self._captured: BatchError | None = None
 
     def mistake(self) -> SpeedswapError | None:
         """Return an error if the losses together and apart certainly differ."""
+        everything = tuple(range(len(self._parts)))
+        apart = [(0,), everything[1:]]
         try:
-            whole = self._of(self._whole)
+            whole = self._of(everything)
         except Exception:
             if self._captured is None:
                 raise
@@ -122,38 +136,37 @@ class _Comparison:
             return self._captured
         if not self.observed.is_certain or not bool(whole.isfinite().all()):
             return None
-        weights = self._weights()
+        weights = self._weights(apart)
         if weights is None:
             return None
-        nothing = torch.tensor(math.nan)
-        parts = [self._of(one) if weight else nothing for one, weight in zip(self._apart, weights, strict=True)]
+        parts = [self._of(one) if weight else torch.zeros(()) for one, weight in zip(apart, weights, strict=True)]
         if self.declared.reduction == "none":
             expected = torch.cat(parts)
         else:
-            expected = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True) if weight]).sum()
+            expected = sum((part * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros(()))
         difference = _distance(whole, expected)
         if difference <= self._tolerance() or not self.observed.is_certain:
             return None
         if self._changes() > difference / 100:
             return None
-        why = "couples" if self.declared.reduction == "none" else self._why(whole, parts)
+        why = "couples" if self.declared.reduction == "none" else self._why()
         return self._error(why, whole, expected) if self.observed.is_certain else None
 
     def _changes(self) -> float:
         """Return how much the losses differ when computed again, as those of a function with state do."""
-        return max(_distance(self._evaluate(samples), loss) for samples, loss in self._evaluated)
+        return max(_distance(self._evaluate(parts), loss) for parts, loss in self._known.items())
 
-    def _of(self, samples: list[int]) -> Tensor:
-        loss = self._evaluate(samples)
-        self._evaluated.append((samples, loss))
-        return loss
+    def _of(self, parts: tuple[int, ...]) -> Tensor:
+        if parts not in self._known:
+            self._known[parts] = self._evaluate(parts)
+        return self._known[parts]
 
-    def _evaluate(self, samples: list[int]) -> Tensor:
-        """Compute the loss of some samples together, in float64 on the CPU."""
-        args, kwargs = self.batch.take(samples)
+    def _evaluate(self, parts: tuple[int, ...]) -> Tensor:
+        """Compute the loss of some parts together, in float64 on the CPU."""
+        args, kwargs = self._take(parts)
         with self._watching(Batch(args, kwargs)):
             result = self.loss_fn(*args, **kwargs)
-        loss, _ = loss_of(result, self.loss_fn, self.declared.reduction, len(samples))
+        loss, _ = loss_of(result, self.loss_fn, self.declared.reduction, self._samples_in(parts))
         return loss.detach().double().cpu()
 
     @contextmanager
@@ -178,14 +191,20 @@ class _Comparison:
                         "batch; use the argument, or turn this check off with check=False"
                     )
 
-    def _weights(self) -> list[float] | None:
-        """Return the weights that a splitter would give the parts; None if all weights are zero."""
+    def _take(self, parts: tuple[int, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.batch.take([index for part in parts for index in self._parts[part]])
+
+    def _samples_in(self, parts: tuple[int, ...]) -> int:
+        return sum(len(self._parts[part]) for part in parts)
+
+    def _weights(self, apart: Sequence[tuple[int, ...]]) -> list[float] | None:
+        """Return the weights that a splitter would give each; None if all weights are zero."""
         if self.declared.reduction != "mean":
-            return [1.0] * len(self._apart)
+            return [1.0] * len(apart)
         if self.declared.normalizer is None:
-            counts = [float(len(one)) for one in self._apart]
+            counts = [float(self._samples_in(one)) for one in apart]
         else:
-            taken = map(self.batch.take, self._apart)
+            taken = [self._take(one) for one in apart]
             counts = [float(self.declared.normalizer(*args, **kwargs)) for args, kwargs in taken]
         total = sum(counts)
         if not 0 < total < math.inf or min(counts) < 0:  # invalid counts are refused when the batch is weighed
@@ -195,26 +214,39 @@ class _Comparison:
     def _tolerance(self) -> float:
         """Return the difference up to which two losses may be the same one, differently rounded."""
         eps = self.observed.eps
-        values = torch.cat([loss.reshape(-1) for _, loss in self._evaluated])
+        values = torch.cat([loss.reshape(-1) for loss in self._known.values()])
         values = values[values.isfinite()].abs()
         size = float(values.max()) if len(values) else 0.0
         of_loss = max(_LEAST_DIFFERENCE, _EPSILONS_OF_LOSS * eps) * size
         return of_loss + _EPSILONS_OF_LARGEST * eps * self.observed.largest
 
-    def _why(self, whole: Tensor, parts: Sequence[Tensor]) -> str:
-        """Return the kind of mistake: a mean over anything lies between those of its parts, if they count something."""
+    def _why(self) -> str:
+        """Return the kind of mistake, from the losses of all subsets of the parts."""
+        places = range(len(self._parts))
+        subsets = [subset for count in range(1, len(places) + 1) for subset in itertools.combinations(places, count)]
+        losses = {subset: float(self._of(subset)) for subset in subsets}
         tolerance = self._tolerance()
-        total = torch.stack([part * len(one) for part, one in zip(parts, self._apart, strict=True)]).sum()
-        if self.declared.reduction == "sum" and abs(total / len(self._whole) - whole) <= tolerance:
+
+        def are_means(weights: Sequence[float]) -> bool:
+            """Return whether the losses are means with these weights; parts of weight 0 may have any loss, even NaN."""
+            for subset, loss in losses.items():
+                total = sum(weights[place] for place in subset)
+                weighted = sum(weights[place] * losses[place,] for place in subset if weights[place])
+                if total and len(subset) > 1 and not abs(weighted / total - loss) <= tolerance:
+                    return False
+            return any(weights)
+
+        if self.declared.reduction == "sum" and are_means([len(part) for part in self._parts]):
             return "means"
-        known = [float(part) for part in parts if part.isfinite()]
-        if self.declared.reduction == "mean" and all(known) and abs(sum(parts) - whole) <= tolerance:
-            return "sums"  # of 0, a masked mean may be the sum, too
-        is_between = known and min(known) - tolerance <= whole <= max(known) + tolerance
-        return "averages" if is_between else "couples"
+        if self.declared.reduction == "mean" and all(
+            abs(sum(losses[place,] for place in subset) - loss) <= tolerance for subset, loss in losses.items()
+        ):
+            return "sums"
+        return "averages" if are_means(_weights_of_mean(losses, len(places))) else "couples"
 
     def _error(self, why: str, whole: Tensor, expected: Tensor) -> SpeedswapError:
-        first, rest = map(len, self._apart)
+        first = len(self._parts[0])
+        rest = sum(map(len, self._parts)) - first
         if whole.dim():
             seen = f"the losses of {first + rest} samples together differ from those in parts of {first} and {rest}"
         else:
@@ -232,15 +264,14 @@ class _Comparison:
         )
 
 
-_IF_COUPLED = (
-    "if it compares samples with each other, as contrastive losses do, give encoder and loss to backward_coupled and "
-    "declare the loss with speedswap.batching.coupled; if it adds up means over different things, split it into "
-    "one call for each; if it adds a term that belongs to no sample, differentiate that apart, once a batch"
-)
-
 # For each kind of mistake, the verdict and the remedy.
 _MISTAKES = {
-    "couples": ("couples the samples of a batch", _IF_COUPLED),
+    "couples": (
+        "couples the samples of a batch",
+        "if it compares them with each other, as contrastive losses do, give encoder and loss to backward_coupled and "
+        "declare the loss with speedswap.batching.coupled; if it adds up means over different things, split it into "
+        "one call for each; if it adds a term that belongs to no sample, differentiate that apart, once a batch",
+    ),
     "sums": (
         "adds up its samples, where a mean was declared",
         'construct the splitter with reduction="sum"',
@@ -250,9 +281,8 @@ _MISTAKES = {
         'construct the splitter with reduction="mean"',
     ),
     "averages": (
-        "averages over something other than {}, or couples the samples of a batch",
-        "construct the splitter with {}a normalizer that counts it, e.g. normalizer=lambda x, y: (y != -100).sum(); "
-        + _IF_COUPLED,
+        "averages over something other than {}",
+        "construct the splitter with {}a normalizer that counts it, e.g. normalizer=lambda x, y: (y != -100).sum()",
     ),
 }
 
@@ -263,6 +293,27 @@ def _distance(found: Tensor, expected: Tensor) -> float:
         return math.inf
     difference = (found - expected).abs()[found.isfinite()]
     return float(difference.nan_to_num(math.inf).max()) if len(difference) else 0.0
+
+
+def _weights_of_mean(losses: dict[tuple[int, ...], float], count: int) -> list[float]:
+    """Return weights for which the losses of subsets are means of the parts' losses; zeros if none exist.
+
+    For each subset S, the sum over its parts i of w_i (L_i - L_S) is 0: the weights are the singular vector of the
+    least singular value. Parts whose loss is not finite count nothing.
+    """
+    weights = torch.zeros(count, dtype=torch.float64)
+    finite = [place for place in range(count) if math.isfinite(losses[place,])]
+    rows = [
+        [losses[place,] - loss if place in subset else 0.0 for place in finite]
+        for subset, loss in losses.items()
+        if all(place in finite for place in subset)
+    ]
+    if finite:
+        vector = torch.linalg.svd(torch.tensor(rows, dtype=torch.float64)).Vh[-1]
+        vector = vector / vector.sum()
+        if bool(vector.isfinite().all()) and float(vector.min()) >= -0.01:
+            weights[finite] = vector.clamp(min=0)
+    return weights.tolist()
 
 
 _TF32_EPS = 2.0**-10

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from speedswap._words import size_in_words
 from speedswap.batching.memory import storages
 from speedswap.batching.packing import SamplePacking
 from speedswap.batching.ranks import TrainingRanks
@@ -276,6 +277,11 @@ class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _bytes_of(self, keys: set[int]) -> int:
         return sum(self._nbytes[key] for key in keys)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all activations."""
+        return self._held(self._top)
+
     def _held(self, call: _Call) -> int:
         return self._bytes_of(call.saved.union(*(inner.saved for inner in call.inside())))
 
@@ -283,7 +289,7 @@ class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Choose the modules to checkpoint so that the least is held at once.
 
         Args:
-            depth: 2 to checkpoint in the second runs of modules too, 0 for none.
+            depth: 2 to checkpoint in the second runs of modules too.
 
         Returns:
             The bytes held, and the modules; no module where that saves nothing.
@@ -318,13 +324,31 @@ def _never(packed: Any) -> Tensor:
     raise RuntimeError("a trial of a forward pass keeps no activations for a backward pass")
 
 
-def _effect_of(rung: str, modules: Iterable[nn.Module]) -> str:
-    if rung == OFFLOADED:
-        return "its activations are copied to host memory, and back for the backward pass"
-    counts = Counter(type(one).__name__ for one in modules)
-    names = ", ".join(f"{count} × {name}" for name, count in counts.items())
-    passes = "two more forward passes" if rung == TWICE else "one more forward pass"
-    return f"most of its activations are computed again in the backward pass, at the cost of {passes} of {names}"
+@dataclass(frozen=True, eq=False)
+class RungPlan:
+    """The effect of one rung.
+
+    Attributes:
+        rung: its name.
+        modules: those to checkpoint.
+        nbytes: activations of one sample; None without a trial.
+        held: those that are held at once; None where that is not known.
+    """
+
+    rung: str
+    modules: Sequence[nn.Module]
+    nbytes: int | None = None
+    held: int | None = None
+
+    def __str__(self) -> str:
+        taken = "its activations" if self.nbytes is None else f"its activations, {size_in_words(self.nbytes)},"
+        if self.rung == OFFLOADED:
+            return f"{taken} are copied to host memory, and back for the backward pass"
+        counts = Counter(type(one).__name__ for one in self.modules)
+        names = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        less = "" if self.held is None else f"all but {size_in_words(self.held)} of "
+        passes = "two more forward passes" if self.rung == TWICE else "one more forward pass"
+        return f"{less}{taken} are computed again in the backward pass, at the cost of {passes} of {names}"
 
 
 class Escalation:
@@ -361,7 +385,7 @@ class Escalation:
     def begin(
         self,
         rungs: Sequence[str],
-        known: dict[str, Sequence[nn.Module]],
+        plans: dict[str, RungPlan],
         calls: Iterable[tuple[Callable[..., Any], SamplePacking]],
         changes: Changes,
     ) -> None:
@@ -369,7 +393,7 @@ class Escalation:
 
         Args:
             rungs: all that it takes.
-            known: the modules to checkpoint in the situation, by rung; those of the last one are added.
+            plans: what is known of the situation, by rung; the last one's is added.
             calls: the functions that run forward, and their batches; of each, a trial takes the costliest sample.
             changes: restored after a trial.
         """
@@ -378,28 +402,28 @@ class Escalation:
         if not rungs:
             return
         rung = rungs[-1]
-        self._modules = known[rung] if rung in known else self._chosen(rung, calls, changes)
+        plan = plans.get(rung) or self._plan(rung, calls, changes)
         if self._remembers:
-            known[rung] = self._modules
-        if rung not in self._told and (rung == OFFLOADED or self._modules):
+            plans[rung] = plan
+        self._modules = plan.modules
+        if rung not in self._told and (rung == OFFLOADED or plan.modules):
             self._told.add(rung)
-            _log.warning("one sample does not fit: %s", _effect_of(rung, self._modules))
+            _log.warning("one sample does not fit: %s", plan)
 
-    def _chosen(
-        self, rung: str, calls: Iterable[tuple[Callable[..., Any], SamplePacking]], changes: Changes
-    ) -> Sequence[nn.Module]:
-        """Return the modules to checkpoint on a rung."""
-        if rung == OFFLOADED:
-            return []
-        if not isinstance(self._wanted, bool):
-            return self._wanted
+    def _plan(self, rung: str, calls: Iterable[tuple[Callable[..., Any], SamplePacking]], changes: Changes) -> RungPlan:
+        named = [] if isinstance(self._wanted, bool) else self._wanted
+        if not self._ranks.may_differ:
+            return RungPlan(rung, named)
         trial = ForwardTrial(changes.storages())
         for function, packing in calls:
             args, kwargs = packing.batch.take(packing.parts(packing.batch.size)[0].samples)
             with torch.enable_grad(), changes.watched(), trial.recording():
                 function(*args, **kwargs)
         changes.restore()
-        return trial.cheapest(1 if rung == CHECKPOINTED else 2)[1]
+        if named or rung == OFFLOADED:
+            return RungPlan(rung, [] if rung == OFFLOADED else named, trial.nbytes)
+        held, modules = trial.cheapest(1 if rung == CHECKPOINTED else 2)
+        return RungPlan(rung, modules, trial.nbytes, held)
 
     @contextmanager
     def forward_pass(self, changes: Changes, *, escalates: bool) -> Iterator[None]:

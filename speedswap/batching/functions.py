@@ -9,10 +9,12 @@ import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedswap._words import a_kind
 from speedswap.errors import BatchError
+
+_SETTINGS = (str, bool, int, float)
 
 
 def name_of(function: Any) -> str:
@@ -62,13 +64,30 @@ def key_of(function: Callable[..., Any]) -> Hashable:
     return code or f"{kind.__module__}.{kind.__qualname__}"
 
 
-def kind_of(function: Callable[..., Any]) -> Hashable:
-    """Return a function's key with those of the functions in its closure, and the classes of everything else there.
+def kind_of(value: Any, depth: int = 3) -> Hashable:
+    """Return what a function computes with, as far as that is known without naming objects.
 
-    So a lambda around a new batch is of one kind in every step, and around a criterion of another class of another.
+    Two functions of one code are of one kind if the values they refer to are: other functions by their code, modules by
+    their class and settings, such as a criterion's ``reduction``, and everything else by its class. So a lambda around
+    a new batch is of one kind in every step, and one around another criterion is of another.
     """
-    contents = map(_contents, getattr(function, "__closure__", None) or ())
-    return key_of(function), *(key_of(one) if isinstance(one, types.FunctionType) else type(one) for one in contents)
+    kind: type = type(value)
+    if depth == 0:
+        return f"{kind.__module__}.{kind.__qualname__}"
+    below = depth - 1
+    if isinstance(value, functools.partial):
+        given = (*value.args, *value.keywords.values())
+        return (kind_of(value.func, below), *value.keywords, *(kind_of(one, below) for one in given))
+    if isinstance(value, types.MethodType):
+        return kind_of(value.__func__, below), kind_of(value.__self__, below)
+    if isinstance(value, types.FunctionType):
+        given = (*(value.__defaults__ or ()), *map(_contents, value.__closure__ or ()))
+        return (value.__code__, *(kind_of(one, below) for one in given))
+    if isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, nn.Module):
+        return (kind, *((name, one) for name, one in vars(value).items() if isinstance(one, _SETTINGS)))
+    return kind
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -104,7 +104,7 @@ class Transfer(Generic[T]):
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def has_arrived(self) -> bool:
-        """Return whether everything is done, on the GPU too, without an error."""
+        """Return whether everything is done, on the GPU too, without an error, which :meth:`result` raises."""
         try:
             if not self.done():
                 return False

@@ -67,28 +67,16 @@ def test_undeclared_contrastive_loss_is_refused(dtype, size):
     [
         hardest_triplet,
         lambda features, labels: info_nce(features, features.roll(1, 1)),
-        lambda features, labels: functional.cross_entropy(features - features.mean(0), labels),
-    ],
-    ids=["triplet", "infonce", "centred"],
-)
-def test_losses_that_compare_samples_are_refused(loss_of):
-    model, inputs = network(), batch()
-    with pytest.raises(CoupledLossError, match=r"couples the samples of a batch.*give encoder and loss"):
-        split(lambda x, y: loss_of(model(x), y), *inputs, model=model)
-
-
-@pytest.mark.parametrize(
-    "loss_of",
-    [
         lambda features, labels: torch.pdist(features).mean(),
         lambda features, labels: functional.cross_entropy(features, labels) + features.std(0).mean(),
         lambda features, labels: (features[:, 0] * labels).square().mean().sqrt(),
+        lambda features, labels: functional.cross_entropy(features - features.mean(0), labels),
     ],
-    ids=["pairs", "a variance beside", "root of a mean"],
+    ids=["triplet", "infonce", "pairs", "a variance beside", "root of a mean", "centred"],
 )
-def test_losses_that_lie_between_those_of_parts_may_be_means_or_compare_samples(loss_of):
+def test_losses_that_compare_samples_are_refused(loss_of):
     model, inputs = network(), batch()
-    with pytest.raises(BatchError, match=r"averages over.*or couples the samples.*normalizer=lambda.*give encoder"):
+    with pytest.raises(CoupledLossError, match="couples the samples of a batch"):
         split(lambda x, y: loss_of(model(x), y), *inputs, model=model)
 
 
@@ -196,7 +184,7 @@ def test_a_term_that_no_sample_has_is_refused_in_a_sum():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_contrastive_loss_in_half_precision_is_refused(dtype):
     model, (inputs, _) = network().to(dtype), batch(dtype=dtype)
-    with pytest.raises(BatchError, match="or couples the samples of a batch"):
+    with pytest.raises(CoupledLossError):
         split(lambda x: info_nce(model(x), model(x).roll(1, 1)), inputs, model=model)
 
 
@@ -581,11 +569,46 @@ def test_each_loss_function_is_checked_once():
     for _ in range(3):
         step(nn.CrossEntropyLoss())
     assert sizes.count(8) == 1
+    step(nn.CrossEntropyLoss(label_smoothing=0.1))
     step(functional.cross_entropy)
-    step(nn.MultiMarginLoss())
     assert sizes.count(8) == 3
     with pytest.raises(BatchError, match="adds up"):
-        step(lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="sum"))
+        step(nn.CrossEntropyLoss(reduction="sum"))
+    with pytest.raises(BatchError, match="adds up"):
+        step(functools.partial(functional.cross_entropy, reduction="sum"))
+
+
+def test_what_a_loss_function_refers_to_tells_it_apart():
+    """The name of a reduction, or the arguments of a partial, though all of them are freed and recreated."""
+    model, inputs = nn.Linear(6, 6), torch.randn(64, 6)
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=16)
+
+    def loss(reduction, x):
+        return functional.mse_loss(model(x), x, reduction=reduction)
+
+    def closed_over(reduction):
+        return lambda x: loss(reduction, x)
+
+    for of in (closed_over, lambda reduction: functools.partial(loss, reduction)):
+        for _ in range(2):
+            splitter.backward(of("mean"), inputs)
+            with pytest.raises(BatchError, match="adds up"):
+                splitter.backward(of("sum"), inputs)
+
+
+def test_function_that_is_of_another_kind_each_time_is_not_checked_for_ever():
+    model, inputs, sizes = network(), batch(), []
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=16)
+    criterion = nn.CrossEntropyLoss()
+
+    def loss_fn(x, y):
+        sizes.append(len(x))
+        return criterion(model(x), y)
+
+    for step in range(20):
+        criterion.epoch = step
+        splitter.backward(lambda x, y: loss_fn(x, y), *inputs)
+    assert sizes.count(8) <= 8
 
 
 def test_checked_batch_trains_as_an_unchecked_one(device):
@@ -703,7 +726,19 @@ def test_function_that_fails_for_few_samples_is_not_checked():
     split(loss_fn, *inputs, model=model)
 
 
-def test_running_out_of_memory_in_the_check_does_not_end_the_batch():
+def test_running_out_of_memory_in_the_check_takes_fewer_samples():
+    model, inputs = network(), batch()
+    loss_fn = OutOfMemoryBeyond(lambda x, y: hardest_triplet(model(x), y), limit=4)
+    with pytest.raises(CoupledLossError):
+        split(loss_fn, *inputs, model=model, size=4)
+    assert loss_fn.sizes[:2] == [4, 1]
+    loss_fn = OutOfMemoryBeyond(lambda x, y: hardest_triplet(model(x), y), limit=4)
+    with pytest.raises(CoupledLossError):
+        split(loss_fn, *inputs, model=model, size=16)
+    assert loss_fn.sizes[:3] == [8, 4, 1]
+
+
+def test_running_out_of_memory_in_every_check_does_not_end_the_batch():
     model, inputs = network(), batch(4)
     splitter = speedswap.BatchSplitter(model)
     loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=1)

@@ -240,7 +240,7 @@ def test_a_trial_counts_what_autograd_saves_and_keeps_none_of_it() -> None:
     with LimitedMemory() as memory:
         trial = trial_of(model, x)
     saved = whole.live_bytes - out.nbytes + x.nbytes  # x is saved too, and the output is not
-    assert trial.cheapest(0)[0] == pytest.approx(saved, rel=0.05)
+    assert trial.nbytes == pytest.approx(saved, rel=0.05)
     assert memory.peak_bytes < whole.peak_bytes / 2
     assert memory.live_bytes == 0
 
@@ -249,7 +249,7 @@ def test_the_modules_that_hold_most_are_found() -> None:
     model, (x, _) = blocks(depth=3), batch()
     held, modules = trial_of(model, x).cheapest(1)
     assert set(modules) == set(model[:-1])
-    assert held < trial_of(model, x).cheapest(0)[0] / 2
+    assert held < trial_of(model, x).nbytes / 2
     stages = MODELS["stages"]()
     (once, outer), (twice, both) = (trial_of(stages, x).cheapest(depth) for depth in (1, 2))
     assert twice < once
@@ -383,6 +383,7 @@ def test_less_is_tried_again_where_there_is_room(caplog: pytest.LogCaptureFixtur
     assert rungs == [2, 2, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]  # with two samples it keeps running out
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
+    assert "all but 2." in said[0]
     assert "at the cost of one more forward pass of 24 × Block" in said[0]
     assert re.search(r"at the cost of two more forward passes of \d × Sequential, 24 × Block$", said[1])
     assert "micro-batches of one sample, rung 1 → 0: it fits" in caplog.text
@@ -396,7 +397,7 @@ def test_the_log_says_what_goes_to_the_host(caplog: pytest.LogCaptureFixture) ->
         splitter.backward(Crowded(model, 1 - splitter.rung), x, y)
     said = [record.getMessage() for record in caplog.records if "one sample does not fit" in record.getMessage()]
     assert len(said) == 1
-    assert "its activations are copied to host memory, and back for the backward pass" in said[0]
+    assert "activations, 3.6 KiB, are copied to host memory, and back for the backward pass" in said[0]
 
 
 def test_a_resumed_run_begins_on_its_rung() -> None:
@@ -627,7 +628,7 @@ def test_training_on_samples_of_ten_times_what_fits_is_that_of_unlimited_memory(
         batches = list(zip(images.pixels.double().split(2), images.labels.split(2), strict=True))
         model = Digits(6, 6).double()
     twin = copy.deepcopy(model)
-    activations = trial_of(model, *(each[:1] for each in batches[0]), call=model.loss).cheapest(0)[0]
+    activations = trial_of(model, *(each[:1] for each in batches[0]), call=model.loss).nbytes
     expected, _ = losses_of_training(twin, batches, None)
     budget = sum(one.nbytes for one in model.parameters()) + activations // 10
     found, splitter = losses_of_training(model, batches, budget)
