@@ -281,6 +281,7 @@ def test_what_goes_wrong_in_the_callers_thread_is_the_transfers_error(gpu: str) 
         transfer.result()
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_an_interrupt_is_not_the_error_of_a_transfer_in_the_callers_thread(gpu: str) -> None:
     transfers, transfer = Transfers("out"), Transfer[int]()
 
