@@ -276,11 +276,11 @@ void bind_staging(py::module_& module) {
         .def(
             "scatter",
             [](StagingRing& ring, const SourceTuple& source, const PackedTuple& packed, uintptr_t ids_near,
-               const std::vector<LaunchTuple>& launches, int threads) {
-                const StagedMove move = move_of(source, packed, ids_near, 0, launches);
+               uintptr_t places, const std::vector<LaunchTuple>& launches, int threads) {
+                const StagedMove move = move_of(source, packed, ids_near, places, launches);
                 without_gil([&] { ring.scatter(move, threads); });
             },
-            arg("source"), arg("packed"), arg("ids_near"), arg("launches"), arg("threads"));
+            arg("source"), arg("packed"), arg("ids_near"), arg("places"), arg("launches"), arg("threads"));
 }
 
 }  // namespace speedswap

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 # The engines of kernels/cuda/engines.py, for pinned memory; other memory is staged. Of each, the share of the rows that
 # a kernel gathers directly, and the share that it scatters; the others are staged.
-SHARES = {
+ENGINES = {
     "auto": {"gather": 1.0, "scatter": 1.0},
     "zero_copy": {"gather": 1.0, "scatter": 1.0},
     "staged_out": {"gather": 1.0, "scatter": 0.0},
+    "split_out": {"gather": 1.0, "scatter": 0.5},
     "staged": {"gather": 0.0, "scatter": 0.0},
     "split": {"gather": 0.5, "scatter": 0.5},
 }
-ENGINES = tuple(SHARES)
 
 # As in csrc/rows_cpu.h.
 _FORMS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
@@ -96,7 +96,7 @@ class Records(NamedTuple):
     the memory alive. ``engine`` is the way between host memory and a GPU (:data:`ENGINES`). ``fence`` tracks what GPUs
     do with the memory, so that moves on several streams keep their order; None if the caller takes care of that.
     ``ahead`` means that rows of pending writes are forwarded to a gather, so that neither waits for the other. ``hot``
-    is the cache of some of them on a GPU: zero_copy alone takes rows from it, and the host's records may be stale.
+    is the cache of some of them on a GPU, for engines that gather by kernels alone; the host's records may be stale.
     """
 
     pointer: int
@@ -114,7 +114,7 @@ class Records(NamedTuple):
         """Return the share of the rows that kernels alone move to or from GPUs: the host waits for none of them."""
         if self.device.type != "cpu":
             return 1.0
-        return SHARES[self.engine][what] if self.pinned else 0.0
+        return ENGINES[self.engine][what] if self.pinned else 0.0
 
 
 class Stored(NamedTuple):

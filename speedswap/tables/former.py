@@ -93,7 +93,7 @@ def _place_of(storage: Storage | str, path: Any, changed: Mapping[str, Any]) -> 
         place = replace(place, engine=engine) if engine != "auto" else place
     elif isinstance(place, Device) and engine != "auto":
         raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
-    elif engine in ("zero_copy", "staged_out", "split") and not (storage == "auto" and isinstance(place, Pageable)):
+    elif engine not in ("auto", "staged") and not (storage == "auto" and isinstance(place, Pageable)):
         raise ValueError(
             f"engine is {engine!r}, but a GPU cannot read the memory of {place!r}, whose rows are staged; use "
             "storage='pinned', or engine='auto'"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from speedswap import kernels
 from speedswap._warnings import warn_once
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ def require_hot_bytes(hot_bytes: HotBytes | None, engine: str) -> None:
         raise TypeError(f"hot_bytes is {hot_bytes!r}; give bytes, a fraction of the table, 'auto', or None")
     if hot_bytes != "auto" and not (0 < hot_bytes < 1 if isinstance(hot_bytes, float) else hot_bytes >= 1):
         raise ValueError(f"hot_bytes is {hot_bytes!r}; give 1 or more bytes, or a fraction of the table below 1")
-    if engine not in ("auto", "zero_copy"):
+    if kernels.ENGINES[engine]["gather"] < 1:
         raise ValueError(
-            f"hot_bytes is {hot_bytes!r}, but engine is {engine!r}, whose rows pass by the GPU's cache; use "
-            "engine='zero_copy', or leave hot_bytes out"
+            f"hot_bytes is {hot_bytes!r}, but engine is {engine!r}, which reads rows past the GPU's cache; use "
+            "'zero_copy', 'staged_out' or 'split_out', or leave hot_bytes out"
         )
 
 

@@ -153,11 +153,12 @@ class Pinned(_InMemory):
     Args:
         engine: how rows move to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
             ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), ``staged_out``
-            (zero_copy to the GPU, staged back), or ``auto``: zero_copy. docs/storage.md says when which is faster.
+            (zero_copy to the GPU, staged back), ``split_out`` (zero_copy to the GPU, both at once back), or ``auto``:
+            zero_copy. docs/storage.md says when which is faster.
         hot_bytes: GPU memory for a cache of the rows that training writes most often: bytes, a fraction of the table's
             rows as a float between 0 and 1, or ``auto`` for a quarter of what is free at the first step; None for no
-            cache. It also takes 4 bytes per row of the table, and 8 per row held. Results are the same bits. Only for
-            zero_copy, and one GPU. docs/storage.md says when it is of use.
+            cache. It also takes 4 bytes per row of the table, and 8 per row held. Results are the same bits. For
+            engines that are zero_copy to the GPU, and one GPU. docs/storage.md says when it is of use.
 
     Raises:
         ValueError: the engine is unknown, or ``hot_bytes`` out of range or given for another engine.

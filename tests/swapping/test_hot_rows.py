@@ -7,7 +7,9 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ import speedswap
 from speedswap import EmbeddingBagConfig, Pinned, Table, kernels
 from speedswap.errors import SpeedswapWarning
 from speedswap.kernels import HotCounts, HotRows
-from speedswap.kernels.cuda import hot
+from speedswap.kernels.cuda import engines, hot
 from speedswap.kernels.cuda.modules import side_stream
 from speedswap.monitor import hot_rows
 from speedswap.optim import RowwiseAdagrad
@@ -29,6 +31,7 @@ from speedswap.tables import hot as sizes
 
 ROWS, DIM, SLOTS = 24, 4, 5
 CACHED = Pinned(hot_bytes=SLOTS / ROWS + 1e-9)
+BY_ENGINE = {engine: replace(CACHED, engine=engine) for engine in ("zero_copy", "staged_out", "split_out")}
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -160,8 +163,9 @@ def test_a_walk_through_the_table_trains_to_the_same_bits(gpu: str, tiny: None, 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["late", "ahead", "eager", *(f"random-{seed}" for seed in range(5))])
-@pytest.mark.parametrize("depth", [1, 5])
-def test_in_any_order_of_the_streams(gpu: str, tiny: None, order: str, depth: int):
+@pytest.mark.parametrize("engine", BY_ENGINE)
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_in_any_order_of_the_streams(gpu: str, tiny: None, order: str, depth: int, engine: str):
     """With two record groups, the weights' and the optimizer's, whose rows change places together."""
     if not simulated_gpu.is_on():
         pytest.skip("a real GPU has an order of its own")
@@ -170,7 +174,7 @@ def test_in_any_order_of_the_streams(gpu: str, tiny: None, order: str, depth: in
         train(plain, walk(25))
     name, _, seed = order.partition("-")
     with simulated_gpu.policy(name, int(seed or 0)):
-        model = in_two_groups()
+        model = in_two_groups(BY_ENGINE[engine])
         train(model, walk(25), depth=depth)
         require_same(model.table, plain.table)
 
@@ -248,6 +252,28 @@ def test_a_missing_wait_is_found(gpu: str, tiny: None, comes_first: str, monkeyp
     assert not all(gathered_during_an_admission(comes_first, progress) for progress in PROGRESS)
 
 
+def test_no_row_changes_places_while_the_host_writes_some(gpu: str, tiny: None, monkeypatch: pytest.MonkeyPatch):
+    """Rows at home are staged: one that came into the cache meanwhile would lose its write."""
+    model = embedding(BY_ENGINE["staged_out"])
+    train(model, walk(9))
+    cache, real = model.table.store.notes.hot, engines.Ring.scatter
+    came: list[Thread] = []
+
+    def admitted_meanwhile(ring: engines.Ring, *arguments: Any) -> None:
+        came.append(Thread(target=cache.admit))
+        came[-1].start()
+        came[-1].join(0.2)
+        assert came[-1].is_alive()
+        real(ring, *arguments)
+
+    monkeypatch.setattr(engines.Ring, "scatter", admitted_meanwhile)
+    rows = torch.arange(ROWS, device=gpu)
+    model.table.scatter(rows, torch.arange(float(ROWS), device=gpu)[:, None].expand(-1, DIM).contiguous())
+    (thread,) = came
+    thread.join()
+    assert model.table.read()[:, 0].tolist() == list(range(ROWS))
+
+
 @pytest.mark.parametrize(
     "stored",
     [
@@ -259,19 +285,21 @@ def test_a_missing_wait_is_found(gpu: str, tiny: None, comes_first: str, monkeyp
     ],
     ids=str,
 )
+@pytest.mark.parametrize("engine", BY_ENGINE)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_compact_columns_and_other_dtypes(gpu: str, tiny: None, stored: dict[str, Any], depth: int):
+def test_compact_columns_and_other_dtypes(gpu: str, tiny: None, stored: dict[str, Any], depth: int, engine: str):
     """Stochastic rounding draws by row and number of the write, not by where the row is."""
-    plain, model = embedding(Pinned(), **stored), embedding(**stored)
+    plain, model = embedding(Pinned(), **stored), embedding(BY_ENGINE[engine], **stored)
     train(plain, walk(25))
     train(model, walk(25), depth=depth)
     require_same(model.table, plain.table)
 
 
+@pytest.mark.parametrize("engine", BY_ENGINE)
 @pytest.mark.parametrize("dim", [1, 3, 5, 16])
-def test_records_of_any_alignment(gpu: str, tiny: None, dim: int):
+def test_records_of_any_alignment(gpu: str, tiny: None, dim: int, engine: str):
     """Words of 16, 4 and 1 bytes."""
-    places, tables = (Pinned(), CACHED), []
+    places, tables = (Pinned(), BY_ENGINE[engine]), []
     for place in places:
         model = speedswap.Embedding(ROWS, dim, storage=place, device=gpu, seed=1, dtype=torch.float16)
         train(model, walk(12), "sgd", depth=1)
@@ -484,9 +512,10 @@ def test_a_cache_below_two_batches_is_none(gpu: str):
     ],
     ids=str,
 )
-def test_bytes_are_those_of_rows_at_home(gpu: str, tiny: None, stored: dict[str, Any], row_bytes: int):
+@pytest.mark.parametrize("engine", BY_ENGINE)
+def test_bytes_are_those_of_rows_at_home(gpu: str, tiny: None, stored: dict[str, Any], row_bytes: int, engine: str):
     """FBGEMM#2359: wrong counts of conflicts gave wrong output. Here words tell what moves, and are what is counted."""
-    model = embedding(**stored)
+    model = embedding(BY_ENGINE[engine], **stored)
     optimizer = train(model, walk(3))
     cache = model.table.store.notes.hot
     misses = hits = 0
@@ -642,11 +671,12 @@ def test_sizes(gpu: str, hot_bytes: Any, slots: int):
 
 
 @pytest.mark.sweep(8)
+@pytest.mark.parametrize("engine", ["zero_copy", "split_out"])
 @pytest.mark.parametrize("folder", ["kernels/cuda", "tables"])
 @pytest.mark.parametrize("line", [*range(1, 120, 4), 160, 200, 240])
-def test_a_ctrl_c_leaves_whole_rows(gpu: str, tiny: None, folder: str, line: int, interrupted_at: Any):
+def test_a_ctrl_c_leaves_whole_rows(gpu: str, tiny: None, folder: str, line: int, engine: str, interrupted_at: Any):
     """Each row is as before a scatter or as after it, wherever it was, and the next scatter writes them all."""
-    model, rows = embedding(), torch.arange(7, device=gpu)
+    model, rows = embedding(BY_ENGINE[engine]), torch.arange(7, device=gpu)
     train(model, walk(6))
     for value in (3.0, 4.0):
         before = model.table.read()

@@ -75,7 +75,10 @@ def test_names_are_short_for_places(name: Any, path: str | None, place: speedswa
         (lambda: Pinned(hot_bytes=0), "hot_bytes is 0; give 1 or more bytes, or a fraction of the table below 1"),
         (lambda: Pinned(hot_bytes="all"), "hot_bytes is 'all'; give bytes, a fraction of the table, 'auto', or None"),
         (lambda: Pinned(hot_bytes=True), "hot_bytes is True; give bytes, a fraction"),
-        (lambda: Pinned("split", 0.1), "hot_bytes is 0.1, but engine is 'split', whose rows pass by the GPU's cache"),
+        (
+            lambda: Pinned("split", 0.1),
+            "hot_bytes is 0.1, but engine is 'split', which reads rows past the GPU's cache",
+        ),
         (lambda: Ranks(Pinned(hot_bytes=0.1)), r"each is Pinned\(hot_bytes=0.1\), but rows of ranks have no cache of"),
         (lambda: Ranks(Ranks()), r"each is Ranks\(.*\), ranks again"),
         (lambda: Ranks(reduction="max"), "reduction is 'max'; choose one of mean, sum"),
@@ -208,7 +211,7 @@ def test_a_former_process_group_stands_for_ranks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engine": "steam"}, "engine is 'steam'; choose one of auto, zero_copy, staged_out, staged, split"),
+        ({"engine": "steam"}, "engine is 'steam'; choose one of auto, zero_copy, staged_out, split_out, staged, split"),
         (
             {"engine": "split", "storage": "pageable"},
             r"engine is 'split', but a GPU cannot .* Pageable\(\).*'pinned'",

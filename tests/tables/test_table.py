@@ -395,7 +395,7 @@ def test_ids_that_would_be_overwritten_are_refused(device: str) -> None:
         table.gather(rows, out={"weight": rows.view(2, 1)})
 
 
-@pytest.mark.parametrize("engine", ["auto", "zero_copy", "staged_out", "staged", "split"])
+@pytest.mark.parametrize("engine", ["auto", "zero_copy", "staged_out", "split_out", "staged", "split"])
 def test_a_copy_has_storage_and_engine_of_its_table(engine: str) -> None:
     """Also an engine that serves only pinned memory, which does not exist without a GPU."""
     table = Table.create(5, 3, storage=speedswap.Pinned(engine), init=init.normal())

@@ -16,7 +16,7 @@ from speedswap import Table
 from speedswap.kernels.cuda import engines, launch
 from speedswap.tables import Commit, prefetch
 
-ENGINES = ["auto", "zero_copy", "staged_out", "staged", "split"]
+ENGINES = ["auto", "zero_copy", "staged_out", "split_out", "staged", "split"]
 
 
 @pytest.mark.filterwarnings("ignore:SW405")
@@ -48,7 +48,8 @@ def test_rows_that_a_gpu_cannot_reach_are_staged(storage: str, device: str, tmp_
 
 
 def test_a_wrong_engine_is_an_error():
-    with pytest.raises(ValueError, match="engine is 'fast'; choose one of auto, zero_copy, staged_out, staged, split"):
+    names = "auto, zero_copy, staged_out, split_out, staged, split"
+    with pytest.raises(ValueError, match=f"engine is 'fast'; choose one of {names}"):
         speedswap.Pinned("fast")
 
 

@@ -4,6 +4,7 @@ zero_copy: a kernel reads or writes pinned memory directly, over the bus.
 staged: CPU threads gather into pinned buffers, and the copy engine transfers those; for any host memory.
 split: the first rows use zero_copy, and at the same time the others are staged.
 staged_out: zero_copy to the GPU, and staged back.
+split_out: zero_copy to the GPU, and back half by zero_copy, half staged.
 
 ``auto`` is zero_copy for pinned memory. Other memory is always staged: the wanted columns of each record are packed in
 their stored form, cross the bus in one copy for many rows, and a kernel splits them into the columns' blocks,
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels.cuda import launch, modules
+from speedswap.kernels.cuda.hot import HotRecords
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.kernels.host import get_num_threads
@@ -123,22 +125,30 @@ class Ring:
             self._done.record(self._kernels)
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
-    def scatter(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+    def scatter(
+        self,
+        records: Records,
+        ids: Tensor,
+        parts: Sequence[Part],
+        ready: torch.cuda.Event,
+        places: Tensor | None = None,
+    ) -> None:
         """Write blocks on the GPU to host records, and return when they are written.
 
         Args:
-            records: the records in host memory, not accessed during the move.
+            records: the records in host memory; nothing else accesses the rows during the move.
             ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
             parts: columns with blocks on the GPU.
-            ready: the event after which blocks and ids are valid.
+            ready: the event after which blocks, ids and places are valid.
+            places: of the blocks' rows, int64, shape (n,), contiguous, on the GPU; by default the first n rows.
         """
         with self._turn(ready):
             on_host = self._on_host(ids, ready)
             if any(part.stored is not None and part.stored.key is not None for part in parts):
                 ids = ids.to(self._device)
-            packed, launches = self._plan("scatter", on_host, parts, in_order=True)
-            pointer = ids.data_ptr() if ids.is_cuda else 0
-            self._turns.scatter(_source(records, on_host), packed, pointer, launches, get_num_threads())
+            packed, launches = self._plan("scatter", on_host, parts, in_order=places is None)
+            near = ids.data_ptr() if ids.is_cuda else 0, 0 if places is None else places.data_ptr()
+            self._turns.scatter(_source(records, on_host), packed, *near, launches, get_num_threads())
 
     def _plan(
         self, what: launch.What, ids: Tensor, parts: Sequence[Part], *, in_order: bool
@@ -276,6 +286,9 @@ def move_between(
     ids, parts = ids.to(torch.int64).contiguous(), _detached(parts)
     if records.fence is not None:
         records.fence.wait(reads=what == "scatter", forwarded=_forwarded(records, device))
+    if records.hot is not None:
+        _scatter_past_cache(records, records.hot, share, ids.to(device), parts, stream)
+        return
     # Staged rows wait for the work queued so far, not for the rows that go directly.
     ready = stream.record_event()
     if direct:
@@ -284,6 +297,30 @@ def move_between(
         staged = ring(index_of(device), "in" if what == "gather" else "out")
         turn = staged.gather if what == "gather" else staged.scatter
         turn(records, ids[direct:], rows_of(parts, slice(direct, count)), ready)
+
+
+def _scatter_past_cache(
+    records: Records, hot: HotRecords, share: float, ids: Tensor, parts: Sequence[Part], stream: torch.cuda.Stream
+) -> None:
+    """Write rows by a kernel to the cache, and some of those at home; the others are staged.
+
+    Args:
+        records: in host memory.
+        hot: their cache.
+        share: the share of the rows at home that the kernel writes.
+        ids: on the GPU, as for :func:`move_between`.
+        parts, stream: as for :func:`move_between`.
+    """
+    with hot.rows.in_place(stream, ids) as at_home:
+        places = at_home[round(share * len(at_home)) :]
+        staged = ids[places]
+        ready = stream.record_event()
+        direct = ids.index_fill(0, places, -1)
+        _move_by_kernel("scatter", records, direct, parts, ids.device, stream)
+        if len(staged):
+            hot.rows.count_staged(stream, staged, sum(part.width for part in parts), counts=hot.counts)
+            with torch.cuda.device(ids.device):
+                ring(index_of(ids.device), "out").scatter(records, staged, parts, ready, places)
 
 
 def _detached(parts: Sequence[Part]) -> list[Part]:

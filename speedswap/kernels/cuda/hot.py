@@ -32,7 +32,7 @@ LEAST_LIMIT = 32768
 
 # As in csrc/hot.cuh, in numbers of 8 bytes.
 _MOVED, _BINS, _COPIES = 8, 512, 32
-_USED = _MOVED
+_SCATTERED_MISSES, _SCATTERED_BYTES, _USED = 4, 5, _MOVED
 _STATE = _MOVED + 15 + _BINS + _COPIES * _BINS
 _ONE_SCATTER = 1 << 24
 
@@ -118,7 +118,7 @@ class HotRows:
             self._arenas = [torch.empty(slots * each.stride, dtype=torch.uint8, device=device) for each in groups]
         self._seen = PinnedMemory(8 * _MOVED)
         self.pointers = self._words.data_ptr(), self._state.data_ptr()
-        self._lock = threading.Lock()
+        self._lock, self._in_place = threading.Lock(), threading.Lock()
         self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]  # after rows have last changed places
         self._seen_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ahead: dict[torch.cuda.Stream, torch.cuda.Event] = {}
@@ -158,6 +158,36 @@ class HotRows:
             if ahead:
                 self._ahead.setdefault(stream, torch.cuda.Event()).record(stream)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def in_place(self, stream: torch.cuda.Stream, ids: Tensor) -> Iterator[Tensor]:
+        """Surround a scatter whose rows the host writes in part: meanwhile no row changes places.
+
+        Args:
+            stream: the scatter's, which is torch's current one; the host waits for it.
+            ids: the rows: int64, shape (n,), n > 0, contiguous, on the GPU.
+
+        Yields:
+            The places in ``ids`` of the rows at home, ascending: int64, on the GPU.
+        """
+        with self._in_place:
+            with self.turn(stream, writes=False, ahead=False):
+                slots = self._words.index_select(0, ids).bitwise_and_(MOST_SLOTS)
+            yield torch.nonzero(slots == 0).squeeze(1)
+
+    def count_staged(self, stream: torch.cuda.Stream, ids: Tensor, row_bytes: int, *, counts: bool) -> None:
+        """Count rows at home that no kernel scatters, as kernels count theirs.
+
+        Args:
+            stream: the scatter's, which is torch's current one.
+            ids: the rows: int64, shape (n,), n > 0, unique, on the GPU.
+            row_bytes: bytes of a row.
+            counts: as in :class:`HotRecords`.
+        """
+        self._state[_SCATTERED_BYTES] += len(ids) * row_bytes
+        if counts:
+            self._state[_SCATTERED_MISSES] += len(ids)
+            self._launch(stream, "hot_expect", len(ids), self.pointers[0], ids.data_ptr(), len(ids))
+
     def _wait_until_settled(self, stream: torch.cuda.Stream) -> None:
         if stream not in self._waited:
             stream.wait_event(self._settled)
@@ -172,7 +202,7 @@ class HotRows:
         They wait for every move queued before, and every move queued later waits for them.
         """
         stream = torch.cuda.current_stream(self._device)
-        with deferred_interrupts(), self._lock:
+        with deferred_interrupts(), self._in_place, self._lock:
             self._wait_until_settled(stream)
             for event in self._ahead.values():
                 stream.wait_event(event)
