@@ -114,6 +114,10 @@ class Transfer(Generic[T]):
             return False
         return True
 
+    def event(self) -> torch.cuda.Event | None:
+        """Return the event after all work on a GPU, unless that is done, or there is none."""
+        return None if self._event is None or self._event.query() else self._event  # type: ignore[no-untyped-call]
+
     def queued_on(self, stream: torch.cuda.Stream) -> None:
         """Record that all work on a GPU is queued on this stream."""
         self._device, self._event = stream.device, stream.record_event()

@@ -153,6 +153,7 @@ class PendingTransfers:
     def __init__(self) -> None:
         self.steps_write_what_they_read = False
         self._writes: list[PendingWrite] = []
+        self._drained: list[torch.cuda.Event] = []
         self._prefetches: list[weakref.ref[Prefetch]] = []
 
     @property
@@ -211,8 +212,16 @@ class PendingTransfers:
         if self._prefetches and any(not prefetch.is_taken for prefetch in self._alive()):
             kernels.finish_transfers()
 
+    def drained(self) -> list[torch.cuda.Event]:
+        """Return the events of writes that were waited for on a GPU, and may not have arrived.
+
+        They are no longer forwarded: the caller, who reads ahead, waits for them first.
+        """
+        self._drained = [event for event in self._drained if not event.query()]  # type: ignore[no-untyped-call]
+        return list(self._drained)
+
     def drain(self) -> None:
-        """Wait until every write has arrived, so that the caller may read and write the memory.
+        """Wait until every write has arrived, or make torch's current stream wait: then the caller may use the memory.
 
         Raises:
             Exception: the error of the first failed write.
@@ -220,7 +229,10 @@ class PendingTransfers:
         failure: Exception | None = None
         while self._writes:
             try:
-                self._writes[0].result()  # if interrupted, wait for it again
+                write = self._writes[0]
+                write.result()  # if interrupted, wait for it again
+                if (event := write.event()) is not None:
+                    self._drained.append(event)
             except Exception as error:
                 failure = failure or error
             del self._writes[0]

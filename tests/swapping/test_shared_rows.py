@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import simulated_gpu
 import torch
 from torch import Tensor
 
@@ -168,6 +169,29 @@ def test_a_prefetch_waits_for_no_write(gpu: str, engine: str, monkeypatch: pytes
     train(model, ahead(model, batches(gpu)))
     assert waited
     assert not [name for name in waited if name.startswith("speedswap-in")]
+
+
+@pytest.mark.parametrize("engine", ["zero_copy", "staged_out", "split_out", "staged", "split"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
+def test_a_prefetch_after_someone_has_waited_for_the_writes(gpu: str, order: str, depth: int, engine: str):
+    """Ids on the CPU follow nothing: a write that is waited for on the GPU, and so no longer forwarded, may be late."""
+    if not simulated_gpu.is_on():
+        pytest.skip("a real GPU has an order of its own")
+    drawn = torch.randint(30, (20, 9), generator=torch.Generator().manual_seed(0))
+    with simulated_gpu.policy("eager"):
+        plain, few = embedding(gpu), torch.arange(5, device=gpu)
+        train(plain, list(drawn.to(gpu)))
+    with simulated_gpu.policy(order):
+        model = embedding(gpu, engine)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step, ids in enumerate(ahead(model, list(drawn), depth)):
+            model(ids.to(gpu)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                model.table.gather(few)
+        same_tables(model, plain)
 
 
 def test_two_lookups_of_one_table_in_a_step(gpu: str):
