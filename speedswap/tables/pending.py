@@ -168,7 +168,8 @@ class PendingTransfers:
 
     def writes(self) -> list[PendingWrite]:
         """Return the writes that may not have arrived, including failed ones until :meth:`drain` reports them."""
-        self._writes = [write for write in self._writes if not write.has_arrived()]
+        # The newest first: had it arrived after an older one was still under way, that one would be forwarded over it.
+        self._writes = [write for write in reversed(self._writes) if not write.has_arrived()][::-1]
         return list(self._writes)
 
     def add_write(self, write: PendingWrite) -> None:

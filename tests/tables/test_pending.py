@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import speedswap
+from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.tables import Commit, LocalStore, Prefetched, Table, prefetch
 from speedswap.tables import pending as pending_module
@@ -70,6 +71,25 @@ def test_a_pending_write_of_any_ids_is_forwarded(dtype: torch.dtype, step: int, 
     with Commit() as commit:
         table.scatter(rows, torch.full((len(rows), DIM), 7.0, device=device), commit=commit)
     assert torch.equal(take(table, prefetched), table.gather(ids).weight)  # type: ignore[arg-type]
+
+
+def test_writes_that_arrive_while_they_are_asked_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one that had not arrived is not forwarded over a newer one that has arrived since."""
+    monkeypatch.setattr(LocalStore, "_in_host_memory", lambda store, device: False)  # where writes are forwarded
+    table, ids = table_of(), torch.arange(10, device=device)
+    answers: list[bool] = []
+    monkeypatch.setattr(pending_module.PendingWrite, "has_arrived", lambda write: bool(answers) and answers.pop(0))
+    for value in (1.0, 2.0):
+        with Commit() as commit:
+            table.scatter(ids, torch.full((10, DIM), value, device=device), commit=commit)
+    kernels.finish_transfers()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    answers += [False, True]
+    rows = take(table, begin(table, ids))
+    assert not answers
+    assert rows is not None
+    assert bool((rows == 2).all())
 
 
 @pytest.mark.parametrize("storage", ["pinned", "pageable", "device"])
