@@ -386,10 +386,10 @@ class TableSettings(AppSettings):
     def lookahead_depth(self) -> int:
         """Return how many batches ahead rows are fetched.
 
-        The default is 0 where the processor that computes reads rows from memory: fetching them during a step only
-        takes its cores.
+        The default is 0 where the processor or GPU that computes reads rows from its memory: fetching them during a
+        step only takes its cores, or more launches.
         """
-        is_near = self.compute_device().type == "cpu" and self.storage not in ON_DISK
+        is_near = self.storage == "device" or (self.compute_device().type == "cpu" and self.storage not in ON_DISK)
         return int(not is_near) if self.lookahead is None else self.lookahead
 
 

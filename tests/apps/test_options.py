@@ -51,3 +51,12 @@ def test_numbers_of_numpy_are_kept_as_pythons() -> None:
     assert [type(each) for each in (found.factors, found.lr)] == [int, float]
     assert [type(each) for each in ncf.NcfSettings(layers=(np.int32(8), np.int64(4))).layers] == [int, int]
     assert type(dlrm.DlrmSettings(lr=np.int64(1)).lr) is int
+
+
+@pytest.mark.parametrize(("storage", "near"), [("device", True), ("pageable", None), ("auto", None), ("disk", False)])
+def test_rows_are_looked_up_ahead_where_they_come_from_elsewhere(storage: str, near: bool | None, device: str) -> None:
+    """By default; ``near`` is None where it depends on the device that computes."""
+    near = device == "cpu" if near is None else near
+    settings = word2vec.Settings(generate=1000, storage=storage, device=device)
+    assert settings.lookahead_depth() == (0 if near else 1)
+    assert word2vec.Settings(generate=1000, storage=storage, device=device, lookahead=3).lookahead_depth() == 3
