@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+def of_runs(run: Callable[[int], T], seeds: Iterable[int]) -> Iterator[T]:
+    """Yield the results of many runs, quickly: they collect garbage after each failure, walking through all objects.
+
+    Those that are there after the first run, with its imports, are left out, and no messages are logged, which pytest
+    keeps.
+    """
+    first, *others = seeds
+    logging.disable()
+    yield run(first)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield from map(run, others)
+    finally:
+        gc.unfreeze()
+        logging.disable(logging.NOTSET)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from splitting import gradients, relative_error
+from splitting import gradients, of_runs, relative_error
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -122,7 +122,7 @@ def run(seed: int) -> tuple[int, int]:
 
 
 def test_results_are_those_of_the_whole_batch_whatever_fails():
-    failures, escalations = map(sum, zip(*map(run, range(100)), strict=True))
+    failures, escalations = map(sum, zip(*of_runs(run, range(100)), strict=True))
     assert failures > 250
     assert escalations > 150
 
@@ -130,6 +130,6 @@ def test_results_are_those_of_the_whole_batch_whatever_fails():
 @pytest.mark.release
 @pytest.mark.parametrize("first", range(200, 10_200, 1000))
 def test_results_are_those_of_the_whole_batch_whatever_fails_in_a_thousand_runs(first: int):
-    failures, escalations = map(sum, zip(*map(run, range(first, first + 1000)), strict=True))
+    failures, escalations = map(sum, zip(*of_runs(run, range(first, first + 1000)), strict=True))
     assert failures > 2500
     assert escalations > 1500
