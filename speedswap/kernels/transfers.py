@@ -60,12 +60,15 @@ class Transfer(Generic[T]):
 
     It is made first and given its work later, by :meth:`Transfers.add`, :func:`prefetch_on_cpu` or
     :func:`scatter_on_cpu`.
+
+    Attributes:
+        event: after the last of its work on a GPU; None until that is queued, and if there is none.
     """
 
     def __init__(self) -> None:
         self.transfers: Transfers | None = None  # those that it was added to
         self._work: Work[T] | None = None
-        self._event: torch.cuda.Event | None = None  # after the last of its work on a GPU
+        self.event: torch.cuda.Event | None = None
         self._device: torch.device | None = None
 
     def give(self, work: Work[T]) -> None:
@@ -89,8 +92,8 @@ class Transfer(Generic[T]):
 
     def wait_here(self) -> None:
         """Make torch's current stream wait for all work on a GPU, which has been queued."""
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self.event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.event)
 
     def result_so_far(self) -> T | None:
         """Return the result, if available, for work in the same direction, which is ordered after it in any case."""
@@ -101,7 +104,7 @@ class Transfer(Generic[T]):
         """Return whether everything is done, on the GPU too."""
         if self._work is None or not self._work.done():
             return False
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def has_arrived(self) -> bool:
         """Return whether everything is done, on the GPU too, without an error, which :meth:`result` raises."""
@@ -114,13 +117,9 @@ class Transfer(Generic[T]):
             return False
         return True
 
-    def event(self) -> torch.cuda.Event | None:
-        """Return the event after all work on a GPU, unless that is done, or there is none."""
-        return None if self._event is None or self._event.query() else self._event  # type: ignore[no-untyped-call]
-
     def queued_on(self, stream: torch.cuda.Stream) -> None:
         """Record that all work on a GPU is queued on this stream."""
-        self._device, self._event = stream.device, stream.record_event()
+        self._device, self.event = stream.device, stream.record_event()
 
 
 @dataclass(eq=False)

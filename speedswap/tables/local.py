@@ -391,7 +391,7 @@ class LocalStore(RowStore):
         are forwarded when the prefetch is taken.
         """
         previous, is_on_host = self._pending.previous(transfers), self._in_host_memory(_CPU)
-        drained = self._pending.drained()
+        drained = self._pending.drained
 
         def begin() -> Callable[[], Gathered]:
             assert lookup.found is not None
@@ -408,8 +408,8 @@ class LocalStore(RowStore):
                 known = [(block, each) for (block, _), each in zip(known, places, strict=True)]
 
             def gather() -> Gathered:
-                for event in drained:
-                    event.synchronize()
+                if drained is not None and not drained.query():  # type: ignore[no-untyped-call]
+                    drained.synchronize()
                 kernels.used_here([rows, to_read])
                 if computes:
                     block = self._computed(rows, self.columns, lookup.device, {})

@@ -148,12 +148,14 @@ class PendingTransfers:
 
     Attributes:
         steps_write_what_they_read: True if the last step wrote exactly the rows prefetched for it.
+        drained: the event after the last write that was waited for, which is forwarded no longer: whatever reads ahead
+            waits for it, as for all writes before; None if no GPU wrote it.
     """
 
     def __init__(self) -> None:
         self.steps_write_what_they_read = False
+        self.drained: torch.cuda.Event | None = None
         self._writes: list[PendingWrite] = []
-        self._drained: list[torch.cuda.Event] = []
         self._prefetches: list[weakref.ref[Prefetch]] = []
 
     @property
@@ -213,14 +215,6 @@ class PendingTransfers:
         if self._prefetches and any(not prefetch.is_taken for prefetch in self._alive()):
             kernels.finish_transfers()
 
-    def drained(self) -> list[torch.cuda.Event]:
-        """Return the events of writes that were waited for on a GPU, and may not have arrived.
-
-        They are no longer forwarded: the caller, who reads ahead, waits for them first.
-        """
-        self._drained = [event for event in self._drained if not event.query()]  # type: ignore[no-untyped-call]
-        return list(self._drained)
-
     def drain(self) -> None:
         """Wait until every write has arrived, or make torch's current stream wait: then the caller may use the memory.
 
@@ -230,10 +224,8 @@ class PendingTransfers:
         failure: Exception | None = None
         while self._writes:
             try:
-                write = self._writes[0]
-                write.result()  # if interrupted, wait for it again
-                if (event := write.event()) is not None:
-                    self._drained.append(event)
+                self._writes[0].result()  # if interrupted, wait for it again
+                self.drained = self._writes[0].event
             except Exception as error:
                 failure = failure or error
             del self._writes[0]
