@@ -26,6 +26,7 @@ CORE = [
     "tests/tables/test_table_engines.py",
     "tests/swapping/collections/test_costs.py",
     "tests/swapping/collections/test_waits.py",
+    "tests/swapping/test_between_steps.py",
     "tests/swapping/test_embedding_bag.py",
     "tests/swapping/test_hot_rows.py",
     "tests/swapping/test_lookahead.py",
