@@ -21,10 +21,10 @@ def of_runs(run: Callable[[int], T], seeds: Iterable[int]) -> Iterator[T]:
     """
     first, *others = seeds
     logging.disable()
-    yield run(first)
-    gc.collect()
-    gc.freeze()
     try:
+        yield run(first)
+        gc.collect()
+        gc.freeze()
         yield from map(run, others)
     finally:
         gc.unfreeze()
