@@ -1,8 +1,6 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
-import importlib
-
-from speedswap import _warnings, errors, losses, monitor, optim
+from speedswap import errors, losses, monitor, optim
 from speedswap.batching import BatchSplitter
 from speedswap.ranks import Ranks
 from speedswap.swapping import (
@@ -76,31 +74,3 @@ __all__ = [
     "save_checkpoint",
     "scatter_rows",
 ]
-
-
-_MOVED = {
-    **dict.fromkeys(
-        (
-            "AccumulatingOptimizer",
-            "Feed",
-            "MemoryEstimate",
-            "coupled",
-            "elastic",
-            "estimate_memory",
-            "feed",
-            "plan_accumulation",
-            "retry",
-        ),
-        "speedswap.batching",
-    ),
-    **dict.fromkeys(("get_num_threads", "set_num_threads"), "speedswap.kernels"),
-    "Block": "speedswap.tables",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Return a name that was here in version 0.1, with a warning that says where it is now."""
-    if name not in _MOVED:
-        raise AttributeError(f"module 'speedswap' has no attribute {name!r}")
-    _warnings.warn("SW001", f"speedswap.{name} is {_MOVED[name]}.{name} now; import it from there", DeprecationWarning)
-    return getattr(importlib.import_module(_MOVED[name]), name)

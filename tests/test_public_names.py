@@ -13,13 +13,6 @@ def test_the_package_has_few_names() -> None:
     assert all(hasattr(speedswap, name) for name in speedswap.__all__)
 
 
-@pytest.mark.parametrize("name", speedswap._MOVED)
-def test_a_name_that_has_moved_says_where(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"^SW001: speedswap\.{name} is (\S+)\.{name} now"):
-        found = getattr(speedswap, name)
-    assert found is not None
-
-
 def test_a_name_that_never_was() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         speedswap.nothing  # noqa: B018

@@ -22,7 +22,6 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.to_plain import Model, own_parts, refuse, replaced, to_plain, wrapped
 from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
 from speedswap.tables import init as initializers
-from speedswap.tables.former import takes_former
 
 _log = logging.getLogger("speedswap")
 
@@ -41,7 +40,6 @@ _HEAD = (
 
 
 @of_all_ranks
-@takes_former()
 def convert(
     model: Model,
     min_rows: int = 100_000,

@@ -50,7 +50,6 @@ from speedswap.tables import (
     is_single_key,
 )
 from speedswap.tables import init as initializers
-from speedswap.tables.former import takes_former
 from speedswap.tables.record import ROUNDINGS, count
 
 _Found = TypeVar("_Found")
@@ -76,7 +75,6 @@ class TableModule(nn.Module):
     _assigned: weakref.ref[nn.Parameter] | None = None  # the parameter that the rows came from
 
     @of_all_ranks
-    @takes_former()
     def __init__(
         self,
         num_embeddings: int,

@@ -23,7 +23,6 @@ from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.formats import export_table, import_table
-from speedswap.tables.former import takes_former
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import Initializer
@@ -103,7 +102,6 @@ class Table:
 
     @classmethod
     @of_all_ranks
-    @takes_former()
     def create(
         cls,
         /,
@@ -163,7 +161,6 @@ class Table:
 
     @classmethod
     @of_all_ranks
-    @takes_former(place="path", path=None)
     def open(
         cls,
         /,
@@ -198,7 +195,6 @@ class Table:
         return table
 
     @classmethod
-    @takes_former(path=None)
     def load(cls, /, path: str | os.PathLike[str] | Storage, *, storage: Storage | str = "auto") -> Table:
         """Load a copy of a saved table, or of a table on disk, into memory.
 
@@ -215,7 +211,6 @@ class Table:
 
     @classmethod
     @of_all_ranks
-    @takes_former()
     def from_file(
         cls,
         /,

@@ -61,8 +61,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_unknown_keyword_is_named_with_what_was_called(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{name}(\.__init__)?\(\) got an unexpected keyword argument 'comit_every'$"):
+def test_an_unknown_keyword_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'comit_every'$"):
         CALLS[name](comit_every=1)
 
 

@@ -1,9 +1,8 @@
-"""Places of rows are values: made once, checked once, taken everywhere; and the arguments of version 0.1 still work."""
+"""Places of rows are values: made once, checked once, taken everywhere."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -16,8 +15,6 @@ from torch import nn
 import speedswap
 from speedswap import Device, Disk, Pageable, Pinned, Ranks, Table
 from speedswap.tables import as_storage
-from speedswap.tables.former import takes_former
-from speedswap.tables.memory import default_kind
 
 CONFIG = speedswap.EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
 BAGS = speedswap.EmbeddingBagConfig(name="item", num_embeddings=9, embedding_dim=4)
@@ -168,117 +165,3 @@ def test_a_place_says_that_each_process_has_a_table_of_its_own(tmp_path: Path) -
     assert all(group.local_to_rank for group in tables.groups)
     with pytest.raises(ValueError, match="local_to_rank is True, but the ranks own the rows together"):
         Ranks(Pageable(local_to_rank=True))
-
-
-# ---------------------------------------------------------------------- arguments of version 0.1
-
-AUTO = Pinned if default_kind() == "pinned" else Pageable
-FORMER: list[tuple[dict[str, Any], Any]] = [
-    ({"engine": "split"}, AUTO("split") if AUTO is Pinned else Pageable()),
-    ({"engine": "auto"}, AUTO()),
-    ({"storage": "pinned", "engine": "zero_copy"}, Pinned("zero_copy")),
-    ({"storage": "pageable", "engine": "staged"}, Pageable()),
-    ({"path": "t", "cache_bytes": 5, "commit_seconds": None}, Disk("t", cache_bytes=5, commit_seconds=None)),
-    ({"path": "t", "scratch": True, "engine": "staged"}, Disk("t", scratch=True)),
-    ({"path": "t", "commit_every": 1, "synchronous_commit": True}, Disk("t", commit_every=1, synchronous_commit=True)),
-    ({"local_to_rank": True, "storage": "pageable"}, Pageable(local_to_rank=True)),
-    ({"process_group": None, "reduction": "sum", "storage": "device"}, Device()),
-]
-
-
-@takes_former()
-def seen(*, storage: Any = "auto", path: Any = None) -> tuple[Any, Any]:
-    return storage, path
-
-
-@pytest.mark.parametrize(("given", "place"), FORMER)
-def test_former_arguments_stand_for_places(given: dict[str, Any], place: speedswap.tables.Storage) -> None:
-    path, storage = given.get("path"), given.get("storage", "auto")
-    former = {name: value for name, value in given.items() if name not in ("path", "storage")}
-    names = ", ".join(f"{name}=" for name in former)
-    message = re.escape(f"{names} of seen will be removed; give storage=speedswap.{place!r}")
-    with pytest.warns(DeprecationWarning, match=f"^SW002: {message}$"):
-        assert seen(storage=storage, path=path, **former) == (place, None)
-
-
-def test_a_former_process_group_stands_for_ranks() -> None:
-    group: Any = object()
-    with pytest.warns(DeprecationWarning, match=r"give storage=speedswap\.Ranks\(each=Disk\(path='t'\), group=<object"):
-        place, _ = seen(path="t", process_group=group, reduction="sum")
-    assert place == Ranks(Disk("t"), group, "sum")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"engine": "steam"}, "engine is 'steam'; choose one of auto, zero_copy, staged_out, split_out, staged, split"),
-        (
-            {"engine": "split", "storage": "pageable"},
-            r"engine is 'split', but a GPU cannot .* Pageable\(\).*'pinned'",
-        ),
-        ({"engine": "zero_copy", "path": "t"}, r"engine is 'zero_copy', but a GPU cannot read .*Disk\(.*'pinned'"),
-        ({"engine": "staged", "storage": "device"}, "engine is 'staged', but a table in device memory needs none"),
-        ({"cache_bytes": 5}, "cache_bytes is 5 but storage is 'auto'; only tables on disk have it"),
-        ({"scratch": True, "storage": "pageable"}, "scratch is True but storage is 'pageable'; only tables on disk"),
-        ({"commit_every": 0, "path": "t"}, "commit_every is 0; give at least 1 step"),
-        ({"reduction": "max"}, "reduction is 'max'; choose one of mean, sum"),
-    ],
-)
-@pytest.mark.parametrize("taker", TAKERS)
-def test_former_arguments_that_do_not_fit_are_errors(
-    taker: str, given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if taker == "ModelFactory":
-        given = {{"path": "diskname"}.get(name, name): value for name, value in given.items()}
-        message = message.replace("'auto'", "'device'")
-    with pytest.raises(ValueError, match=message):
-        TAKERS[taker](**given)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("taker", TAKERS)
-def test_former_arguments_are_taken_with_a_warning(taker: str, tmp_path: Path) -> None:
-    where = {"diskname" if taker == "ModelFactory" else "path": tmp_path / "t"}
-    with pytest.warns(DeprecationWarning, match=r"scratch= of \w+.* will be removed; give storage=speedswap\.Disk"):
-        table = TAKERS[taker](scratch=True, **where)
-    assert table.store.manifest.scratch
-    table.close()
-
-
-def test_former_arguments_of_opening_are_taken_with_a_warning(tmp_path: Path) -> None:
-    speedswap.EmbeddingCollection([CONFIG], path=tmp_path / "tables").close()
-    Table.create(9, 4, path=tmp_path / "table").close()
-    with pytest.warns(DeprecationWarning, match=r"cache_bytes= of Table\.open will be removed"):
-        Table.open(tmp_path / "table", cache_bytes=5).close()
-    with pytest.warns(DeprecationWarning, match=r"commit_every= of EmbeddingCollection\.open will be removed"):
-        speedswap.EmbeddingCollection.open([CONFIG], tmp_path / "tables", commit_every=5, device="cpu").close()
-    with pytest.warns(DeprecationWarning, match=r"engine= of Table\.load will be removed"):
-        Table.load(tmp_path / "table", engine="staged").close()
-    with pytest.warns(DeprecationWarning, match=r"engine= of EmbeddingConfig will be removed"):
-        config = speedswap.EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=4, engine="staged")
-    assert isinstance(config.storage, (Pinned, Pageable))
-
-
-def test_former_arguments_are_refused_beside_an_existing_table() -> None:
-    table = Table.create(9, 4)
-    for given in ({"cache_bytes": 4096}, {"commit_seconds": None}, {"scratch": True}, {"engine": "split"}):
-        ((name, value),) = given.items()
-        message = rf"{name} is {value!r}, but table is Table.*give it to Table\.create or Table\.open"
-        with pytest.raises(ValueError, match=message):
-            speedswap.Embedding(9, 4, table=table, **given)
-    assert speedswap.Embedding(9, 4, table=table, cache_bytes=None, commit_seconds=30.0).table is table
-
-
-def test_an_existing_table_takes_the_word_for_a_table_per_process() -> None:
-    table = Table.create(9, 4)
-    with pytest.warns(
-        DeprecationWarning, match=r"local_to_rank= of Embedding will be removed; give .* to its Table\.cr"
-    ):
-        assert speedswap.Embedding(9, 4, table=table, local_to_rank=True).local_to_rank
-    other = Table.create(9, 4)
-    with pytest.raises(ValueError, match="cache_bytes is 5, but table is Table"):
-        speedswap.Embedding(9, 4, table=other, local_to_rank=True, cache_bytes=5)
-    assert not other.local_to_rank
-    with pytest.raises(TypeError, match=r"table is 'items', a path; give speedswap\.Table\.open"):
-        speedswap.Embedding(9, 4, table="items", local_to_rank=True)  # type: ignore[arg-type]

@@ -33,7 +33,6 @@ from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced, Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
-from speedswap.tables.former import takes_former
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
 _Found = TypeVar("_Found")
@@ -51,7 +50,6 @@ class TableCollection(nn.Module, Generic[Config]):
     tables_name: ClassVar[str]  # the attribute with the tables by name, which is their prefix in a state_dict
 
     @of_all_ranks
-    @takes_former()
     def __init__(
         self,
         tables: Iterable[Config],
@@ -166,7 +164,6 @@ class TableCollection(nn.Module, Generic[Config]):
         )
 
     @classmethod
-    @takes_former(place="path", path=None)
     def open(
         cls: type[_Self],
         tables: Iterable[Config],
@@ -193,7 +190,6 @@ class TableCollection(nn.Module, Generic[Config]):
         return cls._over(tables, lambda name: Table.open(place.of_table(name), mode), settings)
 
     @classmethod
-    @takes_former(path=None)
     def load(
         cls: type[_Self],
         tables: Iterable[Config],

@@ -14,7 +14,6 @@ from speedswap.swapping.arguments import require_id_map
 from speedswap.swapping.keyed import rows_for
 from speedswap.tables import IdMap, Storage
 from speedswap.tables import init as initializers
-from speedswap.tables.former import takes_former
 from speedswap.tables.record import count, seed_of
 
 _POOLINGS = ("sum", "mean", "max")
@@ -133,10 +132,6 @@ class EmbeddingBagConfig(EmbeddingConfig):
         if pooling not in _POOLINGS:
             raise ValueError(f'pooling of table {self.name!r} is {self.pooling!r}; choose "sum", "mean" or "max"')
         object.__setattr__(self, "pooling", pooling)
-
-
-for _config in (EmbeddingConfig, EmbeddingBagConfig):
-    _config.__init__ = takes_former(path=None)(_config.__init__)  # type: ignore[method-assign]
 
 
 def described_alike(config: EmbeddingConfig) -> dict[str, object]:

@@ -265,15 +265,10 @@ class Collection:
             raise
 
 
-def memory_of(given: Mapping[str, Any]) -> str:
-    """Return the memory that a switcher's arguments ask for, where they name no storage."""
-    return "disk" if given.get("diskname") is not None else "pinned" if given.get("CPUPinn") else "device"
-
-
 def place_of(storage: Storage | str | None, diskname: str | os.PathLike[str] | None, pinned: bool) -> Storage:
     """Return the place of a switcher's rows: the one given, or the one that SpeedTorch's arguments describe."""
     if storage is None:
-        storage = memory_of({"diskname": diskname, "CPUPinn": pinned})
+        storage = "disk" if diskname is not None else "pinned" if pinned else "device"
     return as_storage(storage, diskname)
 
 

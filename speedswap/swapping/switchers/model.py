@@ -16,10 +16,9 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, RowField, memory_of, place_of
+from speedswap.swapping.switchers.collection import Collection, RowField, place_of
 from speedswap.tables import Storage
 from speedswap.tables import init as initializers
-from speedswap.tables.former import takes_former
 from speedswap.tables.record import count
 
 
@@ -76,7 +75,6 @@ class ModelFactory(Collection):
     init_methods = "zerosInit, uniformDistributionInit, normalDistributionInit, customInit or loadCupy"
 
     @of_all_ranks
-    @takes_former(path="diskname", default=memory_of)
     def __init__(
         self,
         model_variable: nn.Module,

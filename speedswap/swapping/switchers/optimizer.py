@@ -18,10 +18,9 @@ from speedswap.swapping.optimizers import holds, probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, RowField, memory_of, place_of
+from speedswap.swapping.switchers.collection import Collection, RowField, place_of
 from speedswap.swapping.switchers.model import check_rows
 from speedswap.tables import Storage
-from speedswap.tables.former import takes_former
 from speedswap.tables.init import CopyOf
 from speedswap.tables.record import count
 
@@ -55,7 +54,6 @@ class OptimizerFactory(Collection):
     by_name = True
 
     @of_all_ranks
-    @takes_former(path="diskname", default=memory_of)
     def __init__(
         self,
         given_optimizer: Optimizer,
