@@ -57,6 +57,27 @@ OUT_OF_MEMORY = {
     "MPS, one buffer": "Invalid buffer size: 20.00 GiB",
     "HIP, its queues": "HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources",
     "XLA": "Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to reserve 9.15G at the bottom of memory.",
+    "torch before 1.5": "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58",
+    "torch before 1.5, ROCm": "hip runtime error (2) : hipErrorOutOfMemory at /data/THCStorage.cu:62",
+    "torch before 1.5, CPU": "$ Torch: not enough memory: you tried to allocate 12GB. Buy new RAM!",
+    "Caffe2": "Check failed: error == cudaSuccess (2 vs. 0) out of memory",
+    "Triton": "Triton Error [CUDA]: out of memory",
+    "Triton, ROCm": "Triton Error [HIP]:  Code: 2, Messsage: out of memory",
+    "Thrust": "radix_sort: failed on 1st step: cudaErrorMemoryAllocation: out of memory",
+    "Thrust, temporary memory": "temporary_buffer::allocate: get_temporary_buffer failed",
+    "RMM": "std::bad_alloc: out_of_memory: CUDA error at: cuda_memory_resource.hpp:70: cudaErrorMemoryAllocation",
+    "cuRAND": "curand error: CURAND_STATUS_ALLOCATION_FAILED",
+    "MAGMA": "MAGMA_ERR_DEVICE_ALLOC",
+    "NVRTC": "nvrtc: error: NVRTC_ERROR_OUT_OF_MEMORY",
+    "torch's CUDA allocator, NVML after an out of memory": "NVML_SUCCESS == r INTERNAL ASSERT FAILED at "
+    '"../c10/cuda/CUDACachingAllocator.cpp":1123, please report a bug to PyTorch. ',
+    "RCCL": "NCCL error in: ProcessGroupNCCL.cpp:2006, unhandled cuda error\nHIP failure 'out of memory'",
+    "MPS, a command buffer": "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+    "Level Zero": "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "OpenCL": "clEnqueueNDRangeKernel failed: CL_MEM_OBJECT_ALLOCATION_FAILURE",
+    "a worker's": "Caught RuntimeError in replica 1 on device 1.\nOriginal Traceback (most recent call last):\n"
+    '  File "parallel_apply.py", line 64\nRuntimeError: cuda runtime error (2) : out of memory',
+    "torch.compile": "backend='inductor' raised:\nRuntimeError: Triton Error [CUDA]: out of memory",
     "CPU, Windows": "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to "
     "allocate 9600000000 bytes.",
 }
@@ -71,6 +92,12 @@ NOT_OUT_OF_MEMORY = {
     "oneDNN": "could not create a primitive descriptor for a matmul primitive",
     "shapes": "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
     "device": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    "a launch too large for a block": "out of resource: shared memory, Required: 163840, Hardware limit: 101376. "
+    "Reducing block sizes or `num_stages` may help.",
+    "Triton": "Triton Error [CUDA]: an illegal memory access was encountered",
+    "Triton, a launch": "Triton Error [CUDA]: invalid argument",
+    "torch before 1.5": "cuda runtime error (59) : device-side assert triggered at /pytorch/THCReduceAll.cuh:327",
+    "an address": "Command buffer was out of memory bounds",
     "no kernel": "CUDA error: no kernel image is available for execution on the device",
 }
 
@@ -95,6 +122,16 @@ def test_p18_the_type_alone_is_enough_where_it_says_so():
 def test_p18_the_text_alone_is_not(kind):
     """A ValueError that quotes an out-of-memory is about something else."""
     assert not is_out_of_memory(kind("CUDA out of memory."))
+
+
+@pytest.mark.parametrize("package", ["numba.cuda.cudadrv.driver", "onnxruntime.capi.onnxruntime_pybind11_state"])
+def test_p18_libraries_whose_errors_are_no_runtime_errors_are_known(package):
+    """Numba's, say, derives from Exception; the same text in an unknown class stays unknown."""
+    error = type("CudaAPIError", (Exception,), {"__module__": package})
+    assert is_out_of_memory(error("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY"))
+    assert is_out_of_memory(error("Failed to allocate memory for requested buffer of size 17179869184"))
+    assert not is_out_of_memory(error("[700] Call to cuMemcpyDtoH results in CUDA_ERROR_ILLEGAL_ADDRESS"))
+    assert not is_out_of_memory(type("Error", (Exception,), {})("CUDA_ERROR_OUT_OF_MEMORY"))
 
 
 @pytest.mark.parametrize("kind", [BatchError, MemoryBudgetError, TableTooLargeError])
