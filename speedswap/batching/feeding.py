@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from speedswap._words import a_kind
+from speedswap.batching.nested import require_strided
 from speedswap.errors import BatchError, MemoryBudgetError
 
 _NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
@@ -25,7 +26,13 @@ def nbytes_of(sample: Any) -> int:
     >>> nbytes_of((np.zeros(3), {"label": torch.zeros(2)}))
     32
     """
-    return sum(int(leaf.nbytes) if hasattr(leaf, "nbytes") else sys.getsizeof(leaf) for leaf in tree_leaves(sample))
+    return sum(map(_nbytes, tree_leaves(sample)))
+
+
+def _nbytes(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:  # which alone has no nbytes
+        return leaf._indices().nbytes + leaf._values().nbytes
+    return int(leaf.nbytes) if hasattr(leaf, "nbytes") else sys.getsizeof(leaf)
 
 
 def stacked(samples: Iterator[tuple[Any, Any]], size: int) -> Any:
@@ -50,6 +57,8 @@ def stacked(samples: Iterator[tuple[Any, Any]], size: int) -> Any:
         identity, sample = next(samples)
         if form is None:
             values, form = tree_flatten(sample, is_leaf=_is_leaf)
+            for value in values:
+                require_strided(f"sample {identity!r}", value, remedy="or give a collate function")
             columns = [_room_for(value, size) for value in values]
         try:
             # The method leaves garbage behind, which a sample without structure can do without.
@@ -73,7 +82,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _room_for(value: Any, size: int) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_quantized:
         return value.new_empty((size, *value.shape))
     if isinstance(value, (np.ndarray, np.generic)):
         return np.empty((size, *value.shape), value.dtype)

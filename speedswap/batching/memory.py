@@ -68,8 +68,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports exhausted memory, so that the same work in smaller pieces may succeed.
 
     Errors of CUDA, cuBLAS, cuDNN, cuFFT, NCCL, Triton, HIP, XPU, MPS, XLA, oneDNN, ONNX Runtime, Numba and torch's CPU
-    allocator, Python's ``MemoryError``, NumPy's and CuPy's, and ``OSError`` with ``ENOMEM`` are recognized. speedswap's own errors never
-    count: their remedy is not a smaller batch.
+    allocator, Python's ``MemoryError``, NumPy's and CuPy's, and ``OSError`` with ``ENOMEM`` are recognized. speedswap's
+    own errors never count: their remedy is not a smaller batch.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     True

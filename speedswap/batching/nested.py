@@ -18,6 +18,10 @@ from speedswap.errors import BatchError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_OTHERWISE = (
+    "nested with layout=torch.jagged, or wrap it in speedswap.batching.Whole if it belongs to no sample; a list with "
+    "one tensor for each sample is passed in speedswap.batching.PerSample"
+)
 _METHODS = ("keys", "values", "lengths", "stride", "weights_or_none")
 
 
@@ -55,6 +59,26 @@ def chosen(jagged: Any, samples: slice | list[int]) -> Any:
         weights=None if weights is None else weights[places],
         lengths=counts.to(jagged.lengths().dtype),
     )
+
+
+def require_strided(path: str, value: Any, *also: torch.layout, remedy: str) -> None:
+    """Raise if a tensor is sparse, nested or MKLDNN's, so that torch neither cuts nor joins parts of it.
+
+    Args:
+        path: the value in words.
+        value: anything other than a tensor passes.
+        *also: layouts that pass.
+        remedy: what else to do than to make it dense.
+
+    Raises:
+        BatchError: it has no strides, and none of those layouts.
+    """
+    if isinstance(value, Tensor) and value.layout not in also and (value.layout != torch.strided or value.is_nested):
+        kind, dense = ("nested tensor", "to_padded_tensor(0)") if value.is_nested else ("tensor", "to_dense()")
+        raise BatchError(
+            f"{path} is a {kind} of layout {value.layout}, which cannot be cut into samples or joined: make it dense "
+            f"with {dense}, {remedy}"
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,6 +158,7 @@ class Batch:
         args: positional arguments.
         kwargs: keyword arguments.
         may_be_empty: allow a batch without samples.
+        first: the number of the first positional argument, for messages.
 
     Attributes:
         size: number of samples.
@@ -143,15 +168,15 @@ class Batch:
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, may_be_empty: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, may_be_empty: bool = False, first: int = 0
     ) -> None:
         self._given: Any = args, kwargs or {}
         self._first: Any = None
-        self.size = self._check(may_be_empty)
+        self.size = self._check(may_be_empty, first)
 
-    def _check(self, may_be_empty: bool) -> int:
+    def _check(self, may_be_empty: bool, first: int) -> int:
         size, where = -1, ""
-        for path, leading, value in _leading_sizes(*self._given):
+        for path, leading, value in _leading_sizes(*self._given, first):
             if size < 0:
                 size, where, self._first = leading, path, value
             elif leading != size:
@@ -275,9 +300,9 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def _leading_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+def _leading_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], first: int = 0) -> Iterator[tuple[str, int, Any]]:
     """Yield place, leading size and value of everything that is split."""
-    for index, value in enumerate(args):
+    for index, value in enumerate(args, first):
         yield from _leading(f"batch[{index}]", value)
     for name, value in kwargs.items():
         yield from _leading(name, value)
@@ -286,6 +311,9 @@ def _leading_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tu
 def _leading(path: str, value: Any) -> Iterator[tuple[str, int, Any]]:
     if isinstance(value, PackedSequence):
         raise BatchError(f"{path} is a PackedSequence, which has no batch dimension; pass it padded, with its lengths")
+    require_strided(path, value, torch.jagged, remedy=_OTHERWISE)
+    if hasattr(value, "tocsr") and value.format in ("bsr", "coo", "dia"):
+        raise BatchError(f"{path} is a SciPy matrix in {value.format} format, whose rows cannot be cut; pass tocsr()")
     column = _column(value)
     if column is not None:
         yield path, column[0], value
@@ -446,6 +474,7 @@ def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None,
     if first is None:
         return None
     if isinstance(first, Tensor):
+        require_strided(path, first, torch.jagged, torch.sparse_coo, remedy=_OTHERWISE)
         if first.dim() == 0:
             return torch.stack(parts)
         if is_jagged(first):

@@ -46,6 +46,7 @@ from torch import Tensor
 from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, Limits
 from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import is_out_of_memory, memory_class
+from speedswap.batching.nested import require_strided
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
 
@@ -183,11 +184,17 @@ class Search(Attempts):
         self, function: Callable[..., R], tensor: Tensor, dimension: int, /, *args: Any, **kwargs: Any
     ) -> list[R]:
         """Call ``function(chunk, start, stop, *args, **kwargs)`` for chunk after chunk of a tensor, which are views."""
+        require_chunks(function, tensor)
 
         def piece(start: int, stop: int) -> R:
             return function(tensor.narrow(dimension, start, stop - start), start, stop, *args, **kwargs)
 
         return self.run_range(piece, 0, tensor.shape[dimension])
+
+
+def require_chunks(function: Callable[..., Any], tensor: Any) -> None:
+    """Raise if a function's tensor cannot be cut."""
+    require_strided(f"the first argument of {name_of(function)}", tensor, remedy="or cut it in the function")
 
 
 Join = Callable[[list[Any]], Any]
@@ -299,6 +306,7 @@ class RetriedChunks(RetriedRange):
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         options = self._options
+        require_chunks(self._function, tensor)
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= options.dimension < tensor.dim():
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(type(tensor))
             raise BatchError(f"dimension is {options.dimension}, but the first argument of {self._name} is {what}")

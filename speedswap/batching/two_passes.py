@@ -132,7 +132,7 @@ def towers_of(
             f"{len(encode)} encoders were given {len(batch)} arguments and {len(named)} named ones; several encoders "
             "take one positional argument each"
         )
-    return list(encode), [Batch((argument,)) for argument in batch]
+    return list(encode), [Batch((argument,), first=index) for index, argument in enumerate(batch)]
 
 
 def both_passes(

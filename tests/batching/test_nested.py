@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from speedswap.batching import PerSample, Whole
+from speedswap.batching import BatchSplitter, PerSample, Whole, feed, retry
 from speedswap.batching.nested import Batch, joined
+from speedswap.compat import toma
 from speedswap.errors import BatchError
 
 
@@ -99,6 +100,88 @@ def test_p24_mappings_keep_their_type_and_order(make):
 def test_p24_what_does_not_fit_together_is_an_error(args, kwargs, message):
     with pytest.raises(BatchError, match=message):
         Batch(args, kwargs)
+
+
+WITHOUT_STRIDES = {
+    "COO": lambda dense: dense.to_sparse(),
+    "hybrid COO": lambda dense: dense.to_sparse(1),
+    "CSR": lambda dense: dense.to_sparse_csr(),
+    "CSC": lambda dense: dense.to_sparse_csc(),
+    "BSR": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "MKLDNN": lambda dense: dense.to_mkldnn(),
+    "nested": lambda dense: torch.nested.nested_tensor(list(dense)),
+}
+
+
+def padded_or_dense(tensor: Tensor) -> Tensor:
+    return tensor.to_padded_tensor(0) if tensor.is_nested else tensor.to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("name", WITHOUT_STRIDES)
+def test_p24_tensors_without_strides_are_refused_with_a_remedy_wherever_they_are_cut(name):
+    """By the place, kind and layout; each as a whole, or one by one per sample, is passed on."""
+    dense = torch.arange(1.0, 25).view(4, 6)
+    tensor = WITHOUT_STRIDES[name](dense)
+    splitter = BatchSplitter(nn.Linear(6, 1), micro_batch_size=2)
+    refused = rf"is a (nested )?tensor of layout {tensor.layout}, which cannot .* to_(dense\(\)|padded_tensor\(0\))"
+
+    def sums(part: Tensor) -> Tensor:
+        return padded_or_dense(part).sum(1)
+
+    def first(value: Any) -> Tensor:
+        return torch.zeros(4)
+
+    for place, call in {
+        r"batch\[0\]": lambda: splitter.backward(lambda part: sums(part).sum(), tensor),
+        r"batch\[1\]\['x'\]\.ids": lambda: splitter.map(lambda a, b: a, dense, {"x": Pair(tensor, "pair")}),
+        r"sample\.label": lambda: splitter.map(lambda sample: sample.image, sample=Sample(dense, tensor)),
+        r"batch\[1\]": lambda: splitter.backward_coupled([sums, sums], lambda a, b: (a + b).sum(), dense, tensor),
+        "the first argument of .*sums": lambda: retry.chunked(sums, initial=2)(tensor),
+        "the first argument of .*first": lambda: toma.simple.chunked(first, tensor, 2),
+        r"sample 'only'": lambda: list(feed(["only"], lambda _: tensor, 1, budget_bytes=10**6).epoch(0)),
+    }.items():
+        with pytest.raises(BatchError, match=place + " " + refused):
+            call()
+    joined_sums = splitter.map(lambda part, whole: part.sum(1) + sums(whole).sum(), dense, Whole(tensor))
+    assert torch.equal(joined_sums, dense.sum(1) + dense.sum())
+    each = splitter.map(lambda parts: torch.stack([sums(part) for part in parts]), PerSample([tensor] * 4))
+    assert torch.equal(each, dense.sum(1).expand(4, 4))
+    collated = feed(["a", "b"], lambda _: tensor, 2, budget_bytes=10**6, collate=list)
+    assert [len(batch) for batch in collated.epoch(0)] == [2]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("name", ["CSR", "MKLDNN"])
+def test_p24_results_that_cannot_be_joined_are_refused_with_a_remedy(name):
+    tensor = WITHOUT_STRIDES[name](torch.ones(2, 2))
+    splitter = BatchSplitter(nn.Linear(6, 1), micro_batch_size=2)
+    with pytest.raises(BatchError, match=f"the result is a tensor of layout {tensor.layout}.*Whole"):
+        splitter.map(lambda part: tensor, torch.ones(4, 6))
+    assert len(splitter.map(lambda part: Whole(tensor), torch.ones(4, 6))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_p24_tensors_of_any_other_kind_are_cut_as_ever():
+    """Quantized, expanded, conjugated and without memory: they have strides."""
+    dense = torch.arange(1.0, 25).view(4, 6)
+    quantized = torch.quantize_per_tensor(dense, 0.5, 0, torch.quint8)
+    others = (quantized, dense[:1].expand(4, 6), torch.complex(dense, dense).conj(), dense.to("meta"))
+    (parts, _) = Batch(others).part(1, 3)
+    for part, whole in zip(parts[:3], others, strict=False):
+        assert torch.equal(part, whole[1:3])
+    assert parts[3].shape == (2, 6)
+    assert len(next(feed([1, 2], lambda _: quantized, 2, budget_bytes=10**6).epoch(0))) == 2
+
+
+def test_p24_scipy_matrices_are_cut_by_rows_or_refused():
+    sparse = pytest.importorskip("scipy.sparse")
+    dense = np.arange(24.0).reshape(4, 6)
+    (part,), _ = Batch((sparse.csr_matrix(dense),)).part(1, 3)
+    assert np.array_equal(part.toarray(), dense[1:3])
+    for made in (sparse.coo_array, sparse.bsr_array, sparse.dia_array, sparse.coo_matrix):
+        with pytest.raises(BatchError, match=r"batch\[0\] is a SciPy matrix in \w+ format, .* tocsr\(\)"):
+            Batch((made(dense),))
 
 
 def test_p24_what_belongs_to_no_sample_and_lists_of_samples():
