@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import tracemalloc
+import unicodedata
 from collections import Counter
 from typing import NamedTuple
 
@@ -124,6 +125,42 @@ def test_plain_words_are_lower_case_letters_and_inner_apostrophes(tmp_path):
     words = [word for chunk in read_words(path, plain_words=True) for word in chunk]
     expected = ["the", "pm", "fire", "it", "isn't", "o'brien's", "köln", "bonn", SENTENCE_END, "end", SENTENCE_END]
     assert words == expected
+
+
+WORDS = {
+    "Hindi": ("हिन्दी भाषा।", ["हिन्दी", "भाषा"]),
+    "Thai": ("ที่ นี่", ["ที่", "นี่"]),
+    "Arabic with vowels": ("كِتَاب، قلم", ["كِتَاب", "قلم"]),
+    "Hebrew with vowels": ("שָׁלוֹם לך", ["שָׁלוֹם", "לך"]),
+    "Persian with non-joiners": ("می\u200cخواهم کتاب\u200c", ["می\u200cخواهم", "کتاب"]),
+    "Sinhala with joiners": ("ශ්\u200dරී ලංකා", ["ශ්\u200dරී", "ලංකා"]),
+    "Malayalam with final joiners": ("അവന്\u200d വന്നു", ["അവന്\u200d", "വന്നു"]),
+    "decomposed": (unicodedata.normalize("NFD", "Élève d'été, élève"), ["élève", "d'été", "élève"]),
+    "a mark that no letter has composed": ("x\u0304y z\u0301\u0323", ["x\u0304y", "\u1e93\u0301"]),
+    "Turkish": ("İstanbul İZMİR ışık", ["i\u0307stanbul", "i\u0307zmi\u0307r", "ışık"]),
+    "typographic apostrophes": ("Don’t ‘quote’ l’été don't", ["don't", "quote", "l'été", "don't"]),
+    "soft hyphens": ("Donau\xaddampf\xadschiff", ["donaudampfschiff"]),
+    "marks without a letter": ("❤\ufe0f 1\ufe0f\u20e3 \u0301 👩\u200d💻 4\u0301a", ["a"]),
+    "Chinese": ("你好，世界", ["你好", "世界"]),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_plain_words_are_whole_in_any_script(name, tmp_path):
+    """Marks, joiners and apostrophes belong to the letters that they follow; digits and symbols keep none."""
+    text, expected = WORDS[name]
+    path = tmp_path / "text"
+    path.write_text(f"{text}\n{text}", encoding="utf-8")
+    words = [word for chunk in read_words(path, plain_words=True) for word in chunk]
+    assert words == [*expected, SENTENCE_END] * 2
+
+
+def test_plain_words_do_not_depend_on_what_else_is_in_a_piece_of_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("speedswap.apps.word2vec.corpus.CHUNK_CHARACTERS", 16)
+    path = tmp_path / "text"
+    path.write_text(" ".join(text for text, _ in WORDS.values()), encoding="utf-8")
+    words = [word for chunk in read_words(path, plain_words=True) for word in chunk]
+    assert words == [*(word for _, expected in WORDS.values() for word in expected), SENTENCE_END]
 
 
 def peak_bytes(path):

@@ -9,10 +9,12 @@ import io
 import re
 import shutil
 import tempfile
+import unicodedata
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain, compress, count
 from os import SEEK_END
 from pathlib import Path
@@ -32,7 +34,9 @@ CHUNK_SENTENCES = 1 << 16
 GENERATED_SENTENCE = 20
 NUMBER_BYTES = 4
 CHUNK_CHARACTERS = 1 << 20
-NOT_A_WORD = re.compile(r"[^\w'\n]+|[\d_]+|(?<!\w)'+|'+(?!\w)")
+LETTER = r"[^\W\d_]"
+JOINERS = "\u200c\u200d"
+"""They shape the letters at both sides, or the marks before them."""
 SENTENCE_END = "</s>"
 """The end of a line among the words, as in the original word2vec."""
 END = 0
@@ -49,7 +53,7 @@ class Corpus:
     Args:
         path: files as for :func:`read_words`, or patterns of their names such as ``texts/*.gz``, one or several.
         min_count: words that are rarer are left out.
-        plain_words: lower-case the text and keep only letters and inner apostrophes.
+        plain_words: as for :func:`read_words`.
         max_types: with more different words than this while counting, the rarest so far are forgotten, so that the
             vocabulary's memory is bounded too.
         scratch: the directory of the temporary files; the system's by default.
@@ -298,7 +302,8 @@ def read_words(path: Path, *, plain_words: bool = False) -> Iterator[list[str]]:
         path: UTF-8 text, plain or gzip (told by its first bytes or the suffix ``.gz``), one sentence per line, words
             separated by whitespace. A line may be of any length. Or Parquet with strings in a column ``text``, or in
             one column alone, one or more sentences per row.
-        plain_words: lower-case the text and keep only letters and inner apostrophes.
+        plain_words: lower-case the text and keep only letters, with their combining marks, and inner apostrophes; in
+            Unicode's form NFC, with straight apostrophes, without soft hyphens.
 
     Yields:
         Words, with ``SENTENCE_END`` at the end of each line; adjacent empty lines may count as one.
@@ -319,11 +324,23 @@ def read_words(path: Path, *, plain_words: bool = False) -> Iterator[list[str]]:
 
 
 def split(text: str, plain_words: bool) -> list[str]:
-    if plain_words:
-        text = NOT_A_WORD.sub(" ", text.lower())
     while "\n\n" in text:  # empty lines have no words, and may be very many
         text = text.replace("\n\n", "\n")
-    return text.replace("\n", f" {SENTENCE_END} ").split()
+    if not plain_words:
+        return text.replace("\n", f" {SENTENCE_END} ").split()
+    text, marks = text.lower(), ""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text).replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+        text = text.replace("\N{SOFT HYPHEN}", "")
+        marks = "".join(sorted(each for each in set(text) if unicodedata.category(each) in ("Mn", "Mc")))
+    return [SENTENCE_END if word == "\n" else word for word in words_with(marks).findall(text)]
+
+
+@lru_cache
+def words_with(marks: str) -> re.Pattern[str]:
+    """Return the pattern of a plain word or the end of a line, in a text with these combining marks."""
+    marked = f"[{marks}][{marks}{JOINERS}]*{LETTER}*|" * bool(marks)
+    return re.compile(rf"{LETTER}+(?:{marked}['{JOINERS}]{LETTER}+)*|\n")
 
 
 def read_characters(path: Path) -> Iterator[str]:

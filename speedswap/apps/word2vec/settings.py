@@ -101,7 +101,8 @@ class Word2VecSettings(TableSettings):
         check=whole(1, 2**31),
     )
     plain_words: bool = option(
-        False, "lower-case the text, keep letters and inner apostrophes only (always so for the demo corpus)"
+        False,
+        "lower-case the text, keep only letters with their marks, and inner apostrophes (always so for the demo corpus)",
     )
     max_types: int = option(
         10_000_000,
