@@ -16,6 +16,7 @@ from speedswap.kernels.host import (
     empty,
     get_num_threads,
     has_memory,
+    have_same_bits,
     require_apart,
     require_dense,
     require_memory,

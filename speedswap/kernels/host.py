@@ -98,6 +98,14 @@ def as_read(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two dense tensors of one dtype have the same items; a NaN is the same as itself."""
+    if one.shape != other.shape:
+        return False
+    mine, others = (as_read(each.detach()).reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(mine, others)
+
+
 def as_ids(ids: Tensor) -> Tensor:
     """Return ids as the CPU loops read them: int64, contiguous and aligned, in host memory. They are not negated."""
     return ids_at(ids)[1]

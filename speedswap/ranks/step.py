@@ -34,10 +34,10 @@ from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
 from speedswap.ranks.keys import ShardedKeys
 from speedswap.ranks.route import LentRows, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
-from speedswap.swapping.batch_rows import BatchRows, Padding
+from speedswap.swapping.batch_rows import BatchRows, Padding, drop
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import Request
-from speedswap.swapping.row_step import Leaving, RowStep, drop
+from speedswap.swapping.row_step import Leaving, RowStep
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 

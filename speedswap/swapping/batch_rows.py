@@ -3,7 +3,8 @@
 A training step that did not reach the table is detected by the version counter of the rows on the device, which every
 in-place change by torch increments; or by a step of some optimizer, reported by torch's hooks, while no optimizer holds
 the weight. A change that increments no counter (C++ code that writes through a raw pointer, or through an alias with a
-separate counter) goes undetected.
+separate counter) goes undetected. Gradients are changed in that way by ordinary code, as by GradScaler and
+``grad.data.zero_()``, so their values are compared where a decision rests on them and a step can afford it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from speedswap.errors import LostUpdateError
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
+
+_UNKNOWN = -1  # in place of a version
 
 # Steps of other optimizers to allow before the first step of an optimizer that may hold a weight.
 PATIENCE = 100
@@ -126,7 +129,7 @@ class BatchRows:
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
         self.of_all: list[GradientOfAll] = []
-        self._own: Tensor | None = None  # the batch's gradient, beside those of all rows
+        self._own: tuple[Tensor, Tensor] | None = None  # the batch's gradient, beside those of all rows, and a copy
         with as_plain():
             self._placeholder = weight.detach()
 
@@ -151,6 +154,7 @@ class BatchRows:
             keeps: True to keep the gradient of earlier lookups; by default it is kept unless it was zeroed.
         """
         before = self._weight.grad
+        was_changed = before is not None and self._own_was_changed(before)
         if keeps is None:
             keeps = before is not None and not self.is_zeroed(before)
         if not keeps:
@@ -164,12 +168,13 @@ class BatchRows:
         weight.data = block.columns["weight"]
         weight.grad = grad
         self._weight_version, self._grad_version = weight._version, grad._version
-        self._own = grad if self.of_all else None
+        self._own = (grad, grad.clone()) if self.of_all and not was_changed else None
 
     def add_of_all(self, gradient: GradientOfAll) -> None:
         """Add a gradient of every row to the one just added."""
+        grad, was_changed = self._weight.grad, self.of_all != [] and self._own is None
         self.of_all.append(gradient)
-        self._own = self._weight.grad
+        self._own = None if was_changed or grad is None else (grad, grad.clone())
 
     def require_of_all(self, grad: Tensor) -> None:
         """Raise LostUpdateError if gradients of every row do not belong to the present rows and gradient.
@@ -185,17 +190,25 @@ class BatchRows:
                 f"table {name!r} has changed since its rows' gradients: these are of all rows (full_softmax), and are "
                 "good for one step right after the backward pass; call zero_grad() and compute the loss again"
             )
-        if self.of_all and (grad is not self._own or grad._version != self._grad_version):
+        if self._own_was_changed(grad):
             raise LostUpdateError(
                 f"the gradient of the embedding over table {name!r} was changed after the backward pass, as clipping "
                 "and GradScaler do, but it is one of all rows (full_softmax), most of which are computed in the step; "
                 "clip the other parameters alone, and scale the loss"
             )
 
+    def _own_was_changed(self, grad: Tensor) -> bool:
+        """Return whether the batch's own gradient, beside those of all rows, is not as the backward pass left it."""
+        if not self.of_all:
+            return False
+        if self._own is None or grad is not self._own[0] or grad._version != self._grad_version:
+            return True
+        return not kernels.have_same_bits(*self._own)
+
     def restore_own(self) -> None:
         """Put the batch's own gradient back, after a step that did not reach the table."""
-        if self.of_all:
-            self._weight.grad = self._own
+        if self._own is not None:
+            self._weight.grad = self._own[0]
 
     def _merged(
         self, block: Block, grad: Tensor, new: Block, new_version: int, new_grad: Tensor
@@ -221,15 +234,16 @@ class BatchRows:
     def renew(self, grad: Tensor) -> None:
         """Gather the rows again, for another step with this gradient."""
         assert self.block is not None
-        of_all = self.of_all
+        of_all, own = self.of_all, self._own
         self.add(self.block, -1, grad, keeps=False)
-        self.of_all, self._own = of_all, grad if of_all else None
+        self.of_all, self._own = of_all, own
 
     def drop_state(self) -> None:
         """Record that weight and state are in the table now; rows and gradient may still be read."""
         assert self.block is not None
         self.block = Block(self.block.rows, {"weight": self.block.columns["weight"]})
-        self.accept()
+        self._weight_version = self._weight._version
+        self._grad_version = _UNKNOWN
 
     def release(self) -> None:
         """Drop rows and gradient: the weight becomes a one-row placeholder."""
@@ -252,7 +266,7 @@ class BatchRows:
             was_changed = weight._version != self._weight_version
             was_zeroed = grad is not None and grad._version != self._grad_version
         block, version, steps = self.block, self.version, (self.steps_seen, self.steps_before)
-        of_all = [*self.of_all]
+        of_all, own = [*self.of_all], self._own
 
         @torch.no_grad()
         def restore() -> None:
@@ -263,7 +277,7 @@ class BatchRows:
             self.block, self.version, (self.steps_seen, self.steps_before) = block, version, steps
             self._weight_version = weight._version - was_changed
             self._grad_version = 0 if weight.grad is None else weight.grad._version - was_zeroed
-            self.of_all, self._own = of_all, weight.grad if of_all else None
+            self.of_all, self._own = of_all, own
 
         return restore
 
@@ -281,8 +295,19 @@ class BatchRows:
         if (grad := self._weight.grad) is not None:
             self._grad_version = grad._version
 
+    def drop(self, rows: Tensor) -> None:
+        """Set the gradient of some rows to zero, which counts for no change from outside."""
+        grad, version = self._weight.grad, self._grad_version
+        if grad is not None and self.block is not None:
+            before = grad._version
+            drop(grad, self.block.rows, rows)
+            self._grad_version = version + grad._version - before
+
     def is_zeroed(self, grad: Tensor) -> bool:
-        """Return whether ``zero_grad(set_to_none=False)`` zeroed a gradient, so that its rows have left the step."""
+        """Return whether ``zero_grad(set_to_none=False)`` zeroed a gradient, so that its rows have left the step.
+
+        Before the step its version tells, since a batch's gradient may be zero by itself; after the step its values do.
+        """
         if grad._version == self._grad_version:
             return False
         with as_plain():  # this rank's rows, if ranks own them
@@ -327,3 +352,8 @@ class BatchRows:
         if attached is not None and holds(attached, self._weight):
             return True
         return self._weight.may_be_taken and BatchRows.steps_anywhere - self.steps_before < PATIENCE
+
+
+def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
+    """Set the gradient of some rows to zero."""
+    grad.masked_fill_(torch.isin(rows, dropped.to(rows.device)).unsqueeze(1), 0)

@@ -37,7 +37,7 @@ from speedswap._warnings import warn_once
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
-from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding
+from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding, drop
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import holds, parameters_of
@@ -293,10 +293,8 @@ class RowStep(Locked):
         """Drop the gradient, from earlier lookups, of rows that were reset in the table."""
         with self.lock, self._rows.opened():
             self._renewed.append((self.table.version, rows))
-            block, grad = self._rows.block, _tensor.grad.__get__(self.weight)  # without checking for further gradients
-            if self._status is _Status.READY and grad is not None and block is not None:
-                drop(grad, block.rows, rows)
-                self._rows.accept()
+            if self._status is _Status.READY:
+                self._rows.drop(rows)
 
     def save_gradient(self) -> Callable[[], None]:
         """Save the gradient and its rows before a backward pass that may have to be undone.
@@ -624,14 +622,6 @@ class RowStep(Locked):
         self._rows.release()
         self._renewed = []
         self._status = _Status.IDLE
-
-
-_tensor: Any = Tensor  # its attributes are descriptors here
-
-
-def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
-    """Set the gradient of some rows to zero."""
-    grad.masked_fill_(torch.isin(rows, dropped.to(rows.device)).unsqueeze(1), 0)
 
 
 _WEIGHT = ("weight",)

@@ -222,7 +222,30 @@ def replaced(pair: Pair) -> None:
     pair.items.weight.grad = pair.items.weight.grad * 2
 
 
-@pytest.mark.parametrize("change", [clipped, replaced])
+def unscaled(pair: Pair) -> None:
+    """Raises no version counter, as all below."""
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(pair.optimizer)
+
+
+def of_its_data(pair: Pair) -> None:
+    pair.items.weight.grad.data.mul_(0.5)
+
+
+def through_numpy(pair: Pair) -> None:
+    pair.items.weight.grad.cpu().numpy()[:] *= 2
+    pair.bias.weight.grad.data.zero_()
+
+
+def before_another_backward_pass(pair: Pair) -> None:
+    pair.items.weight.grad.data.mul_(0.5)
+    pair.loss(*pair.batch()).backward()
+
+
+@pytest.mark.parametrize(
+    "change", [clipped, replaced, unscaled, of_its_data, through_numpy, before_another_backward_pass]
+)
 def test_a_gradient_that_was_changed_is_refused(change: Callable[[Pair], None]) -> None:
     """Most of it does not exist yet."""
     pair = Pair(OPTIMIZERS["Adam"])
