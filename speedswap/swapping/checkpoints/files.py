@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,8 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.format import (
-    MANIFEST,
     Manifest,
-    SavedTable,
     SavedTensor,
     damaged,
     decode,
@@ -33,6 +31,7 @@ from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
 
 _PIECE_BYTES = 8 << 20
 _NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table
+_log = logging.getLogger("speedswap")
 
 
 def new_digest(dtype: torch.dtype, shape: Sequence[int]) -> hashlib.blake2b:
@@ -65,13 +64,14 @@ class NewFiles:
 
     Attributes:
         bytes_written: bytes written so far, without linked files.
+        new: the files and tables' copies that were written, which are still to be verified.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.directory = OpenDirectory(folder)
         self.bytes_written = 0
-        self._new: set[str] = set()
+        self.new: set[str] = set()
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors to a new file, durably."""
@@ -104,8 +104,11 @@ class NewFiles:
             # A file of mostly outdated values is dropped; the contents of a lost file are written again.
             sizes = {file: path.stat().st_size for file in used if (path := previous[1] / file).is_file()}
             there = {key: each for key, each in there.items() if 2 * used[each.file] >= sizes.get(each.file, math.inf)}
-            for file in {there[digest].file for digest in digests.values() if digest in there}:
-                self.link(previous[1], file)
+            used_in = {there[digest] for digest in digests.values() if digest in there}
+            for file in {each.file for each in used_in}:
+                same = [each for each in used_in if each.file == file]
+                if not self.link(previous[1], [file], lambda files, same=same: files.check_all(same)):
+                    there = {key: each for key, each in there.items() if each.file != file}
         new: dict[str, Tensor] = {}
         for key, digest in digests.items():
             if digest not in there:
@@ -122,22 +125,43 @@ class NewFiles:
         writer = TensorWriter(file, shapes)
         yield writer
         os.fsync(file.fd)
-        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verification reads the disk
         self.bytes_written += writer.nbytes
-        self._new.add(name)
+        self.new.add(name)
 
-    def link(self, other: Path, name: str) -> None:
-        """Hard-link a file, or a folder of files, of another checkpoint into this one, or copy it."""
-        if not (other / name).is_dir():
-            self._link(other / name, self.folder / name)
+    def link(self, other: Path, names: Sequence[str], verify: Callable[[TensorsOf], None]) -> bool:
+        """Hard-link files, or folders of files, of another checkpoint into this one, or copy them, and read them back.
+
+        Args:
+            other: the other checkpoint.
+            names: the names of the files and folders.
+            verify: raises if what was read back is damaged.
+
+        Returns:
+            False if they cannot be read as they were written, so that they must be written again.
+        """
+        try:
+            for name in names:
+                self._link_all(other / name, self.folder / name)
+            verify(TensorsOf(self.directory))
+            return True
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s is written again, not taken from the last checkpoint: %s", ", ".join(names), error)
+            for name in names:
+                shutil.rmtree(self.folder / name, ignore_errors=True)  # if it is a folder
+                self.directory.remove(name)
+            return False
+
+    def _link_all(self, source: Path, target: Path) -> None:
+        if not source.is_dir():
+            self._link(source, target)
             return
-        (self.folder / name).parent.mkdir(exist_ok=True)  # of all ranks' rows
-        os.mkdir(self.folder / name)
-        for path in (other / name).iterdir():
+        target.parent.mkdir(exist_ok=True)  # of all ranks' rows
+        os.mkdir(target)
+        for path in source.iterdir():
             if path.name not in _NOT_LINKED:
-                self._link(path, self.folder / name / path.name)
-        sync_names(self.folder / name)
-        sync_names((self.folder / name).parent)
+                self._link(path, target / path.name)
+        sync_names(target)
+        sync_names(target.parent)
 
     def _link(self, source: Path, target: Path) -> None:
         try:
@@ -154,24 +178,7 @@ class NewFiles:
         """Write a copy of a table to a new folder, durably."""
         table.save(self.folder / name)
         self.bytes_written += sum(path.stat().st_blocks * 512 for path in (self.folder / name).iterdir())
-        self._new.add(name)
-
-    def check_written(self, tensors: Iterable[SavedTensor], tables: Iterable[SavedTable]) -> None:
-        """Verify what was written: read every tensor, and open each table's copy.
-
-        Raises:
-            CheckpointError, TableFormatError: the bytes on disk differ.
-        """
-        found = TensorsOf(self.directory)
-        for tensor in tensors:
-            if tensor.file in self._new:
-                found.read(tensor)
-        for table in tables:
-            for delta in table.deltas:
-                if delta.file in self._new:
-                    found.check(delta.file, delta.digests)
-            if table.copy in self._new:
-                Table.open(self.folder / table.copy, mode="r").close()
+        self.new.add(name)
 
 
 class TensorsOf:
@@ -231,38 +238,33 @@ class TensorsOf:
             raise self._changed(saved.key, saved.file)
         return tensor
 
+    def check_all(self, tensors: Iterable[SavedTensor]) -> None:
+        """Check some tensors against their hashes, as :meth:`check` does."""
+        digests: dict[str, dict[str, str]] = {}
+        for each in tensors:
+            digests.setdefault(each.file, {})[each.key] = each.digest
+        for file, expected in digests.items():
+            self.check(file, expected)
+
     def check(self, file: str, digests: Mapping[str, str]) -> None:
-        """Check every tensor of a file against its hash, a piece at a time.
+        """Check tensors of a file against their hashes, a piece at a time, past the page cache.
 
         Raises:
-            CheckpointError: the file is damaged, or has different tensors.
+            CheckpointError: the file is damaged, or lacks one.
         """
         reader = self.file(file)
-        if reader.places.keys() != digests.keys():
-            raise damaged(self.folder, f"{file} has the tensors {', '.join(reader.places)}")
-        for name, place in reader.places.items():
-            digest = new_digest(place.dtype, place.shape)
+        reader.file.forget_cached()
+        for name, expected in digests.items():
+            if name not in reader.places:
+                raise damaged(self.folder, f"{file} lacks {name!r}")
+            digest = new_digest(reader.places[name].dtype, reader.places[name].shape)
             for (piece,) in self.pieces(file, name):
                 digest.update(raw(piece))
-            if digest.hexdigest() != digests[name]:
+            if digest.hexdigest() != expected:
                 raise self._changed(name, file)
 
     def _changed(self, name: str, file: str) -> CheckpointError:
         return damaged(self.folder, f"the bytes of {name!r} in {file} are not those that were written")
-
-
-def opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest, TensorsOf]:
-    """Return the folder of a checkpoint, its description and its tensors.
-
-    Raises:
-        CheckpointError: it does not exist, or is damaged.
-    """
-    folder = Path(path).absolute()
-    if step is not None or not (folder / MANIFEST).exists():
-        folder = Folders(folder).choose(step).path
-    with says_malformed(folder, "its folder", ""):
-        directory = OpenDirectory(folder)
-    return folder, Manifest.read(directory), TensorsOf(directory)
 
 
 def decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ and anything else is an object with one key that begins with ``$``.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -27,7 +28,7 @@ from torch import Tensor
 from speedswap._words import a_kind
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.tables.files.damage import Damage, is_int, require
-from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, write_all
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, write_all
 from speedswap.tables.files.tensor_file import DTYPES
 
 MANIFEST = "CHECKPOINT"
@@ -43,6 +44,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     bool: ("is_initial",),
 }
 _MOST_NESTED = 100
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # errors that prove that a file is not there
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,13 @@ class Manifest:
             require(is_whole, "its checksum does not match")
             data = json.loads(body)
             require(data["format"] == FORMAT, "it does not describe a checkpoint")
-            require(data["version"] == VERSION, f"its version is {data['version']!r}; this speedswap reads {VERSION}")
+            version = data["version"]
+            if is_int(version, VERSION + 1, 2**31):
+                raise UnknownCheckpoint(
+                    f"checkpoint {directory.path} cannot be read: its version is {version}, and this speedswap reads "
+                    f"{VERSION}; load it with the speedswap that saved it, or a newer one"
+                )
+            require(is_int(version, VERSION, VERSION), f"its version is {version!r}; this speedswap reads {VERSION}")
             return cls.of(data)
 
     @classmethod
@@ -225,12 +233,17 @@ class Manifest:
         return cls(first.token, first.step, content, tensors, tuple(tables))
 
 
+class UnknownCheckpoint(CheckpointError):
+    """A checkpoint that cannot be read now, or not by this version: that says nothing about what it holds."""
+
+
 def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
-    """Return the error for a checkpoint that cannot be read."""
-    if isinstance(problem, OSError) and problem.errno in TRANSIENT:
-        return CheckpointError(
-            f"{folder / file} cannot be read ({os.strerror(problem.errno)}), which says nothing about what it holds; "
-            "check the disk and the limits of this process, and load it again"
+    """Return the error for a checkpoint that cannot be read: what its bytes prove, or UnknownCheckpoint."""
+    cause = problem if isinstance(problem, OSError) else getattr(problem, "__cause__", None)
+    if isinstance(cause, OSError) and cause.errno not in MISSING:
+        return UnknownCheckpoint(
+            f"{folder / file} cannot be read ({cause.strerror or cause}), which says nothing about what it holds; "
+            "check the disk, its permissions and the limits of this process, and load it again"
         )
     if file not in str(problem):
         problem = f"{file}: {problem}"

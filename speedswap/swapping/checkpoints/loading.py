@@ -27,8 +27,8 @@ from speedswap.swapping.checkpoints.dense import (
     restore_random_state,
     restored,
 )
-from speedswap.swapping.checkpoints.files import TensorsOf, decoded, opened
-from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.swapping.checkpoints.files import TensorsOf, decoded
+from speedswap.swapping.checkpoints.folders import Folders, open_part, opened, release, verify_rows
 from speedswap.swapping.checkpoints.format import (
     Delta,
     Manifest,
@@ -38,14 +38,11 @@ from speedswap.swapping.checkpoints.format import (
 )
 from speedswap.swapping.checkpoints.tables import (
     ROWS,
-    TOKEN,
     CopiedIn,
     copied,
     descriptions_of,
     lane_of,
-    let_go,
     modules_of,
-    path_in,
     tables_of,
 )
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
@@ -158,6 +155,7 @@ def load_checkpoint(
             trainer = table.module._step.state.optimizer
             table.trainer = trainer if trainer in state_of else None
             table.check()
+            table.verify()
         _take_settings(tables, state_of)
         with restored(extra or {}, content["extra"], folder):
             task.round()  # nothing else has changed yet, on any rank
@@ -232,7 +230,6 @@ class _Source(NamedTuple):
     """Rows of a checkpoint's table: all, or those saved by one rank."""
 
     saved: SavedTable
-    path: Path
     shard: Shard
 
 
@@ -275,26 +272,37 @@ class TableToLoad:
         return not self.saved.is_initial and self.module.table.columns["weight"].stored_dtype != torch.int8
 
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
-        """Open the files of some rows, and check that they belong to the checkpoint."""
-        path = self._folder / part.copy if part.copy else path_in(self._folder, part.path)
-        if not part.copy and not path.exists():
-            which = f"table {self.saved.name!r}" if self.saved.name else "the table"
-            raise CheckpointError(
-                f"checkpoint {self._folder} refers to {which} at {os.path.normpath(path)}, which is not there; put the "
-                "table's directory back there"
-            )
-        with says_malformed(self._folder, "its rows", part.copy or str(path)):
-            is_link = part.copy and (path.is_symlink() or (path.parent.is_symlink() and path.parent != self._folder))
-            require(not is_link, f"{path} is a symbolic link, which is not followed")
-            table = Table.open(path, mode="r", commit=None if part.copy else part.commit)
-            is_held = part.copy or table.attributes.get(TOKEN) == self._token
-            require(bool(is_held), f"commit {part.commit} of the table at {path} is not that of this checkpoint")
+        """Open the files of some rows, and check that they belong to the checkpoint; read all that will be copied."""
+        table = open_part(part, self._folder, self._token)
+        with says_malformed(self._folder, "its rows", part.copy or str(table.path)):
             is_same = (table.num_embeddings, descriptions_of(table)) == (owners.rows_of(rank), part.columns)
-            require(is_same, f"{path} is not the table {self.saved.name!r}")
+            require(is_same, f"{table.path} is not the table {self.saved.name!r}")
             for delta in part.deltas:
                 self._tensors.check(delta.file, delta.digests)
                 self._check_delta(delta, table)
-        return _Source(part, path, Shard(table, owners, rank))
+        return _Source(part, Shard(table, owners, rank))
+
+    def _lives_in(self, table: Table) -> bool:
+        """Return whether a table is the model's own, as of an earlier commit."""
+        files = self._target.table.store.files
+        return table.path is not None and files is not None and files.lives_at(table.path)
+
+    def verify(self) -> None:
+        """Read all rows that :meth:`load` will copy.
+
+        Raises:
+            CheckpointError: one is damaged, or cannot be read.
+        """
+        own, owners, rank = self._target
+        for part, (table, their, number) in self._sources:
+            first = next(each for each in range(owners.world_size) if len(their.places_shared(number, owners, each)))
+            returns = own.commits is not None and max(own.commits.held, default=0) <= part.commit
+            if first == rank and not (returns and self._lives_in(table) and not self._keeps_state):
+                verify_rows(table, self._folder)  # of several ranks that copy from it, the first reads it all
+
+    @property
+    def _keeps_state(self) -> bool:
+        return self.trainer is None and self.module._step.state.optimizer is not None
 
     def _check_delta(self, delta: Delta, table: Table) -> None:
         """Check that changed rows are the table's.
@@ -306,7 +314,10 @@ class TableToLoad:
         shapes = {each.name: (each.stored_dtype, (delta.rows, *each.row_shape)) for each in table.columns.values()}
         shapes[ROWS] = torch.int64, (delta.rows,)
         found = {key: (place.dtype, place.shape) for key, place in places.items()}
-        require(found == shapes, f"{delta.file} does not have the rows of table {name!r}")
+        require(
+            found == shapes and shapes.keys() == delta.digests.keys(),
+            f"{delta.file} does not have the rows of table {name!r}",
+        )
         last = -1
         for (rows,) in self._tensors.pieces(delta.file, ROWS):
             is_ascending = last < int(rows[0]) <= int(rows[-1]) < table.num_embeddings and bool((rows.diff() > 0).all())
@@ -385,7 +396,7 @@ class TableToLoad:
         An attached optimizer's state stays, unless that optimizer resumes the saved state.
         """
         table, step = self.module.table, self.module._step
-        keeps_state = self.trainer is None and step.state.optimizer is not None
+        keeps_state = self._keeps_state
         step.abandon()
         with table.lock, self._target.table.lock:  # no prefetch may read a half-loaded table
             self._id_maps.close()
@@ -410,11 +421,11 @@ class TableToLoad:
 
     def _commits_to_return_to(self, table: Table) -> Commits | None:
         """Return the commits of a table that can be rolled back to the checkpoint's; None if a later one is held."""
-        source, files, commits = self._sources[0], table.store.files, table.commits
-        if not self._is_as_saved or not source.saved.path or files is None or not files.lives_at(source.path):
+        source = self._sources[0]
+        if not self._is_as_saved or not self._lives_in(source.shard.table):
             return None
-        let_go(table, Folders(self._folder.parent).manifests(), after=source.saved.commit)
-        return commits if commits is not None and max(commits.held, default=0) <= source.saved.commit else None
+        is_later_held = release(table, Folders(self._folder.parent).read(), after=source.saved.commit)
+        return None if is_later_held else table.commits
 
     def _copy_to(self, table: Table, names: list[str]) -> None:
         """Write columns of the rows to another table."""

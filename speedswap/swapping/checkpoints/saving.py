@@ -18,20 +18,19 @@ from torch.optim import Optimizer
 from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
-from speedswap.swapping.checkpoints.files import NewFiles, new_digest, raw
-from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.swapping.checkpoints.files import NewFiles, TensorsOf, new_digest, raw
+from speedswap.swapping.checkpoints.folders import Folders, release, verify_part
 from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable
 from speedswap.swapping.checkpoints.tables import (
     KEEPER,
+    NAME,
     ROWS,
     TOKEN,
     CopiedIn,
     all_locked,
-    commits_of,
     copied,
     descriptions_of,
     lane_of,
-    let_go,
     path_from,
     tables_of,
 )
@@ -137,18 +136,20 @@ def save_checkpoint(
     attach_all(optimizers, tables_of(model, optimizers).values())
     folders = Folders(Path(path).absolute())
     modules = tables_of(model)
+    own = [own_shard(module.table)[0] for module in modules.values()]
     lane = lane_of(modules)
     is_first = lane.rank == 0
     with lane.task(Kind.CHECKPOINT) as task, folders.locked() if is_first else nullcontext():
-        number = _next_number(folders, extra, keep) if is_first else 0
+        number = _next_number(folders, extra) if is_first else 0
         number, token = task.share([number, secrets.token_hex(16)])[0]
-        with folders.writing(number, step) if is_first else folders.joining() as folder:
+        existing = folders.tidy(task, own, keep if isinstance(keep, int) else None).manifests
+        with folders.writing(number, step, token) if is_first else folders.joining(token) as folder:
             saving = None
             try:
                 task.round()
-                files, existing = NewFiles(require_shared(folder, folders.path)), folders.manifests()
+                files = NewFiles(require_shared(folder, folders.path))
                 encoder, suffix = Encoder(), "" if is_first else f"-{lane.rank}"
-                saving = TablesToSave(files, number, token, existing, suffix, copies=tables == "copy")
+                saving = TablesToSave(files, number, step, token, existing, suffix, copies=tables == "copy")
                 with all_locked(modules):
                     saved = tuple(
                         saving.save(index, name, module, encoder)
@@ -161,9 +162,16 @@ def save_checkpoint(
                 tensors = files.write_changed(name, encoder.tensors, existing[-1] if existing else None)
                 saving.wait()
                 with _says_unreadable(folders):
-                    files.check_written(tensors.values(), saved)
-                own = Manifest(token, step, content, tensors, saved)
-                parts = task.share([asdict(own), files.bytes_written])
+                    written = TensorsOf(files.directory)
+                    written.check_all(each for each in tensors.values() if each.file in files.new)
+                    for part in saved:
+                        if part.copy in files.new:
+                            verify_part(part, written, token)
+                        for delta in part.deltas:
+                            if delta.file in files.new:
+                                written.check(delta.file, delta.digests)
+                description = Manifest(token, step, content, tensors, saved)
+                parts = task.share([asdict(description), files.bytes_written])
                 bytes_written = sum(nbytes for _, nbytes in parts)
                 if is_first:
                     num_rows = {n: each.table.num_embeddings for n, each in modules.items() if each._step.is_sharded}
@@ -177,36 +185,29 @@ def save_checkpoint(
                     saving.give_up()
                 raise
         Folders.known_sound = token
-        if is_first:
-            folders.remove_but(keep)
-        task.round()
+        task.round()  # the folder has its name
         saving.published()
-        existing = folders.manifests()
+        found = folders.tidy(task, own, keep, verified=token)
         for module in modules.values():
             table, owners, _ = own_shard(module.table)
-            let_go(table, existing)
             if module._step.is_sharded and table.path is not None and is_first:
-                remove_former(table.path.parent, owners.world_size, lambda former: bool(commits_of(existing, former)))
+                remove_former(table.path.parent, owners.world_size, lambda former: release(former, found))
         task.finish()
-    return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
+    return SavedCheckpoint(folders.path / Folders.name(number, step), step, bytes_written)
 
 
-def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | None) -> int:
+def _next_number(folders: Folders, extra: Any) -> int:
     """Return the number of the next checkpoint, once ``extra`` is known to fit.
 
     Raises:
         CheckpointError: no number is left.
     """
     Encoder(gathers=False).encode(extra, "extra")  # report what cannot be written before writing tables
-    found = folders.found()
-    if not found:
-        return 1
-    number, newest = found[-1].number + 1, found[-1].manifest()
-    if newest is not None and newest.token == Folders.known_sound and isinstance(keep, int):
-        folders.remove_but(keep)  # left undone by a killed process; steps to keep are not those of an earlier run
+    entries = folders.entries()
+    number = entries[-1].number + 1 if entries else 1
     if number >= 10**18:
         raise CheckpointError(
-            f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"
+            f"path has {entries[-1].path.name}, with the highest number that there can be; move it elsewhere"
         )
     return number
 
@@ -245,7 +246,7 @@ class TablesToSave:
 
     Args:
         files: the checkpoint's files.
-        number, token: the checkpoint's.
+        number, step, token: the checkpoint's.
         existing: the existing checkpoints, each with its folder, oldest first.
         suffix: suffix of this rank's file names.
         copies: True to copy tables on disk too.
@@ -255,6 +256,7 @@ class TablesToSave:
         self,
         files: NewFiles,
         number: int,
+        step: int,
         token: str,
         existing: Sequence[tuple[Manifest, Path]],
         suffix: str,
@@ -262,7 +264,8 @@ class TablesToSave:
         copies: bool,
     ) -> None:
         self._files, self._number, self._token, self._suffix = files, number, token, suffix
-        self._existing, self._previous, self._copies = existing, existing[-1] if existing else None, copies
+        self._name = Folders.name(number, step)
+        self._previous, self._copies = existing[-1] if existing else None, copies
         self._changes: dict[RowStore, ChangedRows | None] = {}
         self._held: list[tuple[Table, Commits, int]] = []
 
@@ -301,12 +304,11 @@ class TablesToSave:
         commits = table.commits
         if self._copies or table.path is None or commits is None:
             return {}
-        let_go(table, self._existing)
         if len(commits.held) >= _MOST_HELD:
             return {}
         checkpoints = self._files.folder.parent
         keeper = path_from(table.path, checkpoints, checkpoints.parent)
-        table.attributes.update({TOKEN: self._token, KEEPER: keeper})
+        table.attributes.update({TOKEN: self._token, KEEPER: keeper, NAME: self._name})
         commit = commits.hold()
         self._held.append((table, commits, commit))
         return {"path": path_from(checkpoints, table.path, checkpoints.parent), "commit": commit}
@@ -337,9 +339,12 @@ class TablesToSave:
             row_bytes = sum(column.row_bytes for column in table.columns.values()) + 8
             exact = all(column.stored_dtype != torch.int8 or not column.compact for column in table.columns.values())
             rows = len(changed) + sum(delta.rows for delta in before.deltas)
-            if exact and rows * row_bytes <= _MOST_DELTAS * table.nbytes:
-                for file in (before.copy, *(delta.file for delta in before.deltas)):
-                    self._files.link(self._previous[1], file)
+            names = [before.copy, *(delta.file for delta in before.deltas)]
+            if (
+                exact
+                and rows * row_bytes <= _MOST_DELTAS * table.nbytes
+                and self._files.link(self._previous[1], names, lambda files: verify_part(before, files, self._token))
+            ):
                 more = (self._delta(table, changed, index),) if len(changed) else ()
                 return {"copy": before.copy, "deltas": (*before.deltas, *more)}
         copy = f"table-{self._number}-{index}{shard}"

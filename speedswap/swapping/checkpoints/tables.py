@@ -16,16 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedswap.collectives import Lane
-from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.swapping.checkpoints.format import Manifest, word
+from speedswap.swapping.checkpoints.format import word
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.notes import ChangedRows
 
 ROWS = "rows"
-# A table's attributes for the last checkpoint that references it: the checkpoint's token and directory.
-TOKEN, KEEPER = "checkpoint", "checkpoints"
+# A table's attributes for the last checkpoint that references it: the checkpoint's token, directory and name.
+TOKEN, KEEPER, NAME = "checkpoint", "checkpoints", "checkpoint_name"
 
 
 class CopiedIn(NamedTuple):
@@ -73,39 +72,6 @@ def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
             held.enter_context(table.lock)
             table.check_open()
         return held.pop_all()
-
-
-def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int = 0) -> None:
-    """Release commits of a table on disk that no checkpoint, here or in another directory, still references.
-
-    Args:
-        table: the table.
-        existing: the existing checkpoints.
-        after: keep this commit and earlier ones.
-    """
-    commits = table.commits
-    if commits is None or not any(commit > after for commit in commits.held):
-        return
-    table.flush()
-    known = commits_of(existing, table)
-    for commit in commits.held:
-        if commit > after and commit not in known:
-            keeper = commits.attributes_of(commit).get(KEEPER)  # the directory of the checkpoint that held it
-            kept = Folders(table.path / keeper).manifests() if table.path and isinstance(keeper, str) else []
-            if commit not in commits_of(kept, table):
-                commits.let_go(commit)
-
-
-def commits_of(existing: Iterable[tuple[Manifest, Path]], table: Table) -> set[int]:
-    """Return the commits of a table on disk that checkpoints reference."""
-    files = table.store.files
-    return {
-        part.commit
-        for manifest, folder in existing
-        for saved in manifest.tables
-        for part in saved.parts
-        if part.path and files is not None and files.lives_at(path_in(folder, part.path))
-    }
 
 
 def path_from(here: Path, there: Path, above: Path) -> str:

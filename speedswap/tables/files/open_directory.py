@@ -39,6 +39,10 @@ class OpenFile:
         """Close the file now; harmless if it is closed."""
         self._close()
 
+    def forget_cached(self) -> None:
+        """Drop what the page cache has of the file, so that what is read next comes from the disk."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 class OpenDirectory(OpenFile):
     """A directory whose files are accessed through its descriptor, even after a rename or a ``chdir``.

@@ -119,7 +119,7 @@ class TensorReader:
     """
 
     def __init__(self, file: OpenFile, what: str) -> None:
-        self._file = file
+        self.file = file
         self._what = what
         self.nbytes = os.fstat(file.fd).st_size
         try:
@@ -128,10 +128,10 @@ class TensorReader:
             raise TableFormatError(f"{what} is damaged: {error}") from None
 
     def _read_header(self) -> dict[str, TensorPlace]:
-        length = int.from_bytes(os.pread(self._file.fd, 8, 0), "little")
+        length = int.from_bytes(os.pread(self.file.fd, 8, 0), "little")
         if not 2 <= length <= min(_MAX_HEADER, self.nbytes - 8):
             raise ValueError(f"its header would have {length} bytes")
-        entries = json.loads(os.pread(self._file.fd, length, 8))
+        entries = json.loads(os.pread(self.file.fd, length, 8))
         entries.pop("__metadata__", None)
         places = {name: _place(name, entry, 8 + length) for name, entry in entries.items()}
         end = 8 + length
@@ -155,7 +155,7 @@ class TensorReader:
         raw = torch.empty(place.nbytes, dtype=torch.uint8)
         rest, offset = raw.numpy().data, place.start
         while rest:
-            count = os.preadv(self._file.fd, [rest[:_PIECE]], offset)
+            count = os.preadv(self.file.fd, [rest[:_PIECE]], offset)
             if not count:
                 raise TableFormatError(f"{self._what} is damaged: it was cut short as it was read")
             rest, offset = rest[count:], offset + count
