@@ -24,6 +24,7 @@ _CPU = torch.device("cpu")
 _DENSE = torch.contiguous_format
 _DIGEST = (1 << 60) - 1
 _INDEX_BYTES = 8
+_MOST_CHANGES = 64  # tensors of changed rows
 
 
 class LookupsAhead(Errand):
@@ -79,24 +80,48 @@ class LookupsAhead(Errand):
     def renew(self, task: Task) -> bool:
         """Bring the rows of all lookups still to come up to date, in one round; every rank must call this.
 
-        Rows that changed since they were lent are sent again.
+        Rows that changed since they were lent are sent again. If some rank must request its rows, all do, and fetch the
+        rows of all these lookups.
 
         Args:
             task: the ranks' common task.
 
         Returns:
-            False if some rank must request its rows: then all do.
+            False if other ranks know of other lookups: then each is fetched for itself.
         """
         lookups = [each for ref in self._of_turn if (each := ref()) is not None and not each.is_taken]
-        if not all(each.is_there() for each in lookups):
-            return False
+        self._current_at, is_there = -1, all([each.is_there() for each in lookups])
         try:
-            self._current_at = self._group.main.changes if self._renew(task, lookups) else -1
+            if (is_there and self._renew(task, lookups)) or self._fetch(task, lookups):
+                self._current_at = self._group.main.changes
         finally:
             if not self.is_current:  # rows may have been sent, but not received
                 for each in lookups:
                     each.take()
         return self.is_current
+
+    def _fetch(self, task: Task, lookups: list[RowsAhead]) -> bool:
+        """Fetch the rows of all lookups still to come; return False if other ranks know of others."""
+        try:
+            for each in lookups:
+                if not each.is_prepared:
+                    each.prepare()
+        except IdError:
+            return False  # its lookup raises it
+        tables = hash(tuple(each.number for each in lookups))
+        routes = ask(
+            task,
+            [(each.owners, each.wanted) for each in lookups],
+            [each.row_bytes for each in lookups if each.device.type == "cpu"],
+            together=tables,
+        )
+        if routes is None:
+            return False
+        parcels = [each.lend(route) for each, route in zip(lookups, routes, strict=True)]
+        for each, weights in zip(lookups, send_back(task, parcels), strict=True):
+            each.receive(weights)
+        self.is_done = True
+        return True
 
     def _digest_of(self, lookups: Sequence[RowsAhead]) -> int:
         """Return the note by which ranks compare the lookups still to come."""
@@ -180,37 +205,13 @@ class LookupsTogether(LookupsAhead):
     def __init__(self, group: RankGroup, forget: Callable[[], None]) -> None:
         super().__init__(group)
         self._forget = forget
-        self._is_fetched = False
-        self.is_done = True
         self.end()
 
-    def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
-        if not self._is_fetched:
-            self._is_fetched = self._fetch(task, lookups)
-            if not self._is_fetched:
-                self._forget()
-            return self._is_fetched
-        return super()._renew(task, lookups)
-
     def _fetch(self, task: Task, lookups: list[RowsAhead]) -> bool:
-        try:
-            for each in lookups:
-                each.prepare()
-        except IdError:
-            return False  # its lookup raises it
-        tables = hash(tuple(each.number for each in lookups))
-        routes = ask(
-            task,
-            [(each.owners, each.wanted) for each in lookups],
-            [each.row_bytes for each in lookups],
-            together=tables,
-        )
-        if routes is None:
-            return False
-        parcels = [each.lend(route) for each, route in zip(lookups, routes, strict=True)]
-        for each, weights in zip(lookups, send_back(task, parcels), strict=True):
-            each.receive(weights)
-        return True
+        is_fetched = super()._fetch(task, lookups)
+        if not is_fetched:
+            self._forget()
+        return is_fetched
 
 
 class RowsAhead(Prefetched):
@@ -228,7 +229,12 @@ class RowsAhead(Prefetched):
         number: the table's number, the same on every rank.
         row_bytes: bytes of a row of weights.
         place: the index among the errand's lookups.
+        device: where the rows are needed.
+        is_prepared: True once it is known which rows they are.
     """
+
+    device = _CPU
+    is_prepared = False
 
     def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead) -> None:
         self.number = store.number
@@ -263,12 +269,14 @@ class RowsAhead(Prefetched):
         """Find the rows, without other ranks."""
         store = self._store
         self.wanted, self.local = Wanted.found(store.owners, self._ids, f"table {store.name!r}")
+        self.is_prepared = True
 
     def lend(self, route: Route) -> Parcel:
         """Gather the rows requested from this rank, and return their weights."""
         store, self.route = self._store, route
         with store.own.lock:
             store.lent.add(self)
+            self._changed = []
             self.block, self._version = store.own.lease(route.union, device=_CPU), store.own.version
         return route.parcel(self.block.weight)
 
@@ -289,6 +297,15 @@ class RowsAhead(Prefetched):
             self._changed = None
         elif self._changed is not None:
             self._changed.append(torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.cpu().long())
+            if len(self._changed) > _MOST_CHANGES:  # of a loop that was left, say
+                self._changed = [self.route.union[self._has_changed()]]
+
+    def _has_changed(self) -> Tensor:
+        """Return which of the rows that this rank lent have changed since they were gathered."""
+        every = kernels.unique(torch.cat(self._changed))[0] if self._changed else self.route.union[:0]
+        if not len(every):
+            return torch.zeros(len(self.route.union), dtype=torch.bool)
+        return kernels.places_among(every, self.route.union) >= 0
 
     def has_turn(self) -> bool:
         self.errand.wait()
@@ -329,12 +346,8 @@ class RowsAhead(Prefetched):
     def refreshed(self) -> Tensor:
         """Bring the rows that this rank lent up to date; return which of the requested ones have changed, in order."""
         own, route = self._store.own, self.route
-        has_changed = torch.zeros(len(route.union), dtype=torch.bool)
         with own.lock:
-            changed, self._changed = self._changed, []
-            every = kernels.unique(torch.cat(changed))[0] if changed else route.union[:0]
-            if len(every):
-                has_changed = kernels.places_among(every, route.union) >= 0
+            has_changed, self._changed = self._has_changed(), []
             if len(places := has_changed.nonzero().squeeze(1)):
                 fresh = own.lease(route.union[places], device=_CPU)
                 for name, values in fresh.columns.items():
@@ -409,7 +422,8 @@ class RowsOnGpu(RowsAhead):
         """Return the weights of the rows requested from this rank, as they are now."""
         with self.own.lock:
             pending, self.pending = self.pending, None
-            found = None if pending is None else pending.take()
+            found = None if pending is None or route is not self.route else pending.take()
+            self.route = route
             self.block = self.own.lease(route.union, device=self.device) if found is None else found[0]
             self._version = self.own.version
         return route.parcel(self.block.weight)

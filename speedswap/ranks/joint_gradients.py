@@ -40,6 +40,7 @@ class Standing:
         keeps: True if it is added to that of an earlier exchange.
         answered: the lookups with a gradient, one bit each, the last lookup's first.
         coming: the lookups that may still get one.
+        is_gone: True if the table's module is freed on this rank, whose garbage collector may be ahead of another's.
     """
 
     has_gradient: bool = False
@@ -48,6 +49,10 @@ class Standing:
     keeps: bool = False
     answered: int = 0
     coming: int = 0
+    is_gone: bool = False
+
+
+_GONE = Standing(is_gone=True)
 
 
 class JointGradients:
@@ -57,6 +62,7 @@ class JointGradients:
         group: the ranks.
 
     Attributes:
+        unsettled: tables with lookups whose gradients were not exchanged, also of modules that are freed here.
         looked_up_alone: tables with lookups in separate rounds since the last step.
         foreseen: what lookups are known to follow others.
     """
@@ -66,6 +72,7 @@ class JointGradients:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._steps: weakref.WeakValueDictionary[int, ShardedStep] = weakref.WeakValueDictionary()
+        self.unsettled: set[int] = set()
         self.looked_up_alone: set[int] = set()
         self.foreseen = Foreseen()
         self._told: set[int] = set()  # tables covered by the last exchange, not read since
@@ -93,7 +100,7 @@ class JointGradients:
         return [step for _, step in sorted(self._steps.items())]
 
     def __len__(self) -> int:
-        return sum(step.is_unsettled for step in self.steps())
+        return len(self.unsettled)
 
     @contextmanager
     def task(self, kind: Kind = Kind.GRADIENTS) -> Iterator[Task]:
@@ -165,10 +172,11 @@ class JointGradients:
         """
         waiting = {step: step.standing for step in self.steps() if step.is_unsettled}
         parcels: list[Parcel] = []
+        is_any_gone = not self.unsettled <= {step.number for step in waiting}
         post, note = None, _NO_MORE if all(step.has_no_more for step in waiting) else _NOTHING
-        if any(own.has_gradient for own in waiting.values()):
+        if is_any_gone or any(own.has_gradient for own in waiting.values()):
             note = 0
-            if all(own.has_gradient and own.only >= 0 for own in waiting.values()):
+            if not is_any_gone and all(own.has_gradient and own.only >= 0 for own in waiting.values()):
                 # If one rank has rows of each table, so do all; otherwise the tables must be compared.
                 outgoing = [step.outgoing([dataclasses.replace(own, has_rows=True)]) for step, own in waiting.items()]
                 parcels = [each.parcel() for each in outgoing]
@@ -193,12 +201,21 @@ class JointGradients:
 
     def finish(self, task: Task, *, average: bool = True) -> None:
         steps = {step.number: step for step in self.steps()}
-        mine = [(each.number, *dataclasses.astuple(each.standing)) for each in steps.values() if each.is_unsettled]
+        standings = {number: steps[number].standing if number in steps else _GONE for number in self.unsettled}
+        mine = [(number, *dataclasses.astuple(own)) for number, own in standings.items()]
         everyone = [{number: Standing(*more) for number, *more in each} for each in task.share(mine)]
-        trained = sorted({number for each in everyone for number, own in each.items() if own.has_gradient})
-        if not steps.keys() >= {*trained}:
+        numbers = sorted({number for each in everyone for number in each})
+        of_ranks = {number: [each.get(number, Standing()) for each in everyone] for number in numbers}
+        for number, of_all in of_ranks.copy().items():
+            is_gone, has_any = (any(getattr(own, name) for own in of_all) for name in ("is_gone", "has_gradient"))
+            if is_gone or not has_any:
+                del of_ranks[number]
+            if is_gone or not (has_any or any(own.coming for own in of_all)):
+                self.unsettled.discard(number)
+                if number in steps:
+                    steps[number].forget_lookups()
+        if not steps.keys() >= of_ranks.keys():
             raise RanksError("other ranks train an embedding that is freed on this one; keep its module")
-        of_ranks = {number: [each.get(number, Standing()) for each in everyone] for number in trained}
         outgoing = [steps[number].outgoing(standings) for number, standings in of_ranks.items()]
         anew = [each for each in outgoing if each.way is None]
         if anew:
@@ -223,6 +240,7 @@ class JointGradients:
         """Drop all tables' gradients, sent or not, since other ranks have dropped theirs."""
         for step in self.steps():
             step.abandon()
+        self.unsettled.clear()
 
 
 # ---- the optimizer's step

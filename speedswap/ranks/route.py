@@ -171,10 +171,11 @@ def ask(
     note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | flags))
     came: Tensor | None = None
     with task.promised():
-        lines = task.round(sent, note=note, ids=ids)
-        is_other = [each >= 0 or bool((-each - 1) & _TOGETHER) for each in lines.notes]
-        if together is None and any(is_other):  # other ranks had prefetched rows, or ask for those of more lookups
+        while True:
             lines = task.round(sent, note=note, ids=ids)
+            # Other ranks had prefetched rows, or ask for those of more lookups: then they come to this round next.
+            if not any(each >= 0 or (together is None and (-each - 1) & _TOGETHER) for each in lines.notes):
+                break
         counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
         if together is not None:
             theirs = [each ^ _TOGETHER for each in theirs]

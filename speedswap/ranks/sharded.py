@@ -136,7 +136,7 @@ class ShardedStore(RowStore, Files, JointRows):
             the ids' shape; and the rows that this rank lent.
         """
         with self.task(Kind.LOOK_UP if training else Kind.GATHER) as task:
-            if ahead is not None and ahead.is_there() and (ahead.is_current or ahead.errand.renew(task)):
+            if ahead is not None and (ahead.is_current or ahead.errand.renew(task)):
                 task.finish()
                 return ahead.taken()
             if (unused := ahead or missed) is not None:

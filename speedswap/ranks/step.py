@@ -36,8 +36,8 @@ from speedswap.ranks.route import LentRows, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
 from speedswap.swapping.batch_rows import BatchRows, Padding, drop
 from speedswap.swapping.optimizer_state import OptimizerState
-from speedswap.swapping.prefetched import Request
-from speedswap.swapping.row_step import Leaving, RowStep
+from speedswap.swapping.prefetched import PrefetchedLookup, Request
+from speedswap.swapping.row_step import Leaving, Loop, RowStep
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
@@ -217,10 +217,14 @@ class ShardedStep(RowStep):
             step._came.append(rows)
         return first
 
-    def begin_lookahead(self, depth: int) -> None:
+    @property
+    def announced(self) -> list[PrefetchedLookup] | None:  # of a loop that was left, too: ranks do not know it alike
+        return None if self._announced is None else self._announced[1]
+
+    def begin_lookahead(self, loop: Loop, depth: int) -> None:
         self.group.require_same_settings("lookahead", {"depth": depth}, Kind.BEGIN)
         self.group.ahead.begin()
-        super().begin_lookahead(depth)
+        super().begin_lookahead(loop, depth)
 
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
         ours = [
@@ -249,6 +253,7 @@ class ShardedStep(RowStep):
         if self._asked is not None or not all(each.is_over for each in self._lent[:-1]):
             for each in self._lent:
                 each.way = None  # their union has another route
+        self._note_unsettled()
 
     def receive_asked(self, lent: TrainedLookup, leaf: Tensor) -> None:
         """Take the gradient that a backward pass left in a lookup's leaf."""
@@ -267,6 +272,7 @@ class ShardedStep(RowStep):
                 self._require_no_other_step()
                 self._asked = (lent.rows, grad) if self._asked is None else _merged(*self._asked, lent.rows, grad)
                 self._answered.add(lent)
+            self._note_unsettled()
 
     def start_anew(self, rows: Tensor) -> None:
         """Reset rows in the table, and drop their gradient from earlier lookups; every rank must call this.
@@ -289,6 +295,7 @@ class ShardedStep(RowStep):
     def forget_passes(self) -> None:
         with self.lock:
             self._asked, self._answered = None, set()
+        self._note_unsettled()
 
     def begin_step(self, sign: str) -> None:
         self.group.main.begin_step((sign, self.number))
@@ -298,6 +305,10 @@ class ShardedStep(RowStep):
         """True if some lookups' gradients have not been exchanged."""
         return bool(self._lent) or self._asked is not None
 
+    def _note_unsettled(self) -> None:
+        noted = self._gradients.unsettled
+        (noted.add if self.is_unsettled else noted.discard)(self.number)
+
     def save_gradient(self) -> Callable[[], None]:
         names = ("_asked", "_lent", "_answered", "_anew", "_has_rows", "_optimizer_steps")
         put_back, before = super().save_gradient(), {name: copy.copy(getattr(self, name)) for name in names}
@@ -306,6 +317,7 @@ class ShardedStep(RowStep):
             put_back()
             for name, value in before.items():
                 setattr(self, name, copy.copy(value))
+            self._note_unsettled()
 
         return restore
 
@@ -389,6 +401,7 @@ class ShardedStep(RowStep):
         self._has_rows = any(standing.has_rows for standing in outgoing.standings) or (keeps and self._has_rows)
         self._lent = [lent for lent in self._lent if lent not in outgoing.lookups]
         self._asked, self._answered = None, set()
+        self._note_unsettled()
         with self.lock:
             self._take(block, version, total, self._optimizer_steps, keeps=keeps)
             with self._rows.opened():
@@ -463,6 +476,7 @@ class ShardedStep(RowStep):
     def forget_lookups(self) -> None:
         """Drop lookups whose gradients were not exchanged."""
         self._lent, self._asked, self._answered, self._anew = [], None, set(), []
+        self._note_unsettled()
 
 
 def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,8 @@ class KeyedRows:
 
     def lookup(self, given: Any, device: torch.device) -> KeyedLookup:
         """Return a training lookup to be made now."""
+        if self.id_map.waits:
+            self.end()  # what loops that were left have added
         in_turn = next((each for each in self._turn if each.matches(given, self.id_map.keys)), None)
         return KeyedLookup(self, given, device, in_turn)
 
@@ -136,9 +138,9 @@ class KeyedRows:
         self._turn = [*lookups]
 
     def end(self) -> None:
-        """Leave a lookahead; batches that did not have their turn are undone."""
-        self.begin([])
+        """Undo the batches that did not have their turn, unless a lookahead is under way."""
         if not self.step.lookaheads:
+            self.begin([])
             self._take_back(self._asked)
 
     def _take_back(self, gone: list[AskedAhead]) -> None:

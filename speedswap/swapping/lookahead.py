@@ -11,12 +11,11 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import nn
 
-from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, prefetch_lookups
+from speedswap.swapping.row_step import Loop
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Table
 
 Batch = TypeVar("Batch")
 
@@ -148,14 +147,19 @@ class Lookahead(Generic[Batch]):
                 self._expect(batch, of_ranks)
                 yield batch
             return
+        loop = Loop()
         with ExitStack() as rest:  # every module, even if a pending write has failed
             for module in modules:
-                module._step.begin_lookahead(self.depth)
-                rest.callback(_drain, module.table)
-                rest.callback(module._end_lookahead)
-            yield from self._turns(modules)
+                module._begin_lookahead(loop, self.depth)
+                rest.callback(module._end_lookahead, loop)
+            try:
+                yield from self._turns(modules, loop)
+            except GeneratorExit:
+                loop.is_left = True
+                rest.pop_all()
+                raise
 
-    def _turns(self, modules: Sequence[TableModule]) -> Iterator[Batch]:
+    def _turns(self, modules: Sequence[TableModule], loop: Loop) -> Iterator[Batch]:
         source = iter(self._loader)
         waiting: deque[_Turn[Batch]] = deque()
         while True:
@@ -172,7 +176,7 @@ class Lookahead(Generic[Batch]):
                     raise turn.error
                 finally:
                     del turn, error  # its traceback holds this frame, which would keep the caller's objects alive
-            has_turn = [module._begin_turn(turn.prefetched[module]) for module in modules]
+            has_turn = [module._begin_turn(loop, turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches
             self._begin_step(modules)
@@ -213,9 +217,3 @@ class Lookahead(Generic[Batch]):
     def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:
         for module in modules:
             module._step.end_announcements(failed=failed)
-
-
-def _drain(table: Table) -> None:
-    # A dropped loop ends where the garbage collector runs; in the thread that writes, its writes arrive anyway.
-    if not kernels.in_transfer_thread():
-        table.drain()

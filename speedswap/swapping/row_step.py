@@ -71,16 +71,23 @@ class Leaving:
     more: FoundState | None
 
 
+class Loop:
+    """A pass through a lookahead's batches.
+
+    Attributes:
+        is_left: True once its iterator was closed before its end: by ``break``, or wherever the garbage collector ran.
+            So this does nothing else; the next call that finds it ends the loop.
+    """
+
+    is_left = False
+
+
 class RowStep(Locked):
     """Rows and gradient of an embedding's current training step.
 
     Args:
         state: the optimizer's state, with the table and the placeholder parameter it belongs to.
         padding: rows that get no gradient.
-
-    Attributes:
-        lookaheads: active lookaheads; while there are any, rows may be written during the next step.
-        announced: the lookups of the current batch, inside a lookahead.
     """
 
     is_sharded = False
@@ -92,8 +99,8 @@ class RowStep(Locked):
         self.table = state.table
         self.weight = state.weight
         self.padding = padding
-        self.lookaheads = 0
-        self.announced: list[PrefetchedLookup] | None = None
+        self._loops: list[Loop] = []
+        self._announced: tuple[Loop, list[PrefetchedLookup]] | None = None
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
         self._column = self.table.columns["weight"]
@@ -182,9 +189,27 @@ class RowStep(Locked):
             )
         return None
 
-    def begin_lookahead(self, depth: int) -> None:
+    @property
+    def lookaheads(self) -> int:
+        """Number of lookaheads under way; while there are any, rows may be written during the next step."""
+        self._loops = [loop for loop in self._loops if not loop.is_left]
+        return len(self._loops)
+
+    @property
+    def announced(self) -> list[PrefetchedLookup] | None:
+        """The lookups of the current batch, inside a lookahead."""
+        if self._announced is not None and self._announced[0].is_left:
+            self._announced = None
+        return None if self._announced is None else self._announced[1]
+
+    def begin_lookahead(self, loop: Loop, depth: int) -> None:
         """Allow rows to be written during the next step, and lookups to be announced ``depth`` batches ahead."""
-        self.lookaheads += 1
+        self._loops.append(loop)
+        self._announced = None
+
+    def begin_turn(self, loop: Loop, lookups: list[PrefetchedLookup]) -> None:
+        """Begin the turn of a batch that looks up what was announced."""
+        self._announced = loop, lookups
 
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
         """Learn what lookups the next batch makes in this and other tables: their steps, each with its ids."""
@@ -192,10 +217,11 @@ class RowStep(Locked):
     def end_announcements(self, *, failed: bool) -> None:
         """Record that no more lookups will be announced; ``failed``: because of an error."""
 
-    def end_lookahead(self) -> None:
+    def end_lookahead(self, loop: Loop) -> None:
         """Drop the lookups of batches that have not had their turn."""
-        self.lookaheads -= 1
-        self.announced = None
+        self._loops.remove(loop)
+        if self._announced is not None and self._announced[0] is loop:
+            self._announced = None
 
     # ------------------------------------------------------------------ forward and backward
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -25,7 +25,7 @@ from speedswap.swapping.graphs import constant_rows, in_transform, refuse_traini
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, Request, ids_of
-from speedswap.swapping.row_step import RowStep
+from speedswap.swapping.row_step import Loop, RowStep
 from speedswap.swapping.scoring import Exclude, Scored, read_rows
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
 from speedswap.swapping.whole_rows import (
@@ -448,22 +448,34 @@ class TableModule(nn.Module):
 
     # ------------------------------------------------------------------ inside a lookahead
 
-    def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
+    @property
+    def _all_keyed(self) -> Collection[KeyedRows]:
+        """Its tables that have id maps."""
+        return () if self._keyed is None else (self._keyed,)
+
+    def _begin_lookahead(self, loop: Loop, depth: int) -> None:
+        """Begin to announce lookups; those of loops that were left are dropped."""
+        for keyed in self._all_keyed:
+            keyed.end()
+        self._step.begin_lookahead(loop, depth)
+
+    def _begin_turn(self, loop: Loop, lookups: list[PrefetchedLookup]) -> bool:
         """Begin the turn of a batch whose lookups were announced and prefetched.
 
         Returns:
             False if the rows are owned by ranks, one of which has no more batches.
         """
-        self._step.announced = lookups
+        self._step.begin_turn(loop, lookups)
         if self._keyed is not None:
             self._keyed.begin([each.asked for each in lookups if each.asked is not None])
         return all(each.has_turn() for each in lookups)
 
-    def _end_lookahead(self) -> None:
-        """Drop the lookups of batches that have not had their turn."""
-        self._step.end_lookahead()
-        if self._keyed is not None:
-            self._keyed.end()
+    def _end_lookahead(self, loop: Loop) -> None:
+        """Drop the lookups of batches that have not had their turn, and wait for pending writes."""
+        self._step.end_lookahead(loop)
+        for keyed in self._all_keyed:
+            keyed.end()
+        self.table.drain()
 
     # ------------------------------------------------------------------ a lookup
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -22,7 +22,7 @@ from speedswap.swapping.graphs import leaving_transforms, outside_graphs
 from speedswap.swapping.keyed import KeyedRows, of_one_commit
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.prefetched import PrefetchedLookup
-from speedswap.swapping.row_step import RowStep
+from speedswap.swapping.row_step import Loop, RowStep
 from speedswap.swapping.table_module import TableModule, load_assigned, not_assigned
 from speedswap.swapping.weight import TableRows, TableWeight
 from speedswap.swapping.whole_rows import HandedOut
@@ -169,16 +169,15 @@ class TableGroup(TableModule):
         """True if ranks own a table's keys, so that its lookups wait for their turn."""
         return any(keyed.is_over_ranks for keyed in self.keyed.values())
 
-    def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
+    @property
+    def _all_keyed(self) -> Collection[KeyedRows]:
+        return self.keyed.values()
+
+    def _begin_turn(self, loop: Loop, lookups: list[PrefetchedLookup]) -> bool:
         asked = [each for lookup in lookups for each in lookup.asked or ()]
         for keyed in self.keyed.values():
             keyed.begin([each.asked for each in asked if each.keyed is keyed])
-        return super()._begin_turn(lookups)
-
-    def _end_lookahead(self) -> None:
-        super()._end_lookahead()
-        for keyed in self.keyed.values():
-            keyed.end()
+        return super()._begin_turn(loop, lookups)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._make is not None:
