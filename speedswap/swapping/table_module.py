@@ -50,7 +50,7 @@ from speedswap.tables import (
     is_single_key,
 )
 from speedswap.tables import init as initializers
-from speedswap.tables.record import ROUNDINGS, count
+from speedswap.tables.record import ROUNDINGS, count, require_dtype
 
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableModule")
@@ -762,7 +762,11 @@ def load_assigned(module: nn.Module, weight: nn.Parameter) -> None:
 def _device_of_weights(device: torch.device | str | None) -> torch.device:
     """Return the device of a module's parameters, even if accelerate has moved them to meta."""
     module = nn.Module()
-    module.weight = nn.Parameter(torch.empty(0, device=device))
+    try:
+        place = device if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise RuntimeError(f"device is {device!r}; give one of torch's, such as 'cpu' or 'cuda'") from error
+    module.weight = nn.Parameter(torch.empty(0, device=place))
     return module.weight.device
 
 
@@ -782,10 +786,11 @@ def _step_over(
 
 def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
     """Raise TypeError unless rows of this dtype can be trained with state stored as ``state_dtype``."""
+    require_dtype("dtype", dtype)
     if not dtype.is_floating_point and not dtype.is_complex:
         raise TypeError(f"dtype is {dtype}; an embedding is trained, so give a floating-point one")
     if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
+        raise TypeError(f"state_dtype is {state_dtype!r}; give torch.bfloat16, torch.float16 or torch.float32")
     if state_dtype is not None and dtype != torch.float32:
         raise TypeError(f"state_dtype is {state_dtype}, but the rows are {dtype}; leave it out, or give float32 rows")
 
@@ -795,7 +800,7 @@ def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
     stored = table.columns["weight"].stored_dtype
     if stored_dtype not in (None, stored):
         raise ValueError(
-            f"stored_dtype is {stored_dtype}, but table {table.name!r} stores its weights as {stored}; leave it out, "
+            f"stored_dtype is {stored_dtype!r}, but table {table.name!r} stores its weights as {stored}; leave it out, "
             "or copy them to a new table"
         )
 

@@ -28,6 +28,12 @@ ROUNDINGS = ("nearest", "stochastic")
 MAX_NAME, MAX_DIMS = 128, 4
 
 
+def require_dtype(name: str, dtype: object) -> None:
+    """Raise TypeError unless an argument is one of torch's dtypes."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is {dtype!r}; give one of torch's dtypes, such as torch.float32")
+
+
 @dataclass(frozen=True)
 class Column:
     """One named part of a record.
@@ -65,6 +71,8 @@ class Column:
             raise ValueError(
                 f"row_shape of column {self.name!r} is {self.row_shape}; give up to {MAX_DIMS} sizes of 1 or more"
             )
+        require_dtype("dtype", self.dtype)
+        require_dtype("stored_dtype", self.stored_dtype)
         if self.compact and (self.dtype != torch.float32 or self.stored not in STORED_DTYPES):
             raise TypeError(
                 f"column {self.name!r} is {self.dtype} and was to be stored as {self.stored}; a float32 column can be "

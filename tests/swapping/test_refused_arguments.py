@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -193,3 +195,28 @@ def test_an_argument_of_a_wrong_type_is_named(what: str) -> None:
         call()
     if what != "an embedding":
         assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["dtype", "stored_dtype", "state_dtype"])
+@pytest.mark.parametrize("value", ["float32", np.float32])
+def test_a_dtype_is_one_of_torchs(name: str, value: Any, tmp_path: Path) -> None:
+    """A name, or NumPy's, is told apart from torch's dtype, which the remedy gives."""
+    np.save(tmp_path / "rows.npy", np.zeros((9, 4), np.float32))
+    calls: list[Callable[..., Any]] = [
+        lambda **given: Embedding(9, 4, path=tmp_path / "table", **given),
+        lambda **given: EmbeddingBag(9, 4, **given),
+        lambda **given: EmbeddingCollection([EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=4, **given)]),
+    ]
+    if name != "state_dtype":
+        calls.append(lambda **given: Table.create(9, 4, **given))
+        calls.append(lambda **given: Table.from_file(tmp_path / "rows.npy", tmp_path / "table", **given))
+    for call in calls:
+        with pytest.raises(TypeError, match=re.escape(f"{name} is {value!r}; give ") + r".*torch\.float32"):
+            call(**{name: value})
+    assert not (tmp_path / "table").exists()
+
+
+@pytest.mark.parametrize("name", ["Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"])
+def test_a_device_that_torch_does_not_know_is_named(name: str) -> None:
+    with pytest.raises(RuntimeError, match="device is 'gpu'; give one of torch's, such as 'cpu' or 'cuda'"):
+        CALLS[name](device="gpu")
