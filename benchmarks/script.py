@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from speedswap.apps.bench import cli
-from speedswap.apps.errors import BenchmarkError
+from speedswap.apps.errors import BenchmarkError, named
 from speedswap.cli import run_command
 
 __all__ = ["main"]
@@ -36,7 +36,7 @@ def main(
 def _run(args: argparse.Namespace, name: str, measure: Measure, cpu_alone: bool) -> int:
     if cpu_alone:
         if args.device not in (None, "cpu"):
-            raise BenchmarkError(f"device is {args.device!r}: this benchmark measures the CPU; leave it out")
+            raise BenchmarkError(f"{named('device')} is {args.device!r}: this benchmark measures the CPU; leave it out")
         args.device = "cpu"
     device = cli.prepare(args)
     cli.write(args.json, f"{name}-{device}", measure(device, args.quick))

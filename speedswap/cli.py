@@ -16,6 +16,7 @@ from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.dlrm import cli as dlrm
 from speedswap.apps.doctor import cli as doctor
+from speedswap.apps.errors import names_as_options
 from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.ranks import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.running import Ended, ending_signals, word_for
@@ -68,7 +69,7 @@ def run_command(command: Callable[[], int]) -> int:
         exited.
     """
     try:
-        with ending_signals():
+        with ending_signals(), names_as_options():
             status = command()
             sys.stdout.flush()
     except PeerError as error:

@@ -5,6 +5,10 @@ All but ``OutputError`` and ``WrongResultError`` are raised before the run has w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from speedswap.errors import CheckpointError, SpeedswapError
 
 __all__ = [
@@ -19,7 +23,26 @@ __all__ = [
     "SettingsError",
     "UnknownUserError",
     "WrongResultError",
+    "named",
+    "names_as_options",
 ]
+
+_AS_OPTIONS: ContextVar[bool] = ContextVar("_AS_OPTIONS", default=False)
+
+
+def named(setting: str) -> str:
+    """Return the name of a setting as the user writes it: Python's, or in a command the option's."""
+    return f"-{'-' * (len(setting) > 1)}{setting.replace('_', '-')}" if _AS_OPTIONS.get() else setting
+
+
+@contextmanager
+def names_as_options() -> Iterator[None]:
+    """Have errors name settings by the options of a command."""
+    token = _AS_OPTIONS.set(True)
+    try:
+        yield
+    finally:
+        _AS_OPTIONS.reset(token)
 
 
 class SettingsError(SpeedswapError, ValueError):

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, BinaryIO
 
-from speedswap.apps.errors import OutputError
+from speedswap.apps.errors import OutputError, named
 from speedswap.errors import SpeedswapError
 from speedswap.tables.files import whole
 from speedswap.tables.files.whole import UNFINISHED as UNFINISHED
@@ -129,13 +129,17 @@ def bytes_on_disk(file: IO[bytes]) -> int:
 
 
 @contextmanager
-def says_unwritable(what: str, remedy: str) -> Iterator[None]:
-    """Turn an OSError of the system into an ``OutputError`` that names the file and the reason."""
+def says_unwritable(what: str, remedy: str | None = None) -> Iterator[None]:
+    """Turn an OSError of the system into an ``OutputError`` that names the file, the reason and a remedy.
+
+    The default remedy is that for temporary files.
+    """
     try:
         yield
     except SpeedswapError:
         raise
     except OSError as error:
+        remedy = remedy or f"give another directory with {named('scratch')}"
         raise OutputError(f"{what} cannot be written: {error.strerror or error}; {remedy}") from error
 
 
@@ -183,7 +187,7 @@ def scratch_folder(owner: object, scratch: Path | None) -> tuple[Path, Callable[
     """
     parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
     remove_leftovers(parent, SCRATCH)
-    with says_unwritable(f"scratch {parent}", "give another directory with scratch"):
+    with says_unwritable(f"{named('scratch')} {parent}"):
         folder, lock = whole.locked_folder(parent, SCRATCH)
     return folder, weakref.finalize(owner, _remove_scratch, folder, lock, os.getpid())
 

@@ -29,7 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from speedswap._machine import available_bytes
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.output import check_scratch
 from speedswap.apps.ranks import ON_DISK as ON_DISK
 from speedswap.apps.ranks import is_launched, local_gpu
@@ -196,7 +196,7 @@ def named_optimizer(name: str, own: Mapping[str, type[Optimizer]] | None = None)
     for each, found in known.items():
         if plain(each) == plain(name):
             return found
-    raise SettingsError(f"optimizer is {name!r}: give one of {', '.join(known)}")
+    raise SettingsError(f"{named('optimizer')} is {name!r}: give one of {', '.join(known)}")
 
 
 def compute_device(name: str | None) -> torch.device:
@@ -209,7 +209,7 @@ def compute_device(name: str | None) -> torch.device:
     """
     available = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     missing = "" if "cuda" in available else "; speedswap info says why there is no cuda"
-    wrong = f"device is {name!r}: give one of {', '.join(available)}{missing}"
+    wrong = f"{named('device')} is {name!r}: give one of {', '.join(available)}{missing}"
     try:
         found = torch.device(name or available[-1])
     except RuntimeError as error:
@@ -280,10 +280,11 @@ class AppSettings:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for one in fields(self):
-            value = of_type(one.name, getattr(self, one.name), hints[one.name])
+            name = one.name if "nargs" in one.metadata["more"] else named(one.name)
+            value = of_type(name, getattr(self, one.name), hints[one.name])
             object.__setattr__(self, one.name, value)
             if (check := one.metadata["check"]) is not None and value is not None:
-                check(one.name, value)
+                check(name, value)
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -326,7 +327,7 @@ class AppSettings:
             value = getattr(args, one.name)
             if given and one.name in names and value != one.default:
                 shown = ",".join(map(str, given)) if isinstance(given, list | tuple) else given
-                raise SettingsError(f"{files} is {shown} and {one.name} is {value}: give one of the two")
+                raise SettingsError(f"{files} is {shown} and {named(one.name)} is {value}: give one of the two")
 
     def to_json(self, **changes: Any) -> dict[str, Any]:
         """Return the settings as JSON can hold them, with some of them replaced."""
@@ -357,7 +358,7 @@ class AppSettings:
         try:
             made: Optimizer = make(model.parameters(), **given)
         except (TypeError, ValueError) as error:
-            raise SettingsError(f"optimizer is {self.optimizer!r}, which does not take this model: {error}") from error
+            raise SettingsError(f"{named('optimizer')} {self.optimizer} does not take this model: {error}") from error
         return made
 
 
@@ -456,7 +457,7 @@ def loaded_model(args: argparse.Namespace, load: Callable[..., Any]) -> Iterator
         args: parsed arguments.
         load: loads it, given the output directory, the tables' storage, and the directory for those on disk.
     """
-    one_of(STORAGES)("storage", args.storage)
+    one_of(STORAGES)(named("storage"), args.storage)
     check_scratch(args.scratch)
     device = compute_device(args.device)
     model = load(args.directory, storage=args.storage, scratch=args.scratch).to(device)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import speedswap
-from speedswap.apps.errors import OutputError, SettingsError
+from speedswap.apps.errors import OutputError, SettingsError, named
 from speedswap.apps.files import remove_leftovers
 
 # ---- before the work ------------------------------------------------------------------------------------------------
@@ -22,8 +22,8 @@ def check_scratch(scratch: Path | None, option: str = "scratch") -> None:
     if scratch is None:
         return
     if not _is_there(scratch) or not scratch.is_dir():
-        raise SettingsError(f"{option} is {str(scratch)!r}: give a directory that exists")
-    _check_writable(scratch, f"{option} is {str(scratch)!r}")
+        raise SettingsError(f"{named(option)} is {str(scratch)!r}: give a directory that exists")
+    _check_writable(scratch, f"{named(option)} is {str(scratch)!r}")
 
 
 def check_output(folder: Path, *folders: str, option: str = "output") -> None:
@@ -37,7 +37,7 @@ def check_output(folder: Path, *folders: str, option: str = "output") -> None:
     Raises:
         SettingsError: the folder cannot be made or written to.
     """
-    wrong = f"{option} is {str(folder)!r}"
+    wrong = f"{named(option)} is {str(folder)!r}"
     existing = folder.absolute()
     while not _is_there(existing):
         existing = existing.parent

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import speedswap
 from speedswap._install import pip_install
-from speedswap.apps.errors import CheckpointError, SettingsError
+from speedswap.apps.errors import CheckpointError, SettingsError, named
 from speedswap.apps.files import remove_leftovers, says_unwritable, write_whole
 from speedswap.apps.options import AppSettings
 from speedswap.apps.output import check_output, versions
@@ -182,15 +182,15 @@ class Training(ABC, Generic[Settings, Batch]):
                 self.save(output)
             mark = time.perf_counter()
 
-    def check_loss(self, loss: float, when: str, remedy: str = "lower lr") -> None:
+    def check_loss(self, loss: float, when: str, lower: tuple[str, ...] = ("lr",)) -> None:
         """Refuse a learning rate with which the loss is not finite any more.
 
         Raises:
             SettingsError: it is not.
         """
         if not math.isfinite(loss):
-            wrong = f"lr={self.lr} is too large for {self.settings.optimizer}: the loss became {loss}"
-            raise SettingsError(f"{wrong} {when}; {remedy}")
+            wrong = f"{named('lr')}={self.lr} is too large for {self.settings.optimizer}: the loss became {loss}"
+            raise SettingsError(f"{wrong} {when}; lower {' or '.join(map(named, lower))}")
 
     # ------------------------------------------------------------------ results
 
@@ -229,7 +229,7 @@ class Training(ABC, Generic[Settings, Batch]):
         Raises:
             OutputError: a file cannot be written; the model comes first.
         """
-        with says_unwritable(f"output {folder}", "give another directory"):
+        with says_unwritable(f"{named('output')} {folder}", "give another directory"):
             folder.mkdir(parents=True, exist_ok=True)
         files = [*self.write_model(folder), folder / "run.json"]
         with write_whole(files[-1]) as file:
@@ -313,8 +313,8 @@ class Run(Training[Settings, Batch]):
         begun = epoch + (step > 0)
         if self.settings.epochs < begun:
             raise CheckpointError(
-                f"epochs is {self.settings.epochs}, but the checkpoint {saved.folder} is in epoch {begun}: give "
-                f"{begun} or more, or {RESTART}"
+                f"{named('epochs')} is {self.settings.epochs}, but the checkpoint {saved.folder} is in epoch {begun}: "
+                f"give {begun} or more, or {RESTART}"
             )
 
     def is_unfinished(self, saved: SavedRun) -> bool:

@@ -16,12 +16,12 @@ pytest.importorskip("sklearn.datasets")
 MISTAKES = {
     "batch 0": (["--batch", "0"], "batch is 0"),
     "bad optimizer": (["--optimizer", "adamm"], "optimizer is 'adamm': give one of"),
-    "unreadable budget": (["--memory-budget", "much"], "memory_budget is 'much': give bytes as 8MiB"),
-    "budget for nothing": (["--memory-budget", "1KiB"], "memory_budget is 1KiB, but one image needs"),
-    "unknown size": (["--micro-batch-size", "large"], "micro_batch_size is 'large'"),
+    "unreadable budget": (["--memory-budget", "much"], "--memory-budget is 'much': give bytes as 8MiB"),
+    "budget for nothing": (["--memory-budget", "1KiB"], "--memory-budget is 1KiB, but one image needs"),
+    "unknown size": (["--micro-batch-size", "large"], "--micro-batch-size is 'large'"),
     "size beyond the budget": (
         ["--micro-batch-size", "512"],
-        "micro_batch_size is 512, but memory_budget is 100samples",
+        "--micro-batch-size is 512, but --memory-budget is 100samples",
     ),
     "no such device": (["--device", "abacus"], "device is 'abacus': give one of cpu"),
     "output is a file": (["--output", "taken"], "is a file: give a directory"),

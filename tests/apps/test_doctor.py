@@ -187,6 +187,18 @@ def test_the_first_place_that_fits_is_recommended(monkeypatch, tmp_path):
     assert options["ranks"].why.startswith("3 machines ")
 
 
+def test_what_is_needed_is_given_as_a_sum(monkeypatch, tmp_path):
+    """A row of 128 float32 takes 512 bytes, and Adam's two moments twice that."""
+    spec = TableSpec(10**8, 128, "adam", 65_536)
+    options = advised(monkeypatch, tmp_path, 2**30, 2**30, spec=spec)
+    assert options["pageable"].why == "1.25 × 143.0 = 178.8 GiB needed, 1.0 free"
+    assert options["disk"].why == "3 × 143.0 = 429.1 GiB needed as rows change, 1.0 free"
+    size, *_ = doctor._of_places(TableAdvice(spec, [*options.values()]))
+    assert size.strip() == (
+        "100,000,000 rows × (512 bytes of weights + 1,024 of adam's state) = 143.0 GiB; a step of 65,536 ids:"
+    )
+
+
 def test_without_a_gpu_there_are_no_places_for_it(monkeypatch, tmp_path):
     assert list(advised(monkeypatch, tmp_path)) == ["pageable", "disk", "ranks"]
 
@@ -490,7 +502,7 @@ def test_a_wrong_argument_is_one_line(short, words, said, capsys):
 def test_a_full_disk_is_one_line(short, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**21}))
     assert main(["doctor", "--path", str(tmp_path)]) == 2
-    assert f"path is {str(tmp_path)!r}, with 2.0 MiB free: give a directory with 1 GiB" in capsys.readouterr().err
+    assert f"--path is {tmp_path}, with 2.0 MiB free: give a directory with 1 GiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dim", [1, 4000])

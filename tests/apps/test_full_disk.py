@@ -85,7 +85,7 @@ def test_a_corpus_that_the_scratch_directory_has_no_room_for_is_one_line(small_d
     words = ["--dim", "8", "--scratch", str(small_disk), "--output", str(tmp_path / "out")]
     assert main(["word2vec", str(tmp_path / "long.txt"), *words]) == 2
     line = said(capsys)
-    assert "4 bytes per word, cannot be written: No space left on device; give another directory with scratch" in line
+    assert "4 bytes per word, cannot be written: No space left on device; give another directory with --scratch" in line
     assert list(small_disk.iterdir()) == []
     assert not (tmp_path / "out").exists()
 

@@ -189,7 +189,7 @@ def test_an_optimizer_that_mixes_rows_is_refused(corpus):
         ({"sample": -1.0}, "sample is -1.0"),
         ({"sample": math.nan}, "sample is nan"),
         ({"generate": 0}, "generate is 0"),
-        ({"corpus": Path("text"), "generate": 9}, "corpus is text and generate is 9: give one of the two"),
+        ({"corpus": Path("text"), "generate": 9}, "corpus is text and generate is 9: give one of them"),
         ({"lr": 0.0}, "lr is 0.0"),
         ({"lr": math.inf}, "lr is inf"),
         ({"seed": -1}, "seed is -1"),

@@ -157,7 +157,7 @@ def test_ranks_agree_and_share(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["ncf", "--optimizer", "none"], r"speedswap: optimizer is 'none': give one of .*\n"),
+        (["ncf", "--optimizer", "none"], r"speedswap: --optimizer is 'none': give one of .*\n"),
         (["ncf", "--nothing"], r"usage: (.|\n)*error: unrecognized arguments: --nothing\n"),
         (["word2vec", "nowhere.txt", "--device", "cpu", "--output", "nowhere"], r"speedswap: corpus nowhere.txt .*\n"),
     ],

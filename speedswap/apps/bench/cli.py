@@ -13,7 +13,7 @@ from speedswap import kernels
 from speedswap.apps.bench import mine, plots, step, transfer
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.bench.trainers import OPTIMIZERS
-from speedswap.apps.errors import BenchmarkError
+from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.options import whole
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the files asked for; return the exit status."""
     if args.folder is not None and (args.which in ("step", "mine") or not args.folder.is_dir()):
-        raise BenchmarkError(f"folder is {str(args.folder)!r}: give a directory, for transfer or all")
+        raise BenchmarkError(f"{named('folder')} is {str(args.folder)!r}: give a directory, for transfer or all")
     if (args.which == "mine") != (args.ids is not None) or (args.which == "mine" and args.plot is not None):
         raise BenchmarkError("give a file of ids for mine, as in: speedswap bench mine IDS_FILE; without --plot")
     device = prepare(args, args.plot)
@@ -94,15 +94,15 @@ def prepare(args: argparse.Namespace, plot: Path | None = None) -> str:
     ready, reason = kernels.cuda_ready()
     device = args.device or ("cuda" if ready else "cpu")
     if device not in ("cpu", "cuda"):
-        raise BenchmarkError(f"device is {args.device!r}: give cpu or cuda")
+        raise BenchmarkError(f"{named('device')} is {args.device!r}: give cpu or cuda")
     if device == "cuda" and not ready:
-        raise BenchmarkError(f"device is 'cuda', but CUDA is not usable here: {reason}")
+        raise BenchmarkError(f"{named('device')} is 'cuda', but CUDA is not usable here: {reason}")
     for path in (args.json, plot):
         _check_writable(path)
     if plot is not None:
         plots.require_matplotlib(plot)
     if args.threads is not None:
-        whole(1, 10_000)("threads", args.threads)
+        whole(1, 10_000)(named("threads"), args.threads)
         torch.set_num_threads(args.threads)
     return str(device)
 

@@ -16,7 +16,7 @@ from speedswap.apps.bench import step
 from speedswap.apps.bench.measure import Peer, lacking
 from speedswap.apps.bench.trainers import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS
 from speedswap.apps.bench.workload import IdBatch, renumbered
-from speedswap.apps.errors import BenchmarkError
+from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.files import PARQUET, opened
 from speedswap.apps.options import WIDEST, one_of, whole
 
@@ -45,9 +45,9 @@ def run(device: str, path: Path, *, column: str | None, dim: int, optimizer: str
         SettingsError: a number is out of range, or the optimizer is another one.
         WrongResultError: a trainer's result differs from torch's.
     """
-    whole(1, WIDEST)("dim", dim)
-    whole(1, 2**31)("batch", batch)
-    one_of([*COLUMNS])("optimizer", optimizer)
+    whole(1, WIDEST)(named("dim"), dim)
+    whole(1, 2**31)(named("batch"), batch)
+    one_of([*COLUMNS])(named("optimizer"), optimizer)
     ids = read_ids(path, column)
     batch = min(batch, len(ids))
     row_bytes, rows = 4 * COLUMNS[optimizer] * dim, int(ids.max()) + 1
@@ -56,7 +56,7 @@ def run(device: str, path: Path, *, column: str | None, dim: int, optimizer: str
         print(f"ids up to {rows - 1:,} are numbered from 0 to {len(unique) - 1:,}; in training speedswap.IdMap does so")
         rows = len(unique)
     if missing := lacking(rows * row_bytes):
-        raise BenchmarkError(f"a table of {rows:,} rows does not fit: {missing}; give a smaller dim")
+        raise BenchmarkError(f"a table of {rows:,} rows does not fit: {missing}; give a smaller {named('dim')}")
     print(f"{len(ids):,} ids, steps of {batch:,} in {rows:,} rows of {dim}", flush=True)
     hosts = ids[: len(ids) // batch * batch].view(-1, batch)
     batches = [IdBatch(host, host.to(device)) for host in hosts]
@@ -89,7 +89,7 @@ def read_ids(path: Path, column: str | None = None) -> Tensor:
     with opened(path, "the file of ids", BenchmarkError) as file:
         kind = file.peek(len(_NPY))[: len(_NPY)]
         if column is not None and not kind.startswith(PARQUET):
-            raise BenchmarkError(f"column is {column!r}, but {path} is not Parquet: leave it out")
+            raise BenchmarkError(f"{named('column')} is {column!r}, but {path} is not Parquet: leave it out")
         try:
             if kind == _NPY:
                 values = _of_array(path)
@@ -129,7 +129,7 @@ def _of_parquet(path: Path, column: str | None) -> npt.NDArray[np.int64]:
         wanted = column if column is not None or len(names) != 1 else names[0]
         if wanted not in names:
             among = f"one of {', '.join(names)}" if names else "another file: it has no column of whole numbers"
-            raise BenchmarkError(f"column of {path} is {column!r}: give {among}")
+            raise BenchmarkError(f"{named('column')} of {path} is {column!r}: give {among}")
         for batch in file.iter_batches(columns=[wanted]):
             pieces.append(batch.column(0).drop_null().to_numpy().astype(np.int64))
             count += len(pieces[-1])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from speedswap._install import pip_install
 from speedswap.apps.bench.point import DIRECTIONS
-from speedswap.apps.errors import BenchmarkError
+from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.files import write_given
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def require_matplotlib(path: Path) -> None:
         remedy = pip_install("matplotlib", extra="demo")
         raise BenchmarkError(f"a plot needs matplotlib: {remedy} ({error})") from error
     if path.suffix[1:].lower() not in matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes():
-        raise BenchmarkError(f"plot is {str(path)!r}: give a name that ends in .png, .svg or .pdf")
+        raise BenchmarkError(f"{named('plot')} is {str(path)!r}: give a name that ends in .png, .svg or .pdf")
 
 
 def draw(path: Path, figures: Mapping[str, Figure]) -> list[Path]:

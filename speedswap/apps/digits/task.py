@@ -33,8 +33,8 @@ class Budget(NamedTuple):
     samples: int | None = None
 
 
-def read_budget(text: str) -> Budget:
-    """Read an amount of memory as users write it.
+def read_budget(text: str, name: str = "memory_budget") -> Budget:
+    """Read an amount of memory as users write it, the value of the setting ``name``.
 
     Raises:
         SettingsError: the text is not an amount.
@@ -48,10 +48,10 @@ def read_budget(text: str) -> Budget:
     if samples and int(samples[1]) > 0:
         return Budget(samples=int(samples[1]))
     try:
-        return Budget(bytes=as_bytes("memory_budget", text))
+        return Budget(bytes=as_bytes(name, text))
     except BatchError:
         raise SettingsError(
-            f"memory_budget is {text!r}: give bytes as 8MiB, how many samples fit as 100samples, or none"
+            f"{name} is {text!r}: give bytes as 8MiB, how many samples fit as 100samples, or none"
         ) from None
 
 
@@ -62,7 +62,7 @@ def size(text: str) -> int | str:
 
 def check_size(name: str, value: int | str) -> None:
     if value != "auto" and (not isinstance(value, int) or not 1 <= value <= MOST_IMAGES):
-        raise SettingsError(f"micro_batch_size is {value!r}: give a whole number of 1 or more, or auto")
+        raise SettingsError(f"{name} is {value!r}: give a whole number of 1 or more, or auto")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class DigitsSettings(AppSettings):
         "100samples",
         "memory for a batch beside the model and the optimizer's state, enforced on any machine: bytes such as 8MiB, "
         "what so many images need at once such as 100samples, or none",
-        check=lambda name, value: read_budget(value),
+        check=lambda name, value: read_budget(value, name),
         metavar="AMOUNT",
     )
     grow_after: int = option(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.digits.task import DigitsNet, DigitsSettings, DigitsSplit, Images, read_budget, read_split
+from speedswap.apps.errors import named
 from speedswap.apps.files import write_whole
 from speedswap.apps.run import Training
 from speedswap.apps.running import Stop, listening, show_progress
@@ -323,13 +324,13 @@ def affordable(settings: DigitsSettings, footprint: Footprint) -> int | None:
     fits, size = footprint.samples_in(nbytes), settings.micro_batch_size
     if fits < 1:
         raise MemoryBudgetError(
-            f"memory_budget is {settings.memory_budget}, but one image needs "
+            f"{named('memory_budget')} is {settings.memory_budget}, but one image needs "
             f"{footprint.bytes_for(1):,} bytes: give more"
         )
     if isinstance(size, int) and min(size, settings.batch) > fits:
         raise MemoryBudgetError(
-            f"micro_batch_size is {size}, but memory_budget is {settings.memory_budget}, which holds {fits}: give at "
-            "most that, or auto"
+            f"{named('micro_batch_size')} is {size}, but {named('memory_budget')} is {settings.memory_budget}, which "
+            f"holds {fits}: give at most that, or auto"
         )
     return nbytes
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap.apps.errors import CheckpointError
+from speedswap.apps.errors import CheckpointError, named
 from speedswap.apps.layers import moved
 
 INTEGERS = 13
@@ -62,5 +62,5 @@ class SamplePosition(NamedTuple):
         if found != self:
             raise CheckpointError(
                 f"the samples are not those of the checkpoint, which had read {self.samples:,} of file "
-                f"{self.file + 1}: give the same, or start without resume"
+                f"{self.file + 1}: give the same, or start without {named('resume')}"
             )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from speedswap.apps import options
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.options import TableSettings, check_memory, check_widths, one_of, option, whole, widths
 from speedswap.apps.ranks import share_of_machine
 
@@ -84,16 +84,16 @@ class DlrmSettings(TableSettings):
                 object.__setattr__(self, name, tuple(map(str, files)))
         super().__post_init__()
         if self.test and not self.samples:
-            raise SettingsError(f"test is {','.join(self.test)}, but samples is empty: give both, or leave test out")
+            raise SettingsError(f"{named('test')} is {','.join(self.test)}, but samples is empty: give both or neither")
         options.check_layers_memory(*self.layer_widths())
         rows = 0 if self.storage in options.ON_DISK else FLOAT_BYTES * self.dim
         check_memory(
-            f"capacity {self.capacity:,} for each of {CATEGORIES} tables",
+            f"{named('capacity')} {self.capacity:,} for each of {CATEGORIES} tables",
             share_of_machine(CATEGORIES * self.capacity * (24 + rows)),
-            "lower it, or give storage disk",
+            f"lower it, or give {named('storage')} disk",
         )
         check_memory(
-            f"batch {self.batch:,}",
+            f"{named('batch')} {self.batch:,}",
             self.batch * CATEGORIES * (16 + 2 * FLOAT_BYTES * self.dim),
             "lower it",
         )

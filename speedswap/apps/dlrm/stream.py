@@ -13,7 +13,7 @@ from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.generated import GeneratedSamples
 from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.errors import SamplesError
+from speedswap.apps.errors import SamplesError, named
 from speedswap.apps.ranks import Job
 
 TESTED_AT_ONCE = 1 << 14
@@ -73,11 +73,11 @@ class Data:
         found = self.open().read(needed).size
         if found < needed:
             raise SamplesError(
-                f"samples has {found} samples, and none is set apart to test on: give more, or test files, or lower "
-                "holdout"
+                f"samples has {found} samples, and none is set apart to test on: give more, or files to test on, or "
+                f"lower {named('holdout')}"
             )
         if self._test_files and not SampleFiles(self._test_files).read(1).size:
-            raise SamplesError(f"test {', '.join(settings.test)} has no samples: give other files")
+            raise SamplesError(f"{named('test')} {', '.join(settings.test)} has no samples: give other files")
 
     @property
     def unit(self) -> str:
@@ -132,11 +132,11 @@ class Data:
 
 def require_apart(files: Sequence[Path], test_files: Sequence[Path]) -> None:
     """Raise SamplesError if a file to test on is one of those to train on, under any name."""
-    named = {os.path.realpath(path): path for path in files}
+    trained_on = {os.path.realpath(path): path for path in files}
     for path in test_files:
-        if (trained := named.get(os.path.realpath(path))) is not None:
+        if (trained := trained_on.get(os.path.realpath(path))) is not None:
             also = "" if trained == path else f", as {trained}"
             raise SamplesError(
-                f"test {path} is also among samples{also}, and would be trained on: name it in one of them alone, with "
-                "patterns for samples that leave it out"
+                f"{named('test')} {path} is also among samples{also}, and would be trained on: name it in one of them "
+                "alone, with patterns for samples that leave it out"
             )

@@ -20,7 +20,7 @@ from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.dlrm.stream import START, ClickBatch, Data, StreamPlace
-from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
+from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError, named
 from speedswap.apps.ranks import Job
 from speedswap.apps.run import Run
 from speedswap.apps.saved_run import RESTART, SavedRun
@@ -213,10 +213,10 @@ class DlrmRun(Run[DlrmSettings, ClickBatch]):
         if isinstance(error, IdMapFullError):
             if self.job.size == 1:  # of several ranks one may have too many
                 self.save(output)
-            remedy = "give evict lru or lfu" if self.settings.evict == "none" else "lower batch"
+            remedy = f"give {named('evict')} lru or lfu" if self.settings.evict == "none" else f"lower {named('batch')}"
             raise SettingsError(
-                f"capacity is {self.settings.capacity}, and a batch has more new ids than a table has room for: raise "
-                f"it, or {remedy}, and start over"
+                f"{named('capacity')} is {self.settings.capacity}, and a batch has more new ids than a table has room "
+                f"for: raise it, or {remedy}, and start over"
             ) from error
         raise error
 
@@ -250,7 +250,7 @@ class DlrmRun(Run[DlrmSettings, ClickBatch]):
         had, has = bool(saved.content["settings"]["test"]), bool(self.settings.test)
         if had != has:
             raise CheckpointError(
-                f"test has {'' if has else 'no '}files, but the checkpoint {saved.folder} is of a run with"
+                f"{named('test')} has {'' if has else 'no '}files, but the checkpoint {saved.folder} is of a run with"
                 f"{'' if had else 'out'} them, which set other samples apart: give the same, or {RESTART}"
             )
 

@@ -16,7 +16,7 @@ from speedswap.apps.doctor.findings import Finding, examine, of_disk
 from speedswap.apps.doctor.models import built, embeddings
 from speedswap.apps.doctor.places import TableAdvice, advise, lines
 from speedswap.apps.doctor.rates import Rates, TableSpec
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.options import ROW_BY_ROW, in_gib
 from speedswap.apps.output import check_scratch
 
@@ -49,7 +49,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Examine, measure, print; return the exit status."""
-    rows, dim, batch = (_whole(name, getattr(args, name) or _ROWS) for name in ("rows", "dim", "batch"))
+    given = {"rows": _ROWS if args.rows is None else args.rows, "dim": args.dim, "batch": args.batch}
+    rows, dim, batch = (_whole(name, text) for name, text in given.items())
     sample = TableSpec(rows, dim, args.optimizer, batch)
     check_scratch(args.path, "path")
     specs, found, code = [sample] if args.rows else [], list[Finding](), ""
@@ -78,7 +79,7 @@ def _whole(name: str, text: str) -> int:
     except ValueError:
         number = math.nan
     if not number.is_integer():
-        raise SettingsError(f"{name} is {text[:40]!r}: give a whole number, such as 100000000 or 1e8")
+        raise SettingsError(f"{named(name)} is {text[:40]!r}: give a whole number, such as 100000000 or 1e8")
     return int(number)
 
 
@@ -109,8 +110,9 @@ def _of_rates(tables: Sequence[TableAdvice], rates: Rates) -> Iterator[str]:
 
 def _of_places(table: TableAdvice) -> Iterator[str]:
     spec = table.spec
-    size = f"{spec.rows:,} rows × {spec.record_bytes:,} bytes = {in_gib(spec.nbytes)} GiB"
-    yield f"\n{size}; a step of {spec.batch:,} ids:"
+    weights = spec.dim * spec.dtype.itemsize
+    parts = f"{weights:,} bytes of weights + {spec.record_bytes - weights:,} of {spec.optimizer}'s state"
+    yield f"\n{spec.rows:,} rows × ({parts}) = {in_gib(spec.nbytes)} GiB; a step of {spec.batch:,} ids:"
     for each in table.options:
         mark = "→" if each is table.best else " "
         yield f"{mark} {each.name:<10}{'yes' if each.fits else 'no':<5}{_in_ms(each.seconds):>18}  {each.why}"

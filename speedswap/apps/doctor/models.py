@@ -17,7 +17,7 @@ import speedswap
 from speedswap._words import a_kind
 from speedswap.apps.doctor.findings import Finding
 from speedswap.apps.doctor.rates import TableSpec
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.errors import ConversionError
 from speedswap.swapping.collections.group import TableInGroup
 
@@ -52,8 +52,9 @@ def built(target: str) -> nn.Module:
         place = "".join(f" in {Path(each.filename).name}, line {each.lineno}" for each in frames[-1:])
         says, *_ = str(error).splitlines() or [""]
         raise SettingsError(
-            f"model is {target!r}, which raises {type(error).__name__}{place}: {says}; give module:function or "
-            "path.py:function, called without arguments under torch.device('meta') to return a torch.nn.Module"
+            f"{named('model')} is {target!r}, which raises {type(error).__name__}{place}: {says}; give "
+            "module:function or path.py:function, called without arguments under torch.device('meta') to return a "
+            "torch.nn.Module"
         ) from error
     return model
 

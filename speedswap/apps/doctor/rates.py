@@ -18,7 +18,7 @@ from speedswap import kernels
 from speedswap._machine import available_bytes
 from speedswap._words import size_in_words
 from speedswap.apps.bench.measure import in_turn
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.files import scratch_folder
 from speedswap.apps.options import WIDEST, named_optimizer, whole
 from speedswap.tables import Storage
@@ -55,7 +55,7 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         for name, most in (("rows", 2**48), ("dim", WIDEST), ("batch", 2**31)):
-            whole(1, most)(name, getattr(self, name))
+            whole(1, most)(named(name), getattr(self, name))
         named_optimizer(self.optimizer)
 
     def training(self, rows: int, storage: Storage | str, device: str) -> tuple[speedswap.Embedding, Optimizer]:
@@ -109,7 +109,9 @@ def measured(spec: TableSpec, folder: Path) -> Rates:
         SettingsError: the folder's disk has too little room.
     """
     if (free := shutil.disk_usage(folder).free) < _LEAST_FREE:
-        raise SettingsError(f"path is {str(folder)!r}, with {size_in_words(free)} free: give a directory with 1 GiB")
+        raise SettingsError(
+            f"{named('path')} is {folder}, with {size_in_words(free)} free: give a directory with 1 GiB"
+        )
     has_gpu = kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none")
     places = ("device", "pinned", "pageable") if has_gpu else ("pageable",)
     seconds = {place: _step_seconds(spec, place, "cuda" if has_gpu else "cpu") for place in places}

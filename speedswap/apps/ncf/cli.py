@@ -6,6 +6,8 @@ import argparse
 import csv
 import sys
 
+from speedswap.apps.errors import named
+from speedswap.apps.ncf.model import rows_of
 from speedswap.apps.ncf.settings import NcfSettings, parse_columns
 from speedswap.apps.ncf.training import NcfRun, load
 from speedswap.apps.options import add_command, add_model_options, loaded_model
@@ -42,10 +44,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Print the best items for users; return the exit status."""
+    """Print the best items for the users that are known, and then refuse the others; return the exit status."""
     with loaded_model(args, load) as model:
-        found = model.recommend(args.user, k=args.k, exclude_seen=not args.include_seen)
+        ids = model.user_ids
+        known = [user for user in args.user if ids.row(user) is not None]
+        found = model.recommend(known, k=args.k, exclude_seen=not args.include_seen)
     lines = csv.writer(sys.stdout, delimiter="\t", lineterminator="\n")  # quotes ids with tabs and newlines
-    for user, items, scores in zip(args.user, found.items, found.scores, strict=True):
+    for user, items, scores in zip(known, found.items, found.scores, strict=True):
         lines.writerows((user, item, f"{score:.4f}") for item, score in zip(items, scores, strict=True))
+    rows_of(args.user, ids, named("user"))
     return 0

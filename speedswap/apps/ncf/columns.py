@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from speedswap.apps.columns import cast
-from speedswap.apps.errors import RatingsError
+from speedswap.apps.errors import RatingsError, named
 from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit, OwnIds, leave_one_out
 from speedswap.apps.ncf.ratings import NEEDED, RatingsForm, RatingsSource, json_values, shown
 
@@ -26,10 +26,10 @@ MISSING_WORDS = pa.array(["", *"NA N/A n/a #N/A <NA> NaN nan NULL null None \\N"
 NUMBERS = (pa.int64(), pa.float64())
 DATES = tuple(pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC"))
 REMEDIES = {
-    "rating": "not a number: correct it, or leave ratings out with columns rating=-",
+    "rating": "not a number: correct it, or leave ratings out with {columns} rating=-",
     "numbers": "neither a number nor a date such as 2024-12-31 or 2024-12-31T23:59:59Z: correct it, or take the order "
-    "of lines for time with columns time=-",
-    "dates": "not a date like the first one: correct it, or take the order of lines for time with columns time=-",
+    "of lines for time with {columns} time=-",
+    "dates": "not a date like the first one: correct it, or take the order of lines for time with {columns} time=-",
 }
 
 
@@ -51,7 +51,7 @@ def read_ratings(data: IO[bytes], form: RatingsForm, missing: str) -> NcfSplit:
             if missing == "error":
                 raise RatingsError(
                     f"{form.line(numbers[lacking & present][0])}: no {role}, for {form.columns[role]} has nothing, or "
-                    "a word such as NA: fill it in, or leave such lines out with missing=skip"
+                    f"a word such as NA: fill it in, or leave such lines out with {named('missing')}=skip"
                 )
             present &= ~lacking
     if not present.any():
@@ -67,6 +67,7 @@ def read_ratings(data: IO[bytes], form: RatingsForm, missing: str) -> NcfSplit:
         hint = "; if the line is a heading, give the columns by its names" if form.heading is None and not wrong else ""
         value = shown(texts[role][wrong])
         where = form.line(numbers[wrong])
+        remedy = remedy.format(columns=named("columns"))
         raise RatingsError(f"{where}: {role} ({form.columns[role]}) is {value}, {remedy}{hint}")
 
     if form.heading is not None:  # in concatenated files it comes again; where all is text it fits anywhere

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap.apps.errors import RatingsError
+from speedswap.apps.errors import RatingsError, named
 from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit
 from speedswap.apps.options import check_memory
 from speedswap.apps.ranks import Job
@@ -56,14 +56,14 @@ class Candidates:
         if not len(users):
             raise RatingsError(
                 f"none of {split.train.num_users:,} users has two items or more and {negatives} others among the "
-                f"{split.train.num_items:,} items, so that no user can be tested: give more ratings, or lower "
-                "test_negatives"
+                f"{split.train.num_items:,} items, so that no user can be tested: give more ratings, or "
+                f"lower {named('test_negatives')}"
             )
         if len(users) > at_most:
             some = np.sort(rng.choice(len(users), at_most, replace=False))
             users, taken, left = users[some], taken[some], left[some]
         check_memory(
-            f"test_negatives {negatives:,} for each of {len(users):,} users", 32 * negatives * len(users), "lower them"
+            f"{named('test_negatives')} {negatives:,} per user tested", 32 * negatives * len(users), "lower them"
         )
         numbers = draw_different(rng, left, negatives)
         numbers += numbers >= number_among_unseen(split.train, users, taken)[:, None]

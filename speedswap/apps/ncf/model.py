@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
+from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError, named
 from speedswap.apps.layers import LayeredModel, layers_of
 from speedswap.apps.ncf.interactions import Ids, NcfBatch, NcfSplit, OwnIds
 from speedswap.apps.ncf.settings import NcfSettings
@@ -149,14 +149,13 @@ class NCF(LayeredModel):
         if isinstance(user_ids, str | bytes) or not isinstance(user_ids, Iterable):
             raise SettingsError(f"user_ids is {user_ids!r}: give a list of ids")
         if k < 1:
-            raise SettingsError(f"k is {k}: give a whole number of 1 or more")
+            raise SettingsError(f"{named('k')} is {k}: give a whole number of 1 or more")
         if exclude_seen and self.split is None:
             raise CheckpointError(
                 "exclude_seen is True, but what users have seen was not saved with this model: train it again, or give "
                 "exclude_seen=False"
             )
-        known = self.split.user_ids if self.split is not None else None
-        users = rows_of(user_ids, known or OwnIds(range(self.user.num_embeddings)))
+        users = rows_of(user_ids, self.user_ids)
         own_ids = (self.split.item_ids if self.split is not None else None) or range(self.item.num_embeddings)
         found = Recommendations([], [])
         for first in range(0, len(users), CHUNK_USERS):
@@ -166,6 +165,11 @@ class NCF(LayeredModel):
                 found.items.append([own_ids[row] for row in rows[there].tolist()])
                 found.scores.append(values[there].tolist())
         return found
+
+    @property
+    def user_ids(self) -> OwnIds:
+        """The users' ids in the ratings; their rows' numbers where interactions were made up."""
+        return (self.split and self.split.user_ids) or OwnIds(range(self.user.num_embeddings))
 
     def close(self) -> None:
         """Close the tables, and remove those in a temporary directory."""
@@ -177,21 +181,20 @@ class NCF(LayeredModel):
 # ---- the best items out of all, in bounded memory --------------------------------------------------------------------
 
 
-def rows_of(user_ids: Iterable[object], ids: OwnIds) -> Ids:
+def rows_of(user_ids: Iterable[object], ids: OwnIds, name: str = "user_ids") -> Ids:
     """Return the users' rows.
 
     Raises:
-        UnknownUserError: one of them is unknown.
+        UnknownUserError: some of them are unknown.
     """
-    rows = []
-    for place, user in enumerate(user_ids):
-        if (row := ids.row(user)) is None:
-            shown = text if len(text := repr(user)) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
-            raise UnknownUserError(
-                f"user_ids[{place}] is {shown}, who was not trained on: users are {len(ids):,}, such as "
-                f"{', '.join(repr(ids[row]) for row in range(min(SHOWN_IDS, len(ids))))}"
-            )
-        rows.append(row)
+    users = [*user_ids]
+    rows = [ids.row(user) for user in users]
+    if strangers := [repr(user) for user, row in zip(users, rows, strict=True) if row is None]:
+        shown = text if len(text := ", ".join(strangers)) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+        raise UnknownUserError(
+            f"{name} has {shown}, not trained on: users are {len(ids):,}, such as "
+            f"{', '.join(repr(ids[row]) for row in range(min(SHOWN_IDS, len(ids))))}"
+        )
     return np.array(rows, np.int64)
 
 
@@ -210,7 +213,7 @@ def top_rows(model: NCF, users: Ids, k: int, seen: NcfSplit | None) -> tuple[Ten
         ids = torch.arange(first, min(first + chunk, num_items), device=device)
         scores = model.score_rows(p.unsqueeze(1), model.item(ids).unsqueeze(0))
         if scores.isnan().any():
-            raise CheckpointError("the model's scores are not numbers: train it again, with a lower lr")
+            raise CheckpointError(f"the model's scores are not numbers: train it again, with a lower {named('lr')}")
         here = (first <= items) & (items < first + len(ids))
         scores[torch.from_numpy(places[here]), torch.from_numpy(items[here] - first)] = -torch.inf
         best, at = highest(torch.cat([best, scores], dim=1), k)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from speedswap._install import pip_install
-from speedswap.apps.errors import RatingsError, SettingsError
+from speedswap.apps.errors import RatingsError, SettingsError, named
 from speedswap.apps.files import opened
 from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.options import one_of
@@ -134,7 +134,7 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     """
     columns = columns or {}
     check_columns(columns)
-    one_of(MISSING)("missing", missing)
+    one_of(MISSING)(named("missing"), missing)
     try:
         from speedswap.apps.ncf.columns import read_ratings
     except ImportError as error:
@@ -150,16 +150,16 @@ def check_columns(columns: Mapping[str, str]) -> None:
     Raises:
         SettingsError: a role is unknown, a name is empty, or user or item is to have no column.
     """
-    named = [name for name in columns.values() if name != NO_COLUMN]
+    given, setting = [name for name in columns.values() if name != NO_COLUMN], named("columns")
     for role, name in columns.items():
         if role not in ROLES:
-            raise SettingsError(f"columns has {role!r}: give names or numbers for some of {', '.join(ROLES)}")
+            raise SettingsError(f"{setting} has {role!r}: give names or numbers for some of {', '.join(ROLES)}")
         if not isinstance(name, str) or not name:
-            raise SettingsError(f"columns has {name!r} for the {role}: give the column's name, or its number from 1")
+            raise SettingsError(f"{setting} has {name!r} for the {role}: give the column's name, or its number from 1")
         if name == NO_COLUMN and role in NEEDED:
-            raise SettingsError(f"columns has '-' for the {role}, without which nothing is learnt: give a column")
-        if named.count(name) > 1:
-            raise SettingsError(f"columns has {name!r} twice: give each of {', '.join(columns)} a different column")
+            raise SettingsError(f"{setting} has '-' for the {role}, without which nothing is learnt: give a column")
+        if given.count(name) > 1:
+            raise SettingsError(f"{setting} has {name!r} twice: give each of {', '.join(columns)} a different column")
 
 
 # ---- the form of a file ---------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsFor
         return RatingsForm(path, separator, tuple(first), len(first), 1 if is_json else first_line + 1, places)
     if not columns and not any(is_number(field) or DATE.fullmatch(field) for field in first):
         raise RatingsError(
-            f"{where} may be a heading or not: if it is, give the columns by name, say columns "
+            f"{where} may be a heading or not: if it is, give the columns by name, say {named('columns')} "
             f"user={first[0]},item={first[1]}; if not, by number, user=1,item=2"
         )
     places = find_places(None, [first, *sample], columns, path)
@@ -274,8 +274,8 @@ def find_places(
         if len(found) > 1:
             several = " and ".join(repr(names[place]) for place in found)
             raise RatingsError(
-                f"ratings {path} has columns {several}, each of which may be the {role}: say which with columns, "
-                f"{role}={found[0] + 1} or {role}={found[1] + 1}"
+                f"ratings {path} has columns {several}, each of which may be the {role}: say which "
+                f"with {named('columns')}, {role}={found[0] + 1} or {role}={found[1] + 1}"
             )
         if found:
             if found[0] in places.values():
@@ -284,10 +284,10 @@ def find_places(
                 )
             places[role] = found[0]
     if (lacking := [role for role in NEEDED if role not in places]) and (columns or heading is not None):
-        known_too = f"columns has {', '.join(columns)} only, and " if columns else ""
+        known_too = f"{named('columns')} has {', '.join(columns)} only, and " if columns else ""
         raise RatingsError(
-            f"ratings {path}: {known_too}no column of {listed} is known for the {lacking[0]}: say which with columns, "
-            f"{lacking[0]}={'NUMBER' if heading is None else 'NAME'}"
+            f"ratings {path}: {known_too}no column of {listed} is known for the {lacking[0]}: say "
+            f"which with {named('columns')}, {lacking[0]}={'NUMBER' if heading is None else 'NAME'}"
         )
     if heading is not None and "time" not in {*places, *columns}:
         places |= time_found(sample, [place for place in range(width) if place not in places.values()])
@@ -295,7 +295,7 @@ def find_places(
         return places
     if width > len(ROLES):
         raise RatingsError(
-            f"ratings {path} has {width} columns and no heading: say which is which with columns, as in "
+            f"ratings {path} has {width} columns and no heading: say which is which with {named('columns')}, as in "
             "user=1,item=2,time=4"
         )
     time = time_found(sample, range(2, width)) or time_found(sample, range(2 * (width > 2)), numbers=False)

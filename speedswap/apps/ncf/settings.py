@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from speedswap.apps import options
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.options import TableSettings, check_memory, one_of, option, whole
 from speedswap.apps.ranks import share_of_machine
@@ -27,7 +27,7 @@ def parse_columns(text: str) -> dict[str, str]:
     for part in text.split(","):
         role, equals, name = part.partition("=")
         if not equals or role.strip() in found:
-            raise SettingsError(f"columns is {text!r}: give each column once, as in user=customer,item=sku,time=-")
+            raise SettingsError(f"{named('columns')} is {text!r}: give each once, as in user=customer,item=sku,time=-")
         found[role.strip()] = name.strip()
     return found
 
@@ -36,7 +36,7 @@ def check_layers(name: str, layers: tuple[int, ...]) -> None:
     options.check_widths(name, layers)
     if not layers or layers[0] % 2:
         raise SettingsError(
-            f"layers is {','.join(map(str, layers))}: give widths such as 64,32,16,8, the first of them even"
+            f"{name} is {','.join(map(str, layers))}: give widths such as 64,32,16,8, the first of them even"
         )
 
 
@@ -102,13 +102,13 @@ class NcfSettings(TableSettings):
         if self.columns is not None:
             object.__setattr__(self, "columns", dict(self.columns))
         if self.columns and self.ratings is None:
-            raise SettingsError("columns is given, but no ratings: give a file, or leave columns out")
+            raise SettingsError(f"{named('columns')} is given, but no ratings: give a file, or leave it out")
         options.check_layers_memory(self.tower())
         if self.ratings is None:
             check_memory(
                 f"{self.users:,} users, {self.items:,} items and {self.interactions:,} interactions",
                 self.generated_bytes(),
-                "give fewer, or storage disk for the tables",
+                f"give fewer, or {named('storage')} disk for the tables",
             )
             self.check_step(self.interactions)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.info import describe
 from speedswap.apps.tables.facts import describe_table, table_facts, verify
 from speedswap.errors import SpeedswapError
@@ -192,4 +193,5 @@ def _refusals() -> Iterator[None]:
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         if isinstance(error, SpeedswapError):
             raise
-        raise SettingsError(str(error)) from error
+        said = re.sub(r"^(columns|keys)(?= is )", lambda name: named(name[0]), str(error))
+        raise SettingsError(said) from error

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speedswap._install import pip_install
-from speedswap.apps.errors import CorpusError, SettingsError
+from speedswap.apps.errors import CorpusError, SettingsError, named
 from speedswap.apps.files import PARQUET, matching, opened, says_unwritable
 from speedswap.apps.options import in_gib
 
@@ -44,7 +44,6 @@ END = 0
 FORGOTTEN = 1
 """There the number of words that were forgotten."""
 PARQUET_ROWS = 256
-ELSEWHERE = "give another directory with scratch"
 
 
 class Corpus:
@@ -194,7 +193,7 @@ class Corpus:
         after[kept] = np.arange(np.count_nonzero(kept), dtype=np.int32)
         file = temporary_file(scratch)
         self._regions.append((self.nbytes // NUMBER_BYTES, file))
-        with says_unwritable("the numbers of the words that were kept", ELSEWHERE):
+        with says_unwritable("the numbers of the words that were kept"):
             file.write(after.data)
         return kept
 
@@ -213,7 +212,7 @@ class Corpus:
                 after.close()
 
     def _write(self, numbers: NDArray[np.int32]) -> None:
-        with says_unwritable("the corpus as numbers, 4 bytes per word,", ELSEWHERE):
+        with says_unwritable("the corpus as numbers, 4 bytes per word,"):
             self._numbers.write(numbers.data)
             self._numbers.flush()  # a full disk fails here
 
@@ -225,8 +224,8 @@ class Corpus:
         kept = order[counts[numbers[order]] >= min_count]
         if len(kept) < 2:
             raise CorpusError(
-                f"min_count={min_count} leaves {len(kept)} of the {len(words):,} different words of {self.path}; "
-                f"its second most frequent occurs {counts[numbers[order[1]]]:,} times: lower min_count"
+                f"{named('min_count')}={min_count} leaves {len(kept)} of the {len(words):,} words of {self.path}; its "
+                f"second most frequent occurs {counts[numbers[order[1]]]:,} times: lower {named('min_count')}"
             )
         self.vocabulary = [words[i] for i in kept]
         self.counts = counts[numbers[kept]]
@@ -241,7 +240,7 @@ class Corpus:
         if not any(np.any(sentences[1:] == sentences[:-1]) for sentences in by_piece):
             raise CorpusError(
                 f"no line of {self.path} has two words of the vocabulary: nothing to predict; "
-                "write one sentence per line, or lower min_count"
+                f"write one sentence per line, or lower {named('min_count')}"
             )
 
     def numbers(self, size: int, *, skip: int = 0) -> Iterator[tuple[NDArray[np.int32], int]]:
@@ -277,7 +276,7 @@ class Corpus:
 
 def temporary_file(scratch: Path | None) -> IO[bytes]:
     """Open an unnamed file, which is removed when it is closed."""
-    with says_unwritable(f"scratch {scratch or tempfile.gettempdir()}", ELSEWHERE):
+    with says_unwritable(f"{named('scratch')} {scratch or tempfile.gettempdir()}"):
         return tempfile.TemporaryFile(dir=scratch)
 
 
@@ -287,8 +286,8 @@ def check_room(words: int, scratch: Path | None) -> None:
     needed, free = NUMBER_BYTES * (words + words // GENERATED_SENTENCE), shutil.disk_usage(folder).free
     if needed > free:
         raise SettingsError(
-            f"generate is {words}: as numbers they take {in_gib(needed)} GiB, and {folder} has {in_gib(free)} left: "
-            "give fewer, or another directory with scratch"
+            f"{named('generate')} is {words}: as numbers they take {in_gib(needed)} GiB, and {folder} has "
+            f"{in_gib(free)} left: give fewer, or another directory with {named('scratch')}"
         )
 
 

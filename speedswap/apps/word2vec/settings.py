@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from speedswap.apps import options
-from speedswap.apps.errors import SettingsError
+from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.options import TableSettings, check_memory, named_optimizer, option, plain, whole
 from speedswap.apps.word2vec.blocks import pair_weights_bytes
 from speedswap.optim import RowwiseAdagrad
@@ -57,12 +57,12 @@ SUITED = {
 
 def check_window(name: str, window: int) -> None:
     whole(1, 10**6)(name, window)
-    check_memory(f"the weights of pairs of window {window}", pair_weights_bytes(window), "lower window")
+    check_memory(f"the weights of pairs of window {window}", pair_weights_bytes(window), f"lower {name}")
 
 
 def check_sample(name: str, sample: float) -> None:
     if not 0 <= sample < math.inf:
-        raise SettingsError(f"sample is {sample}: give a frequency such as 1e-3, or 0 to keep all words")
+        raise SettingsError(f"{name} is {sample}: give a frequency such as 1e-3, or 0 to keep all words")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Word2VecSettings(TableSettings):
         if isinstance(self.corpus, tuple) and len(self.corpus) < 2:
             object.__setattr__(self, "corpus", self.corpus[0] if self.corpus else None)
         if self.corpus is not None and self.generate is not None:
-            raise SettingsError(f"corpus is {self.corpus} and generate is {self.generate}: give one of the two")
+            raise SettingsError(f"corpus is {self.corpus} and {named('generate')} is {self.generate}: give one of them")
 
     @property
     def suited(self) -> Suited:

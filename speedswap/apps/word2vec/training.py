@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import speedswap
 from speedswap._install import pip_install
-from speedswap.apps.errors import CheckpointError, CorpusError, OutputError
+from speedswap.apps.errors import CheckpointError, CorpusError, OutputError, named
 from speedswap.apps.ranks import Job
 from speedswap.apps.run import Run
 from speedswap.apps.running import Shown
@@ -144,8 +144,8 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         self._meter.close()
         if not self.pairs and not self.interrupted:
             raise CorpusError(
-                f"sample={self.settings.sample} left no two words of any line of {self._corpus.path}: raise it, or "
-                "give 0 for all"
+                f"{named('sample')}={self.settings.sample} left no two words of any line of {self._corpus.path}: "
+                "raise it, or give 0 for all"
             )
 
     # ------------------------------------------------------------------ checkpoints
@@ -181,7 +181,7 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
             )
         if self.device.type != saved.content["device"]:
             raise CheckpointError(
-                f"device is {self.device.type}, but the checkpoint {saved.folder} is of a run on "
+                f"{named('device')} is {self.device.type}, but the checkpoint {saved.folder} is of a run on "
                 f"{saved.content['device']}, which draws other numbers: give the same, or {RESTART}"
             )
 
@@ -289,7 +289,7 @@ class Meter:
                 (loss,) = run.job.add_up(ours)
                 if pairs:
                     run.pairs += round(pairs)
-                    run.check_loss(loss / pairs, f"after {words:,.0f} words", "lower lr, or lower batch")
+                    run.check_loss(loss / pairs, f"after {words:,.0f} words", ("lr", "batch"))
                     run.loss.append((words, loss / pairs))
         self._unread.clear()
         self._looked = time.perf_counter()

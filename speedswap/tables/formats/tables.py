@@ -171,7 +171,7 @@ def outgoing(table: Table, format: str, columns: Sequence[str], keys: KeySource 
         wanted = "a list of names" if kind.many else "a list of one name"
         raise ValueError(f"columns is {columns!r}; give {wanted} for {format}")
     if keys is not None and kind.keys == "never":
-        raise ValueError(f"{format} holds no keys; leave out keys, or export to word2vec or Parquet")
+        raise ValueError(f"{format} holds no keys; export without them, or to word2vec or Parquet")
     with table.lock, ExitStack() as held:
         table.check_open()
         for name in columns:
@@ -262,7 +262,9 @@ def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[st
     """Return the columns to read: the given ones, or ``weight``, or the only one. The first becomes the weight."""
     known = [*rows.columns]
     if columns is None and "weight" not in known and len(known) > 1:
-        raise ValueError(f"{what} has columns {', '.join(known)}; say which is the weight with columns=[...]")
+        raise ValueError(
+            f"{what} has columns {', '.join(known)}; say which is the weight with columns=[...] (--columns)"
+        )
     if columns is None:
         columns = ["weight" if "weight" in known else known[0]]
     missing = [name for name in columns if name not in known]

@@ -128,7 +128,7 @@ def test_a_wrong_option_is_one_line(clicks, words, said, capsys):
 def test_options_stand_anywhere(clicks, words, capsys):
     """Python 3.11's argparse refuses an optional argument that comes after an option."""
     assert main(["bench", *words.replace("FILE", str(clicks)).split()]) == 2
-    assert capsys.readouterr().err.startswith("speedswap: dim is 0")
+    assert capsys.readouterr().err.startswith("speedswap: --dim is 0")
 
 
 @pytest.mark.parametrize("words", [["mine"], ["step", "ids.txt"]])

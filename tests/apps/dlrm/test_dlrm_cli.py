@@ -41,7 +41,7 @@ MISTAKES = {
     ),
     "a number beside files": (
         ["good.txt", "--generate", "100"],
-        "samples is good.txt and generate is 100: give one of",
+        "samples is good.txt and --generate is 100: give one of",
     ),
     "ids beside files": (["good.txt", "g*.txt", "--ids", "9"], "samples is good.txt,g*.txt and ids is 9: give one of"),
     "dim 0": (["--dim", "0"], "dim is 0"),

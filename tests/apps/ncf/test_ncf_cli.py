@@ -34,13 +34,13 @@ MISTAKES = {
     ),
     "columns of nothing": (["--columns", "item=sku"], "columns is given, but no ratings"),
     "missing neither": (["wrong.csv", "--missing", "guess"], "missing is 'guess': give one of skip, error"),
-    "a number beside a file": (["u.data", "--users", "10"], "ratings is u.data and users is 10: give one of the two"),
+    "a number beside a file": (["u.data", "--users", "10"], "ratings is u.data and --users is 10: give one of the two"),
     "interactions beside one": (["u.data", "--interactions", "9"], "ratings is u.data and interactions is 9: give one"),
     "factors 0": (["--factors", "0"], "factors is 0"),
     "unknown model": (["--model", "svd"], "model is 'svd': give one of gmf, mlp, neumf"),
     "bad optimizer": (["--optimizer", "adamm"], "optimizer is 'adamm'"),
     "optimizer that mixes rows": ([*SMALL, "--optimizer", "adafactor"], "Adafactor"),
-    "optimizer for matrices only": ([*SMALL, "--optimizer", "muon"], "optimizer is 'muon', which does not take"),
+    "optimizer for matrices only": ([*SMALL, "--optimizer", "muon"], "--optimizer muon does not take this model"),
     "nothing to resume": (["--resume"], "output ncf-output has no checkpoint to go on from"),
     "output is a file": (["--output", "u.data"], "is a file: give a directory"),
 }
@@ -174,11 +174,14 @@ def test_orders_of_text_ids_are_learnt_and_recommended_from(orders, tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert {line.split("\t")[1] for line in lines} == {f"article-{number}" for number in range(30)}
 
+    strangers = ["--user", "Mr. X", "--user", "Ms. A", "--user", "Ms. Y"]
+    assert main(["recommend", output, *strangers, "-k", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert [line.split("\t")[1] for line in out.splitlines()] == expected.items[1]
+    assert err.startswith("speedswap: --user has 'Mr. X', 'Ms. Y', not trained on: users are 20, such as 'Ms. A'")
+    assert err.count("\n") == 1
+
     for words, message in (
-        (
-            [output, "--user", "Ms. A", "--user", "Mr. X"],
-            "user_ids[1] is 'Mr. X', who was not trained on: users are 20",
-        ),
         ([str(tmp_path / "nowhere"), "--user", "Ms. A"], "has no checkpoint to go on from: give the output directory"),
         ([str(orders), "--user", "Ms. A"], "has no checkpoint"),
         ([output, "--user", "Ms. A", "-k", "0"], "k is 0: give a whole number of 1 or more"),
