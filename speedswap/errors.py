@@ -68,7 +68,7 @@ class WeightError(SpeedswapError, RuntimeError):
 
 
 class BatchError(SpeedswapError, ValueError):
-    """A batch, or what a loss returned for it, cannot be split; nothing was computed with it."""
+    """A batch, or what a loss returned for it, cannot be split, or was overwritten; nothing was computed with it."""
 
 
 class CoupledLossError(SpeedswapError, TypeError):

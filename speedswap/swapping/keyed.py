@@ -26,16 +26,20 @@ class AskedLookup:
 
     Args:
         asked: the map's answer.
-        given: the keys as passed by the caller.
-        device: where the rows are needed.
+        lookup: the lookup.
+        keys: its keys, in the caller's memory where that has them in this form.
+
+    Attributes:
+        given: the caller's tensor, or the keys.
     """
 
-    def __init__(self, asked: AskedAhead, given: Any, device: torch.device) -> None:
+    def __init__(self, asked: AskedAhead, lookup: KeyedLookup, keys: Keys) -> None:
         self.asked = asked
-        self._device = device
+        self._device = lookup.device
         self._copied = asked.rows
-        self._rows = asked.rows.to(device)
-        self._given = GivenTensor(given, device) if isinstance(given, Tensor) else None
+        self._rows = asked.rows.to(lookup.device)
+        self._is_tensor = isinstance(lookup.given, Tensor)
+        self.given = GivenTensor(lookup.given if self._is_tensor else keys.numbers, lookup.device)
 
     @property
     def rows(self) -> Tensor:
@@ -47,8 +51,8 @@ class AskedLookup:
 
     def matches(self, given: Any, kind: str) -> bool:
         """Return whether a lookup has these keys."""
-        if self._given is not None:
-            return isinstance(given, Tensor) and self._given.equals(given)
+        if self._is_tensor:
+            return isinstance(given, Tensor) and self.given.equals(given)
         return _equal(as_keys(given, kind), self.asked.keys)
 
 
@@ -218,11 +222,12 @@ def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
     Raises:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.ask` does.
     """
-    found = IdMap.ask_all([each.table.id_map for each in lookups], [each.given for each in lookups])
+    keys = [as_keys(each.given, each.table.id_map.keys) for each in lookups]
+    found = IdMap.ask_all([each.table.id_map for each in lookups], [own.copied() for own in keys])
     for each, asked in zip(lookups, found, strict=True):
         if len(asked.keys):
             each.table._asked.append(asked)
-    return [AskedLookup(asked, each.given, each.device) for each, asked in zip(lookups, found, strict=True)]
+    return [*map(AskedLookup, found, lookups, keys)]
 
 
 def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:

@@ -13,7 +13,8 @@ from torch import nn
 
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
-from speedswap.swapping.prefetched import Announced, PrefetchedLookup, prefetch_lookups
+from speedswap.errors import BatchError
+from speedswap.swapping.prefetched import Announced, PrefetchedLookup, have_changed, prefetch_lookups
 from speedswap.swapping.row_step import Loop
 from speedswap.swapping.table_module import TableModule
 
@@ -69,6 +70,8 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
 
     Raises:
         TypeError: ``loader`` is not iterable, or a key of ``ids``, or a function's result, has the wrong type.
+        BatchError: at a batch's turn, if the loader has overwritten its ids to fill the same memory with a later batch;
+            nothing was trained on it.
         ValueError: ``depth`` is negative, or differs between ranks that own the rows together; or ``ids`` is empty; or
             accelerate has prepared the loader to end a window of accumulated gradients with its last batch.
 
@@ -176,6 +179,12 @@ class Lookahead(Generic[Batch]):
                     raise turn.error
                 finally:
                     del turn, error  # its traceback holds this frame, which would keep the caller's objects alive
+            if have_changed(lookup for lookups in turn.prefetched.values() for lookup in lookups):
+                self._end_announcements(modules, failed=True)
+                raise BatchError(
+                    "the ids of a batch changed before its turn: the loader has overwritten a tensor that it had "
+                    "yielded for it, while its rows were brought; yield new tensors (buffer.clone()), or give depth=0"
+                )
             has_turn = [module._begin_turn(loop, turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap.swapping.graphs import leaving_transforms
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
@@ -42,6 +43,10 @@ class Request:
         return cls((request,), request.device, lambda: request)
 
 
+# Their values are keys or ids alike in any of them.
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32}
+
+
 @leaving_transforms
 def ids_of(request: Request | Tensor) -> Tensor:
     """Return the ids of a lookup."""
@@ -60,6 +65,8 @@ class Announced(NamedTuple):
         asked: the lookup's keys, as the module keeps them, if an id map assigned these rows.
         batch: what the module has read the ids from, to look them up in the same form; or None.
         found: the rows and each id's index among them, if they are known.
+        sources: what the ids were read from, apart from ``given``; its ``has_changed()`` says whether that was
+            overwritten since.
     """
 
     table: Table
@@ -69,6 +76,7 @@ class Announced(NamedTuple):
     asked: Any = None
     batch: Any = None
     found: tuple[Tensor, Tensor] | None = None
+    sources: Sequence[Any] = ()
 
 
 class PrefetchedLookup:
@@ -76,6 +84,7 @@ class PrefetchedLookup:
 
     Attributes:
         transfer: the transfer of the rows.
+        sources: what must not change before the lookup's turn.
     """
 
     transfer: Prefetched
@@ -86,6 +95,7 @@ class PrefetchedLookup:
         self.asked = lookup.asked
         self.batch = lookup.batch
         self._given = given
+        self.sources: Sequence[Any] = [*given, *lookup.sources]
         own = [tensor.ids for tensor in given if tensor.is_tensor(lookup.ids)]
         ids = lookup.ids
         self.ids = own[0] if own else ids if ids.is_cuda else _copied(ids, lookup.device)
@@ -142,6 +152,11 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     return prefetched
 
 
+def have_changed(lookups: Iterable[PrefetchedLookup]) -> bool:
+    """Return whether anything that a batch's ids were read from has been overwritten since they were announced."""
+    return any(source.has_changed() for source in {source for each in lookups for source in each.sources})
+
+
 class GivenTensor:
     """A tensor as it was when its lookup was announced: a copy; or itself, in GPU memory, where its version tells.
 
@@ -159,6 +174,12 @@ class GivenTensor:
     def is_tensor(self, tensor: Tensor) -> bool:
         return tensor is self._tensor
 
+    def has_changed(self) -> bool:
+        """Return whether the tensor has been overwritten since; GPU memory of inference mode is not compared."""
+        if self._is_copied:
+            return self._tensor.is_cpu and not kernels.have_same_bits(self._tensor, self.ids)
+        return self._version != self._tensor._version
+
     def equals(self, now: Tensor) -> bool:
         """Return whether a tensor equals this one as it was. GPU memory that changed since equals none."""
         if now.numel() != self.ids.numel():
@@ -167,8 +188,12 @@ class GivenTensor:
             return True
         if not self._is_copied and self._version != self._tensor._version:
             return False
-        ids = self.ids.to(now.device, non_blocking=now.is_cuda).reshape(-1)
-        return torch.equal(now.detach().reshape(-1).to(ids.dtype), ids)
+        ids, now = self.ids.to(now.device, non_blocking=now.is_cuda).reshape(-1), now.detach().reshape(-1)
+        if now.dtype != ids.dtype:
+            if not {now.dtype, ids.dtype} <= _INTEGERS:
+                return False
+            ids, now = ids.long(), now.long()
+        return torch.equal(now, ids)
 
 
 def is_unchanged(given: Tensor, version: int | None, now: Tensor) -> bool:

@@ -184,8 +184,8 @@ class RowStep(Locked):
             warn_once(
                 "SW407",
                 f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
-                "which is slower; let its function return the ids of every lookup, on the lookup's device, and take "
-                "each batch only once the one before was trained on",
+                "which is slower; let its function return the ids of every lookup, on the lookup's device, take each "
+                "batch only once the one before was trained on, and yield no tensors that are overwritten later",
             )
         return None
 

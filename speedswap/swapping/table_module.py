@@ -435,16 +435,16 @@ class TableModule(nn.Module):
         return [(self, lookup) for lookup in announced if lookup.ids.numel() or self._step.is_sharded]
 
     def _announced(self, given: Any) -> Announced:
-        device, asked = self._target(given), None
+        device, asked, sources = self._target(given), None, []
         if self._keyed is None:
             kernels.require_id_dtype(given)
             ids = given
         elif self._adds():
             asked = self._keyed.ask(given, device)
-            ids = asked.rows
+            ids, sources = asked.rows, [asked.given]
         else:
             ids = self._keyed.rows(given, device, adds=False)
-        return Announced(self.table, (ids,), device, ids, asked)
+        return Announced(self.table, (ids,), device, ids, asked, sources=sources)
 
     # ------------------------------------------------------------------ inside a lookahead
 

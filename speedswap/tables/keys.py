@@ -40,6 +40,10 @@ class Keys(NamedTuple):
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def copied(self) -> Keys:
+        """Return the same keys, as numbers in memory that nobody else writes."""
+        return Keys(self.numbers.clone(), self.shape, self.device, self.texts)
+
 
 _CPU = torch.device("cpu")
 

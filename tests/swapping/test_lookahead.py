@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from children import exit_status, run_script
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import speedswap
 from speedswap import kernels
-from speedswap.errors import IdError, LostUpdateError, SpeedswapWarning, TableClosedError
+from speedswap.errors import BatchError, IdError, LostUpdateError, SpeedswapWarning, TableClosedError
 from speedswap.kernels.cuda import engines, modules
 from speedswap.kernels.cuda.engines import Ring
 from speedswap.tables import LocalStore
@@ -318,8 +320,7 @@ def test_ids_that_were_not_prefetched_are_right_and_warned_of_once(
     assert_same(*found)
 
 
-def test_ids_that_change_after_they_were_prefetched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedswap._warnings._said", set())
+def test_ids_that_change_after_they_were_prefetched(device: str) -> None:
     items = embedding(device)
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     before = items.table.read()
@@ -330,10 +331,10 @@ def test_ids_that_change_after_they_were_prefetched(device: str, monkeypatch: py
             batches[1].fill_(7)
             yield ids
 
-    with pytest.warns(SpeedswapWarning, match="not told of"):
+    with pytest.raises(BatchError, match="changed before its turn"):
         train(items, optimizer, changing())
     changed = (items.table.read() != before).any(dim=1).nonzero().flatten().tolist()
-    assert changed == [1, 2, 7]
+    assert changed == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -664,3 +665,109 @@ def test_a_loader_that_ends_windows_by_its_last_batch_is_refused() -> None:
         speedswap.lookahead(PreparedLoader(2, True), ids)
     for loader, depth in ((PreparedLoader(2, False), 1), (PreparedLoader(1, True), 1), (PreparedLoader(2, True), 0)):
         assert len(list(speedswap.lookahead(loader, ids, depth=depth))) == 1
+
+
+# ---------------------------------------------------------------------- loaders that fill the same memory again
+
+
+def refilled(kind: str) -> Iterator[Any]:
+    """Yield five batches of ids in the same memory, which each later one overwrites."""
+    buffer = np.zeros(6, np.int64)
+    tensor = torch.from_numpy(buffer)
+    for k in range(5):
+        if kind == "copy_":
+            tensor.copy_(torch.arange(6) + k)
+        else:
+            buffer[:] = np.arange(6) + k
+        yield buffer if kind == "array" else tensor
+
+
+def bags() -> Any:
+    configs = [speedswap.EmbeddingBagConfig(name="a", num_embeddings=64, embedding_dim=4)]
+    return speedswap.EmbeddingBagCollection(configs)
+
+
+def keyed_batch(ids: Tensor) -> Any:
+    return speedswap.KeyedJaggedTensor(["a"], ids, lengths=torch.ones(6, dtype=torch.int64))
+
+
+OVERWRITTEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "ids": (lambda: speedswap.Embedding(64, 4), lambda ids: ids),
+    "a view": (lambda: speedswap.EmbeddingBag(64, 4), lambda ids: ids.view(3, 2)),
+    "features": (bags, lambda ids: {"a": ids}),
+    "a keyed batch": (bags, keyed_batch),
+    "keys": (lambda: speedswap.Embedding(64, 4, id_map=speedswap.IdMap(64)), lambda ids: ids),
+    "keys of an array": (lambda: speedswap.Embedding(64, 4, id_map=speedswap.IdMap(64)), lambda ids: ids),
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["copy_", "numpy"])
+@pytest.mark.parametrize("given", OVERWRITTEN)
+def test_ids_that_the_loader_overwrites_before_their_turn_are_an_error(given: str, kind: str, depth: int) -> None:
+    make, form = OVERWRITTEN[given]
+    module = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    tables = [each.table for each in module.modules() if isinstance(getattr(each, "table", None), speedswap.Table)]
+    before = [table.read() for table in tables]
+    source = refilled("array" if given == "keys of an array" else kind)
+
+    def train() -> None:
+        for batch in speedswap.lookahead(source, {module: form}, depth=depth):
+            out = module(form(batch))
+            (out if isinstance(out, Tensor) else out.values()).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(BatchError, match=r"has overwritten a tensor.*yield new tensors \(buffer.clone\(\)\)"):
+        train()
+    assert all(torch.equal(table.read(), rows) for table, rows in zip(tables, before, strict=True))
+    if getattr(module, "id_map", None) is not None:
+        assert len(module.id_map) == 0
+
+
+def test_ids_that_change_in_their_turn_are_looked_up_as_they_are() -> None:
+    """As where items are masked just before the forward pass."""
+    ends = []
+    for ahead in (True, False):
+        module = speedswap.Embedding(64, 4, seed=0)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        loader: Iterable[Tensor] = [torch.arange(6) + k for k in range(5)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SpeedswapWarning)
+            for ids in speedswap.lookahead(loader, {module: lambda ids: ids}) if ahead else loader:
+                ids[::2] = 63
+                module(ids).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(module.read())
+    assert torch.equal(*ends)
+
+
+WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32)
+
+
+@pytest.mark.parametrize("looked_up", [*WHOLE, torch.uint64, torch.float32, torch.bool])
+@pytest.mark.parametrize(
+    ("announced", "keyed"), [(torch.int32, False), (torch.int64, False), *((each, True) for each in WHOLE)]
+)
+def test_a_lookup_in_another_dtype_than_announced_is_that_of_the_plain_loop(
+    announced: torch.dtype, looked_up: torch.dtype, keyed: bool
+) -> None:
+    """The least value that one of the two dtypes cannot hold, and small ones."""
+    shifts = [0, 2**8, 2**16, 2**32]
+    for shift in shifts:
+        ends = []
+        for ahead in (True, False):
+            module = speedswap.Embedding(50, 2, seed=0, id_map=speedswap.IdMap(50) if keyed else None)
+            ids = torch.tensor([1, 2])
+            loop: Iterable[Tensor] = [ids]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SpeedswapWarning)
+                for batch in speedswap.lookahead([ids], {module: lambda ids: ids.to(announced)}) if ahead else loop:
+                    try:
+                        out: object = module((batch + shift).to(looked_up)).tolist()
+                    except (TypeError, speedswap.errors.IdError) as error:
+                        out = type(error)
+            every = torch.tensor([*range(3), *(each + k for k in (1, 2) for each in shifts[1:])])
+            ends.append((out, module.id_map.lookup(every).tolist() if module.id_map is not None else None))
+        assert ends[0] == ends[1], shift

@@ -364,7 +364,9 @@ class TableCollection(nn.Module, Generic[Config]):
             if (rows.shape[0] or group._step.is_sharded) and not group.has_keys_of_ranks:
                 given = found.tensors(index, device)
                 known = found.found(index) if found.room else None
-                lookups.append((group, Announced(group.table, given, device, rows, asked[index], found, known)))
+                sources = [found, *(each.asked.given for each in asked[index])]
+                announced = Announced(group.table, given, device, rows, asked[index], found, known, sources)
+                lookups.append((group, announced))
         return lookups
 
     def extra_repr(self) -> str:

@@ -333,6 +333,16 @@ class FeatureBatch:
                 return False
         return True
 
+    def has_changed(self) -> bool:
+        """Return whether the features' ids have been overwritten since; those of a keyed batch on the CPU say so."""
+        if self._source is not None:
+            given, versions = self._source[1:]
+            return [None if each is None else each._version for each in given] != versions
+        ids = self.asked.ids
+        if not self.by_name or not isinstance(ids, Tensor):
+            return False
+        return not kernels.have_same_bits(torch.cat([each.reshape(-1) for each in self.by_name]), ids)
+
     @leaving_transforms
     def outside(self, error: IdError) -> IdError | ValueError:
         """Return the error for wrong offsets, or for the first id outside its table, to replace one without names."""
