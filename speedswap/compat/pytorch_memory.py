@@ -40,7 +40,7 @@ Network = Callable[[], nn.Module] | nn.Module
 
 
 def get_variable_count(model_class: Network, input_shape: Sequence[int]) -> int:
-    """Count the elements of all modules' outputs for one sample, twice if they get a gradient."""
+    """Count the elements of the outputs of all modules in a network for one sample, twice if they get a gradient."""
     return _run(_built(model_class), input_shape)[1]
 
 
@@ -92,7 +92,7 @@ def _run(network: nn.Module, input_shape: Sequence[int]) -> tuple[tuple[int, ...
     Returns:
         The batch's shape, of two samples; or of one, if ``input_shape`` has the batch dimension already and the network
         does not take another. The elements of all outputs for one sample, and again if they get a gradient. A summary
-        of each module, in the order in which they finished.
+        of each module, in the order in which they finished. The network itself is none of them, unless it has no other.
     """
     layers: list[dict[str, Any]] = []
     variables = 0
@@ -114,7 +114,7 @@ def _run(network: nn.Module, input_shape: Sequence[int]) -> tuple[tuple[int, ...
 
     shape = (2, *input_shape)
     with RandomState(), torch.enable_grad(), modes_kept([network]), ExitStack() as hooks:
-        for module in network.modules():
+        for module in [*network.modules()][bool(next(network.children(), None)) :]:
             hooks.enter_context(module.register_forward_hook(add))
         network.eval()
         try:

@@ -47,6 +47,7 @@ Differences:
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,10 @@ __all__ = [
     "PytorchOptimizerFactory",
 ]
 
+# SpeedTorch's modules, importable by their names too.
+CPUCupyPinned = CPUTorchPinned = CUPYLive = GPUTorch = GenTorch = sys.modules[__name__]
+_MODULES = ("CPUCupyPinned", "CPUTorchPinned", "CUPYLive", "GPUTorch", "GenTorch")
+sys.modules.update({f"{__name__}.{name}": GenTorch for name in _MODULES})
 
 FileName = str | os.PathLike[str]
 DeviceName = str | torch.device

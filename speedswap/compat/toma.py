@@ -40,6 +40,7 @@ __all__ = [
     "GlobalBatchsizeCache",
     "NoBatchsizeCache",
     "StacktraceMemoryBatchsizeCache",
+    "batchsize_cache",
     "cpu_memory",
     "explicit",
     "get_cache_for_context",
@@ -51,8 +52,9 @@ __all__ = [
 ]
 
 # toma's class of this name, whose DEFAULT_CACHE_TYPE can be assigned too, and its modules, importable by these names.
-toma = cpu_memory = torch_cuda_memory = stacktrace = sys.modules[__name__]
-sys.modules.update({f"{__name__}.{name}": toma for name in ("cpu_memory", "torch_cuda_memory", "stacktrace")})
+toma = batchsize_cache = cpu_memory = torch_cuda_memory = stacktrace = sys.modules[__name__]
+_MODULES = ("batchsize_cache", "cpu_memory", "torch_cuda_memory", "stacktrace")
+sys.modules.update({f"{__name__}.{name}": toma for name in _MODULES})
 
 Function = Callable[..., Any]
 AnyFunction = TypeVar("AnyFunction", bound=Function)

@@ -247,15 +247,27 @@ class Classifier(nn.Module):
 
 def test_counts_and_summary():
     assert get_parameter_count(Classifier) == 4 * 8 + 8 + 8 * 2 + 2
-    assert get_variable_count(Classifier, (4,)) == 2 * (8 + 2 + 2)  # two layers and the module itself, with gradients
+    assert get_variable_count(Classifier, (4,)) == 2 * (8 + 2)  # two layers, with gradients
     older = InspectNetwork(Classifier, (4,))
     assert older.get_parameter_count() == get_parameter_count(Classifier)
-    assert older.get_intermediate_variable_count() == 24
+    assert older.get_intermediate_variable_count() == 20
     assert summary_of_network(Classifier, (4,)) == [
         {"input_shape": (4,), "output_shape": (8,), "parameter_count": 40, "layer_type_name": "Linear"},
         {"input_shape": (8,), "output_shape": (2,), "parameter_count": 18, "layer_type_name": "Linear"},
-        {"input_shape": (4,), "output_shape": (2,), "parameter_count": 58, "layer_type_name": "Classifier"},
     ]
+
+
+def test_the_whole_networks_output_is_that_of_its_last_module():
+    """Figures of pytorch-memory for the same network: outputs of 64, 64 and 4, with gradients, for 8 and 60 numbers."""
+
+    def network():
+        return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    assert get_variable_count(network, (8,)) == 264
+    config = config_for(10, memory=100, input_shape=(8,), output_shape=(60,), model=network)
+    assert config.single_sample_memory_usage == (8 + 60 + 264) * 4 == 1328
+    assert [layer["layer_type_name"] for layer in summary_of_network(network, (8,))] == ["Linear", "ReLU", "Linear"]
+    assert get_variable_count(lambda: nn.Linear(8, 4), (8,)) == 8  # which is the whole network
 
 
 def test_numbers_of_the_configuration_follow_its_formula():
@@ -263,7 +275,7 @@ def test_numbers_of_the_configuration_follow_its_formula():
     assert config.input_size == 16
     assert config.output_size == 8
     assert config.sample_size == 24
-    assert config.single_sample_memory_usage == 24 + 24 * 4
+    assert config.single_sample_memory_usage == 24 + 20 * 4
     assert config.model_memory_usage == 58 * 4
     assert config.batch_size == 6  # 7 rounded down to a multiple of 3
     assert config.sample_count_in_single_batch == 2
@@ -421,8 +433,8 @@ def test_defect_6_tuples_batch_norm_and_random_numbers():
     before = torch.get_rng_state()
     config = config_for(10, input_shape=(5, 4), memory=100, model=Several)
     assert torch.equal(torch.get_rng_state(), before)
-    # lstm: 5 × 8 outputs and two states of 8; norm 8, drop 8; the module itself 8 and 8; all of them with gradients
-    assert config.total_intermediate_variable_count == 2 * (40 + 16 + 8 + 8 + 16)
+    # lstm: 5 × 8 outputs and two states of 8; norm 8, drop 8; all of them with gradients
+    assert config.total_intermediate_variable_count == 2 * (40 + 16 + 8 + 8)
     assert summary_of_network(Several, (5, 4))[0]["output_shape"] == (5, 8)
 
 
@@ -476,7 +488,7 @@ def test_defect_9_model_may_be_an_object_and_shapes_may_have_a_batch_dimension()
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2))
     modes = [module.training for module in model.modules()]
     with_batch = get_variable_count(model, (1, 3, 8, 8))
-    assert with_batch == get_variable_count(model, (3, 8, 8)) == 2 * 3 * 2 * 36
+    assert with_batch == get_variable_count(model, (3, 8, 8)) == 2 * 2 * 2 * 36
     assert [module.training for module in model.modules()] == modes
     assert model[1].num_batches_tracked == 0
     assert config_for(10, input_shape=(1, 3, 8, 8), memory=100, model=model).batch_size == 2

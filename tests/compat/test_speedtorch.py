@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import inspect
 import itertools
 import os
@@ -128,6 +129,13 @@ def test_every_public_class_has_its_arguments_and_methods(name: str) -> None:
     assert arguments_of(found) == SIGNATURES[name]
     for method, arguments in METHODS[name].items():
         assert arguments_of(getattr(found, method)) == arguments, method
+
+
+@pytest.mark.parametrize("module", ["CPUCupyPinned", "CPUTorchPinned", "CUPYLive", "GPUTorch", "GenTorch"])
+def test_the_modules_of_speedtorch_have_its_classes(module: str) -> None:
+    found = importlib.import_module(f"speedswap.compat.speedtorch.{module}")
+    assert found is getattr(SpeedTorch, module)
+    assert found.ModelFactory is SpeedTorch.ModelFactory
 
 
 def test_nothing_public_is_missing() -> None:

@@ -161,6 +161,22 @@ def test_readme_import_of_a_submodule():
     assert importlib.import_module("speedswap.compat.toma.stacktrace") is stacktrace
 
 
+def test_every_public_name_of_toma_is_importable_where_it_was():
+    names = {
+        "batchsize_cache": "Batchsize BatchsizeCache NoBatchsizeCache GlobalBatchsizeCache "
+        "StacktraceMemoryBatchsizeCache",
+        "cpu_memory": "get_available_cpu_memory set_cpu_memory_limit is_out_of_cpu_memory",
+        "stacktrace": "get_simple_traceback watermark set_watermark",
+        "torch_cuda_memory": "gc_cuda get_cuda_total_memory get_cuda_assumed_available_memory "
+        "get_cuda_available_memory get_cuda_blocked_memory is_cuda_out_of_memory is_cudnn_snafu cuda_meminfo",
+    }
+    for module, members in names.items():
+        exec(f"from speedswap.compat.toma import {module}")
+        for name in members.split():
+            exec(f"from speedswap.compat.toma.{module} import {name}")
+            exec(f"import speedswap.compat.toma.{module} as found; found.{name}")
+
+
 def test_the_module_is_as_good_as_the_class():
     """``import toma`` and ``from toma import toma`` both stand in front of the README's names."""
     assert package.batch is toma.batch
