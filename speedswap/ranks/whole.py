@@ -18,6 +18,7 @@ from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest, ManifestFile, ShardsManifest, require_shared, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.files.place import Place
+from speedswap.tables.storage import require_unheld
 from speedswap.tables.whole_table import require_memory
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool)
     with ExitStack() as held:
         try:
             if rank == 0:
+                if overwrite:
+                    require_unheld(path)
                 directory = held.enter_context(TableDirectory.replacing(path, overwrite=overwrite))
             task.round()
             hidden = require_shared(Place(path).hidden, path)

@@ -52,6 +52,11 @@ class Initializer:
         self.fill(into, rows, spec)
         return into
 
+    def require_fits(self, dtype: torch.dtype) -> None:
+        """Raise ValueError if a column of a dtype cannot have these values."""
+        for part in self.parts:
+            part.require_fits(dtype)
+
     @property
     def parts(self) -> Sequence[Initializer]:
         """The initializers that this one is composed of, if any."""
@@ -111,8 +116,18 @@ def zero_row_in(into: Tensor, rows: range | Tensor, zero_row: int | None) -> Non
         into[rows == zero_row] = 0
 
 
+class _OfNumbers(Initializer):
+    """Values that depend on numbers."""
+
+    def require_fits(self, dtype: torch.dtype) -> None:
+        try:
+            self.values(range(1), ColumnSpec(1, (1,), dtype, 0, 0))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"init is {self.to_json()}, which has no values of {dtype}: {error}") from error
+
+
 @dataclass(frozen=True)
-class _Constant(Initializer):
+class _Constant(_OfNumbers):
     value: float
     kind: ClassVar[str] = "constant"
 
@@ -125,7 +140,7 @@ class _Constant(Initializer):
 
 
 @dataclass(frozen=True)
-class _Random(Initializer):
+class _Random(_OfNumbers):
     draw: ClassVar[Callable[..., None]]  # a kernel; the fields are its parameters
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:

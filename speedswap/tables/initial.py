@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap.tables.files.damage import is_int
 from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, zero_row_in
 from speedswap.tables.record import Column
 
@@ -215,10 +216,9 @@ class InRanges(Initializer):
         known, ranges = True, []
         for each in data["ranges"]:
             num_rows, seed, zero_row = each["num_rows"], each["seed"], each["zero_row"]
-            _require_int("num_rows", num_rows, 1, 2**62)
-            _require_int("seed", seed, 0, 2**64 - 1)
-            if zero_row is not None:
-                _require_int("zero_row", zero_row, 0, num_rows - 1)
+            is_range = is_int(num_rows, 1, 2**62) and is_int(seed, 0, 2**64 - 1)
+            if not is_range or not (zero_row is None or is_int(zero_row, 0, num_rows - 1)):
+                raise ValueError(f"init has a range of {num_rows!r} rows, with seed {seed!r}, row {zero_row!r} zero")
             init = from_json(each["init"])
             if init is None:
                 known = False
@@ -227,8 +227,3 @@ class InRanges(Initializer):
             else:
                 ranges.append(Range(num_rows, init, seed, zero_row))
         return cls(tuple(ranges)) if known else None
-
-
-def _require_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"init has a range whose {name} is {value!r}")

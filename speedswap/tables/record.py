@@ -52,8 +52,8 @@ class Column:
 
     Raises:
         TypeError: ``dtype`` cannot be stored as ``stored``.
-        ValueError: the rounding is unknown or not available for ``stored``, or a table's files cannot hold the name or
-            the row shape.
+        ValueError: the rounding is unknown or not available for ``stored``, the initial values do not fit ``dtype``, or
+            a table's files cannot hold the name or the row shape.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Column:
             raise ValueError(f"rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         if self.rounding == "stochastic" and self.stored == torch.int8:
             raise ValueError(f"rounding of column {self.name!r} is 'stochastic'; int8 is rounded to 'nearest' only")
+        self.init.require_fits(self.dtype)
 
     @property
     def compact(self) -> bool:

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args
@@ -356,8 +357,25 @@ def lives_there(path: str | os.PathLike[str]) -> FileExistsError:
     return FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
 
 
+def require_unheld(path: Path) -> None:
+    """Raise FileExistsError if checkpoints may need a commit of the table at a path."""
+    for place in (path, *path.glob("shard-*")):
+        held = list[int]()
+        with suppress(OSError, TableFormatError):  # whatever else is there holds no commits
+            store = open_store(place, "r")
+            held = store.files.commits.held if store.files is not None and store.files.commits is not None else held
+            store.close()
+        if held:
+            raise FileExistsError(
+                f"path is {str(path)!r}, a table whose commits {held} checkpoints may need; give another path, or "
+                f"remove the checkpoints and then call Table.open({str(place)!r}).commits.let_go({held[0]})"
+            )
+
+
 def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
     """Write a copy of a store to a new table directory, which appears complete or not at all."""
+    if overwrite:
+        require_unheld(path)
     with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.facts.locked.lock:
         if source.notes.closed:
             raise TableClosedError(f"table {source.facts.name!r} was closed meanwhile; save it before")

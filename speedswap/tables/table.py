@@ -792,7 +792,7 @@ class Table:
 
         Raises:
             FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds foreign
-                files.
+                files, or checkpoints may need a commit of the table there.
             TableBusyError: the table at ``path`` is open for writing, or being created.
             TableFullError: the disk has no room. An existing table is unchanged.
         """
@@ -836,7 +836,7 @@ class Table:
             overwrite: replace an existing file.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is a file of a table or a checkpoint.
             ValueError: the format or a column is unknown; the format cannot hold several columns, or keys; the number
                 of keys differs from that of rows, or the word2vec formats cannot hold a key, since it is empty or has
                 whitespace. Or the table is one rank's part of another.
@@ -881,7 +881,7 @@ class Table:
                     self._flush_at_end.detach()
 
     def remove(self) -> None:
-        """Close the table and remove its files."""
+        """Close the table and remove its files; log a warning if checkpoints may need them."""
         if self.store.facts.part_name:
             raise TypeError(f"table {self.name!r} lies in a store with others and has no files of its own to remove")
         try:

@@ -107,7 +107,7 @@ class NewFiles:
             used_in = {there[digest] for digest in digests.values() if digest in there}
             for file in {each.file for each in used_in}:
                 same = [each for each in used_in if each.file == file]
-                if not self.link(previous[1], [file], lambda files, same=same: files.check_all(same)):
+                if not self.link(previous[1], [file], lambda files, same=same: files.check(same)):
                     there = {key: each for key, each in there.items() if each.file != file}
         new: dict[str, Tensor] = {}
         for key, digest in digests.items():
@@ -229,42 +229,35 @@ class TensorsOf:
         Raises:
             CheckpointError: it is missing or damaged.
         """
+        reader = self._reader_of(saved)
+        with says_malformed(self.folder, "its tensors", saved.file):
+            tensor = reader.read(saved.key)
+        self._compare(digest_of(tensor), saved)
+        return tensor
+
+    def check(self, tensors: Iterable[SavedTensor]) -> None:
+        """Read tensors from the disk, a piece at a time, and compare them with their hashes.
+
+        Raises:
+            CheckpointError: one is missing or damaged.
+        """
+        for saved in tensors:
+            reader = self._reader_of(saved)
+            reader.file.forget_cached()
+            digest = new_digest(reader.places[saved.key].dtype, reader.places[saved.key].shape)
+            for (piece,) in self.pieces(saved.file, saved.key):
+                digest.update(raw(piece))
+            self._compare(digest.hexdigest(), saved)
+
+    def _reader_of(self, saved: SavedTensor) -> TensorReader:
         reader = self.file(saved.file)
         if saved.key not in reader.places:
             raise damaged(self.folder, f"{saved.file} lacks {saved.key!r}")
-        with says_malformed(self.folder, "its tensors", saved.file):
-            tensor = reader.read(saved.key)
-        if digest_of(tensor) != saved.digest:
-            raise self._changed(saved.key, saved.file)
-        return tensor
+        return reader
 
-    def check_all(self, tensors: Iterable[SavedTensor]) -> None:
-        """Check some tensors against their hashes, as :meth:`check` does."""
-        digests: dict[str, dict[str, str]] = {}
-        for each in tensors:
-            digests.setdefault(each.file, {})[each.key] = each.digest
-        for file, expected in digests.items():
-            self.check(file, expected)
-
-    def check(self, file: str, digests: Mapping[str, str]) -> None:
-        """Check tensors of a file against their hashes, a piece at a time, past the page cache.
-
-        Raises:
-            CheckpointError: the file is damaged, or lacks one.
-        """
-        reader = self.file(file)
-        reader.file.forget_cached()
-        for name, expected in digests.items():
-            if name not in reader.places:
-                raise damaged(self.folder, f"{file} lacks {name!r}")
-            digest = new_digest(reader.places[name].dtype, reader.places[name].shape)
-            for (piece,) in self.pieces(file, name):
-                digest.update(raw(piece))
-            if digest.hexdigest() != expected:
-                raise self._changed(name, file)
-
-    def _changed(self, name: str, file: str) -> CheckpointError:
-        return damaged(self.folder, f"the bytes of {name!r} in {file} are not those that were written")
+    def _compare(self, digest: str, saved: SavedTensor) -> None:
+        if digest != saved.digest:
+            raise damaged(self.folder, f"the bytes of {saved.key!r} in {saved.file} are not those that were written")
 
 
 def decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from speedswap.collectives import Task
-from speedswap.errors import CheckpointError
+from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.format import (
     MANIFEST,
@@ -30,7 +30,7 @@ from speedswap.swapping.checkpoints.format import (
     UnknownCheckpoint,
     says_malformed,
 )
-from speedswap.swapping.checkpoints.tables import KEEPER, NAME, TOKEN, path_in
+from speedswap.swapping.checkpoints.tables import KEEPER, TOKEN, path_in
 from speedswap.tables import Table
 from speedswap.tables.files.damage import require
 from speedswap.tables.files.locks import locked
@@ -81,7 +81,7 @@ class Folder(NamedTuple):
         """
         try:
             manifest, files = self.open()
-            files.check_all(manifest.tensors.values())
+            files.check(manifest.tensors.values())
             for part in (part for table in manifest.tables for part in table.parts):
                 verify_part(part, files, manifest.token)
             return Verdict.GOOD
@@ -156,7 +156,7 @@ class Folders:
                     raise UnknownCheckpoint(f"{folder.path} has no {MANIFEST}: copy all of it there, or remove it")
                 found.manifests.append((folder.open()[0], folder.path))
             except (UnknownCheckpoint, MemoryError) as error:
-                found.unknown.append(str(error))
+                found.unknown.append(str(error) or f"{folder.path} does not fit in memory")
             except CheckpointError as error:
                 _log.warning("%s", error)
         found.gone.update({match[1] for match in left if match[1]} - {each.token for each, _ in found.manifests})
@@ -279,31 +279,27 @@ class Folders:
     def _beyond(self, found: Found, keep: int | Collection[int] | None, verified: str) -> list[Path]:
         """Return the folders to remove: none unless those that stay are proven good."""
         newest_first = self.entries()[::-1]
-
-        def others(judge: Callable[[Folder], Verdict]) -> list[Path]:
-            kept, beyond = set[int](), list[Path]()
-            for folder in newest_first:
-                if isinstance(keep, int):
-                    is_kept, of = len(kept) < keep, folder.number
-                else:
-                    is_kept = folder is newest_first[0] or (folder.step in (keep or ()) and folder.step not in kept)
-                    of = folder.step
-                if not is_kept:
-                    beyond.append(folder.path)
-                elif (verdict := judge(folder)) is Verdict.GOOD:
-                    kept.add(of)
-                elif verdict is Verdict.UNKNOWN:
-                    return []
-            return beyond
-
         is_due = verified or (newest_first and newest_first[0].path == found.folder_of(Folders.known_sound))
-        if keep is None or not is_due or not others(lambda folder: Verdict.GOOD):
+        if keep is None or not is_due or len(newest_first) <= (keep if isinstance(keep, int) else 1):
             return []
         if found.unknown:
             _log.warning("no checkpoint in %s is removed: %s", self.path, "; ".join(found.unknown))
             return []
-        newest = found.folder_of(verified)
-        return others(lambda folder: Verdict.GOOD if folder.path == newest else folder.judge())
+        kept, beyond, newest = set[int](), list[Path](), found.folder_of(verified)
+        for folder in newest_first:
+            if isinstance(keep, int):
+                is_kept, of = len(kept) < keep, folder.number
+            else:
+                is_kept = folder is newest_first[0] or (folder.step in keep and folder.step not in kept)
+                of = folder.step
+            verdict = Verdict.GOOD if not is_kept or folder.path == newest else folder.judge()
+            if verdict is Verdict.UNKNOWN:
+                return []
+            if not is_kept:
+                beyond.append(folder.path)
+            elif verdict is Verdict.GOOD:
+                kept.add(of)
+        return beyond
 
     def _set_aside(self, folder: Path, token: str = "") -> None:
         """Take a checkpoint's name from it durably, so that a half-removed one never has it."""
@@ -337,17 +333,20 @@ def release(table: Table, here: Found, after: int = 0) -> bool:
     table.flush()
     for commit in commits.held:
         attributes = commits.attributes_of(commit)
-        token, keeper, name = (attributes.get(each) for each in (TOKEN, KEEPER, NAME))
+        token, keeper = attributes.get(TOKEN), attributes.get(KEEPER)
         if commit <= after or not (table.path and isinstance(token, str) and isinstance(keeper, str)):
             continue
-        is_here = token in here.gone or here.folder_of(token)
-        there = here if is_here else Folders(table.path / keeper).read()
+        directory, name = os.path.split(table.path / keeper)
+        where = Path(os.path.realpath(directory), name)
+        there = here if token in here.gone or here.folder_of(token) else Folders(where.parent).read()
         if (folder := there.folder_of(token)) is not None:
             with suppress(OSError):
                 _watched[token] = _watched.get(token) or OpenDirectory(folder)
             continue
-        watched, where = _watched.pop(token, None), f"{os.path.normpath(table.path / keeper)}/{name}"
-        if token not in there.gone and (watched is None or watched.exists):
+        watched, was_removed = _watched.pop(token, None), token in there.gone
+        with suppress(OSError):
+            was_removed |= watched is not None and not watched.exists
+        if not was_removed:
             why = "; ".join(there.unknown) or f"{where} was moved, or removed by other means"
             _log.warning(
                 "commit %d of table %r stays, for a checkpoint that may exist: %s. Put that right, or release the "
@@ -373,7 +372,7 @@ def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
         verify_rows(table, files.folder)
     table.close()
     for delta in part.deltas:
-        files.check(delta.file, delta.digests)
+        files.check(delta.tensors)
 
 
 def open_part(part: SavedTable, folder: Path, token: str) -> Table:
@@ -400,9 +399,17 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
             files = OpenDirectory(path)
             for name in filter(files.is_regular, files.names()):
                 OpenFile(files.open(name)).forget_cached()
-        table = Table.open(path, mode="r", commit=None if part.copy else part.commit)
-        is_held = part.copy or table.attributes.get(TOKEN) == token
-        require(bool(is_held), f"commit {part.commit} of the table at {path} is not that of this checkpoint")
+        try:
+            table = Table.open(path, mode="r", commit=None if part.copy else part.commit)
+        except ValueError as error:
+            require(
+                isinstance(error, TableFormatError),
+                f"the table at {path} no longer keeps commit {part.commit}, as if its checkpoint had been removed, of "
+                "which this may be a copy; save those to be copied with tables='copy'",
+            )
+            raise
+        is_same = part.copy or table.attributes.get(TOKEN) == token
+        require(bool(is_same), f"commit {part.commit} of the table at {path} is not that of this checkpoint")
     return table
 
 

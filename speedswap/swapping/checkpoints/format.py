@@ -76,6 +76,11 @@ class Delta:
         is_hashed = all(_matches(_DIGEST, digest) for digest in self.digests.values())
         require(_matches(_TENSORS, self.file) and _is_count(self.rows) and is_hashed, f"a change is {self}")
 
+    @property
+    def tensors(self) -> list[SavedTensor]:
+        """The tensors in its file."""
+        return [SavedTensor(self.file, name, digest) for name, digest in self.digests.items()]
+
 
 @dataclass(frozen=True)
 class SavedTable:

@@ -278,7 +278,7 @@ class TableToLoad:
             is_same = (table.num_embeddings, descriptions_of(table)) == (owners.rows_of(rank), part.columns)
             require(is_same, f"{table.path} is not the table {self.saved.name!r}")
             for delta in part.deltas:
-                self._tensors.check(delta.file, delta.digests)
+                self._tensors.check(delta.tensors)
                 self._check_delta(delta, table)
         return _Source(part, Shard(table, owners, rank))
 

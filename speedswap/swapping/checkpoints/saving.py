@@ -23,7 +23,6 @@ from speedswap.swapping.checkpoints.folders import Folders, release, verify_part
 from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable
 from speedswap.swapping.checkpoints.tables import (
     KEEPER,
-    NAME,
     ROWS,
     TOKEN,
     CopiedIn,
@@ -163,13 +162,11 @@ def save_checkpoint(
                 saving.wait()
                 with _says_unreadable(folders):
                     written = TensorsOf(files.directory)
-                    written.check_all(each for each in tensors.values() if each.file in files.new)
+                    changes = [each for part in saved for delta in part.deltas for each in delta.tensors]
+                    written.check(each for each in (*tensors.values(), *changes) if each.file in files.new)
                     for part in saved:
                         if part.copy in files.new:
                             verify_part(part, written, token)
-                        for delta in part.deltas:
-                            if delta.file in files.new:
-                                written.check(delta.file, delta.digests)
                 description = Manifest(token, step, content, tensors, saved)
                 parts = task.share([asdict(description), files.bytes_written])
                 bytes_written = sum(nbytes for _, nbytes in parts)
@@ -263,8 +260,7 @@ class TablesToSave:
         *,
         copies: bool,
     ) -> None:
-        self._files, self._number, self._token, self._suffix = files, number, token, suffix
-        self._name = Folders.name(number, step)
+        self._files, self._number, self._step, self._token, self._suffix = files, number, step, token, suffix
         self._previous, self._copies = existing[-1] if existing else None, copies
         self._changes: dict[RowStore, ChangedRows | None] = {}
         self._held: list[tuple[Table, Commits, int]] = []
@@ -307,8 +303,10 @@ class TablesToSave:
         if len(commits.held) >= _MOST_HELD:
             return {}
         checkpoints = self._files.folder.parent
-        keeper = path_from(table.path, checkpoints, checkpoints.parent)
-        table.attributes.update({TOKEN: self._token, KEEPER: keeper, NAME: self._name})
+        keeper = os.path.join(
+            path_from(table.path, checkpoints, checkpoints.parent), Folders.name(self._number, self._step)
+        )
+        table.attributes.update({TOKEN: self._token, KEEPER: keeper})
         commit = commits.hold()
         self._held.append((table, commits, commit))
         return {"path": path_from(checkpoints, table.path, checkpoints.parent), "commit": commit}

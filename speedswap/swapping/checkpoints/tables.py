@@ -23,8 +23,8 @@ from speedswap.tables import RowStore, Table
 from speedswap.tables.notes import ChangedRows
 
 ROWS = "rows"
-# A table's attributes for the last checkpoint that references it: the checkpoint's token, directory and name.
-TOKEN, KEEPER, NAME = "checkpoint", "checkpoints", "checkpoint_name"
+# A table's attributes for the last checkpoint that references it: the checkpoint's token and folder.
+TOKEN, KEEPER = "checkpoint", "checkpoints"
 
 
 class CopiedIn(NamedTuple):

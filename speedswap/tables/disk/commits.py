@@ -222,9 +222,9 @@ class LogCommits:
 
     def _discard_keys(self, log: kernels.RowLog) -> list[OpenFile]:
         """Remove files that no openable commit names; return them open."""
-        if not self._may_have_strays and not any(self._kept.values()):
-            return []
-        held, durable = log.held, log.durable
+        held, durable, had_files = log.held, log.durable, any(self._kept.values())
         self._kept = {commit: files for commit, files in self._kept.items() if commit >= durable or commit in held}
+        if not self._may_have_strays and not had_files:
+            return []
         self._may_have_strays = False
         return self._directory.discard_keys(keep=self.keys.names.union(self._of_former_log, *self._kept.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from speedswap.tables.store import Commits, RowStore, begin_alike
 
 _CPU = torch.device("cpu")
 _TRIES = 8
+_log = logging.getLogger("speedswap")
 
 _Changed = TypeVar("_Changed")
 
@@ -314,6 +316,12 @@ class LogStore(LogColumns, Commits):
             self._directory.remove()
 
     def remove(self) -> None:
+        if held := self.log.held:
+            _log.warning(
+                "table %r is removed, and checkpoints that refer to its commits %s cannot be loaded any more; save "
+                "those that are to stay with tables='copy'",
+                *(self.name, held),
+            )
         self._directory.remove()
         if not self.notes.closed:  # a full disk kept it from being closed
             self._shut()

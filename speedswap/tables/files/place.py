@@ -22,7 +22,7 @@ from speedswap.tables.files.locks import WriterLock
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, says_if_full, sync_names
 
 _log = logging.getLogger("speedswap")
-_OURS = re.compile(
+OURS = re.compile(
     r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|keys-[0-9]+\.bin|rows(-[0-9]+)?\.log"
     r"|HEAD(-[0-9]+)?"
 )
@@ -264,10 +264,8 @@ def is_ours(directory: OpenDirectory, name: str) -> bool:
     """Return whether a name in a table's directory can be a file of the table, or a rank's table."""
     if _is_folder(directory, name):
         shard = _shard(directory, name)
-        return shard is not None and all(
-            _OURS.fullmatch(each) and not _is_folder(shard, each) for each in shard.names()
-        )
-    return _OURS.fullmatch(name) is not None
+        return shard is not None and all(OURS.fullmatch(each) and not _is_folder(shard, each) for each in shard.names())
+    return OURS.fullmatch(name) is not None
 
 
 def is_shard(name: str) -> bool:

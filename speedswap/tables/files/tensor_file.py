@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableFormatError
+from speedswap.tables.files.damage import is_int
 from speedswap.tables.files.open_directory import OpenFile, write_all
 
 DTYPES = {
@@ -167,6 +168,6 @@ def _place(name: str, entry: Any, first: int) -> TensorPlace:
     sizes = [begin, end, *shape]
     if dtype not in _OF_NAME or len(shape) > _MAX_DIMS:
         raise ValueError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r} and {len(shape)} dimensions")
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63 for size in sizes):
+    if not all(is_int(size, 0, 2**63 - 1) for size in sizes):
         raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
     return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin)

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from speedswap.tables.files.locks import lock
 from speedswap.tables.files.open_directory import sync_names
+from speedswap.tables.files.place import OURS
 
 UNFINISHED = ".speedswap-"
 """The prefix of the names of files and folders that are being written or removed."""
@@ -36,6 +37,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     An existing file is replaced; so is a link, whose target is unchanged.
 
     Raises:
+        FileExistsError: it would replace a file of a table or of a checkpoint.
         OSError: the file cannot be created or written. An existing file stays, and nothing else is left.
 
     Example:
@@ -48,6 +50,11 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
         >>> (folder / "some.txt").read_text()
         'text'
     """
+    is_of_table = OURS.fullmatch(path.name) and os.path.lexists(path.with_name("MANIFEST"))
+    if os.path.lexists(path) and (is_of_table or os.path.lexists(path.with_name("CHECKPOINT"))):
+        raise FileExistsError(
+            f"path is {str(path)!r}, a file of a table or a checkpoint, which would be destroyed; give another path"
+        )
     unfinished, descriptor = _owned(path.parent, UNFINISHED, _new_file)
     try:
         with open(descriptor, "wb") as file:

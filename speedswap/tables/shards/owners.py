@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap.tables.files.damage import is_int
 from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, ids_of, zero_row_in
 from speedswap.tables.record import Column
 
@@ -233,13 +234,11 @@ class OwnedRows(Initializer):
         Raises:
             TypeError, ValueError, KeyError: the data do not describe a rank's rows.
         """
-        counts = [data[name] for name in ("num_embeddings", "world_size", "rank")]
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in counts):
-            raise TypeError(f"init has {counts!r}; numbers of rows, of ranks and of a rank were expected")
-        num_embeddings, world_size, rank = counts
+        num_embeddings, world_size, rank = (data[name] for name in ("num_embeddings", "world_size", "rank"))
         zero_row, init = data["zero_row"], from_json(data["init"])
-        is_row = zero_row is None or (isinstance(zero_row, int) and 0 <= zero_row < num_embeddings)
-        if not (1 <= num_embeddings < 2**62 and 1 <= world_size <= 2**20 and 0 <= rank < world_size and is_row):
+        is_sized = is_int(num_embeddings, 1, 2**62 - 1) and is_int(world_size, 1, 2**20)
+        is_part = is_sized and is_int(rank, 0, world_size - 1)
+        if not is_part or not (zero_row is None or is_int(zero_row, 0, num_embeddings - 1)):
             raise ValueError(f"init is of rank {rank} of {world_size}, with {num_embeddings} rows, row {zero_row} zero")
         return None if init is None else cls(init, Owners(num_embeddings, world_size), rank, zero_row)
 
