@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import speedswap
 from speedswap import Column, Table, init
 from speedswap.errors import TableTooLargeError
 
@@ -172,3 +174,40 @@ def test_columns_of_more_bytes_than_can_be_counted_are_refused(tmp_path: Path) -
         table.add_columns([Column("late", (1,), torch.int8, init.zeros())])
     with Table.open(tmp_path / "t") as table:
         assert list(table.columns) == ["weight", "late"]
+
+
+def some_collection(**place: Any) -> speedswap.EmbeddingCollection:
+    config = speedswap.EmbeddingConfig(num_embeddings=5, embedding_dim=2, name="a", feature_names=["a"])
+    return speedswap.EmbeddingCollection([config], **place)
+
+
+MAKES: dict[str, Callable[[Path], object]] = {
+    "a table": lambda path: Table.create(5, 2, path=path / "inner"),
+    "a table further in": lambda path: Table.create(5, 2, path=path / "a" / "b"),
+    "a scratch table": lambda path: Table.create(5, 2, storage=speedswap.Disk(path / "inner", scratch=True)),
+    "a saved table": lambda path: Table.create(5, 2).save(path / "inner"),
+    "an exported file": lambda path: Table.create(5, 2).export(path / "rows.npy"),
+    "an exported file over its own": lambda path: Table.create(5, 2).export(path / "HEAD", "npy", overwrite=True),
+    "an imported table": lambda path: Table.from_file(path.parent / "rows.npy", path / "inner"),
+    "a collection": lambda path: some_collection(path=path),
+    "a collection further in": lambda path: some_collection(path=path / "a"),
+    "a saved collection": lambda path: some_collection().save(path / "a"),
+    "checkpoints": lambda path: speedswap.save_checkpoint(path, speedswap.Embedding(5, 2)),
+    "checkpoints further in": lambda path: speedswap.save_checkpoint(path / "a", speedswap.Embedding(5, 2)),
+}
+
+
+@pytest.mark.parametrize("by", ["path", "link"])
+@pytest.mark.parametrize("what", MAKES)
+def test_nothing_is_made_inside_a_tables_directory(what: str, by: str, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    table = Table.create(5, 2, path=path, init=init.constant(3.0))
+    table.export(tmp_path / "rows.npy")
+    (tmp_path / "link").symlink_to(path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match=r"inside the table in .*; give one outside of any table"):
+        MAKES[what](path if by == "path" else tmp_path / "link")
+    assert sorted(tmp_path.rglob("*")) == before
+    table.close()
+    with Table.open(path) as again:
+        assert (again.read() == 3.0).all()

@@ -35,6 +35,7 @@ from speedswap.tables import Table
 from speedswap.tables.files.damage import require
 from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full, sync_names
+from speedswap.tables.files.place import refuse_within_table
 
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
 # The token tells, after a kill, which commits were held for a checkpoint that never was complete, or was removed.
@@ -218,7 +219,9 @@ class Folders:
 
         Raises:
             CheckpointError: another process holds it.
+            FileExistsError: it is a table's directory, or inside one.
         """
+        refuse_within_table(self.path / _UNFINISHED)
         missing = [each for each in (self.path, *self.path.parents) if not each.is_dir()]
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:

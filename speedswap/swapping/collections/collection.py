@@ -233,7 +233,6 @@ class TableCollection(nn.Module, Generic[Config]):
         Raises:
             FileExistsError, TableFullError: as :meth:`speedswap.Table.save` does.
         """
-        Path(path).mkdir(parents=True, exist_ok=True)
         for group, name in zip(self._slots.groups, self._group_names, strict=True):
             group.table.save(Path(path) / name, overwrite=overwrite)
 

@@ -24,7 +24,7 @@ from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
-from speedswap.tables.files.place import Place
+from speedswap.tables.files.place import Place, refuse_within_table
 from speedswap.tables.notes import PARTS
 
 _UNFINISHED = ".speedswap-groups"
@@ -152,9 +152,10 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
         names: the groups' names.
 
     Raises:
-        FileExistsError: a group exists.
+        FileExistsError: a group exists, or the directory is a table's or inside one.
         TableBusyError: another process is creating groups there.
     """
+    refuse_within_table(path / "groups")
     missing = [each for each in (path, *path.parents) if not each.exists()]
     with says_if_full(path / "groups"):
         path.mkdir(parents=True, exist_ok=True)

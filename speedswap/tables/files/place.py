@@ -89,9 +89,11 @@ class Place:
 
         Raises:
             TableBusyError: another process is making a table for this place.
-            FileExistsError: the hidden name is taken by something that is not speedswap's.
+            FileExistsError: the place is inside another table, or the hidden name is taken by something that is not
+                speedswap's.
             TableFullError: the disk has no room.
         """
+        refuse_within_table(self.path)
         try:
             self._make_parents()
             for _ in range(_TRIES):
@@ -258,6 +260,17 @@ class Place:
         """Remove the parent directories that were created for the table, if they are empty."""
         for directory in reversed(self._made):
             _remove_empty(directory)
+
+
+def refuse_within_table(path: Path) -> None:
+    """Raise FileExistsError if something is to be created at a path inside a table's directory."""
+    path = Path(os.path.realpath(path))
+    for inner, directory in zip((path, *path.parents), path.parents, strict=False):
+        names = os.listdir(directory) if (directory / "MANIFEST").is_file() and not is_shard(inner.name) else []
+        if "LOCK" in names or any(map(is_shard, names)):
+            raise FileExistsError(
+                f"path is {str(path)!r}, inside the table in {str(directory)!r}; give one outside of any table"
+            )
 
 
 def is_ours(directory: OpenDirectory, name: str) -> bool:

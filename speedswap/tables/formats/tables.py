@@ -19,7 +19,7 @@ from speedswap.errors import TableFormatError, TableFullError
 from speedswap.tables import init
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.open_directory import says_if_full, sync_names
-from speedswap.tables.files.place import rename_anew
+from speedswap.tables.files.place import refuse_within_table, rename_anew
 from speedswap.tables.files.whole import fresh_folder, open_regular, remove_leftovers, write_whole
 from speedswap.tables.formats import arrays, parquet, word2vec
 from speedswap.tables.formats.pieces import (
@@ -145,6 +145,7 @@ def _write(
         raise FileExistsError(
             f"path is {os.fspath(path)!r}, which exists; give overwrite=True (--overwrite) to replace it"
         )
+    refuse_within_table(real)
     require_folder(real.parent)
     remove_leftovers(real.parent)
     with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
