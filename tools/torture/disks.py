@@ -1,8 +1,13 @@
-"""Disks that are temporarily full at any step: one error of speedswap's, and no completed work is lost."""
+"""Disks that are temporarily full at any step: one error of speedswap's, and no completed work is lost.
+
+In some rounds several tables and a dense half are trained together, by one optimizer or more: what is refused moves
+none of them, and takes no room. They are compared with the same training in memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -28,8 +33,10 @@ DIM = 6
 def _round(seed: int, folder: Path) -> str:
     draw = random.Random(seed)
     kind = draw.choice(["tmpfs", "ext4"])
+    if draw.random() < 0.4:
+        return _together(kind, seed, folder)
     rows, optimizer = draw.choice([50, 3_000]), draw.choice(["SGD", "Adam", "momentum"])
-    disk = _disk(kind, folder)
+    disk = _disk(kind, folder, 8 << 20)
     ending = draw.choice(["killed", "killed", "closed"])
     with child(_plays, disk, kind, seed, rows, optimizer, ending, log=folder / "log") as player:
         reference = Reference(optimizer, {"weight": _initial(rows)})
@@ -55,10 +62,10 @@ def _round(seed: int, folder: Path) -> str:
     return f"{kind}, {'a step' if 'a step' in refused else 'something' if refused else 'nothing'} refused"
 
 
-def _disk(kind: str, folder: Path) -> Disk:
+def _disk(kind: str, folder: Path, nbytes: int) -> Disk:
     if kind == "tmpfs":
-        return mount_tmpfs(folder / "disk", 8 << 20)
-    return mount_ext4(folder / "disk", folder / "image", 8 << 20)
+        return mount_tmpfs(folder / "disk", nbytes)
+    return mount_ext4(folder / "disk", folder / "image", nbytes)
 
 
 def _initial(rows: int) -> torch.Tensor:
@@ -277,6 +284,206 @@ def _compare(table: speedswap.Table, reference: Reference, what: str) -> None:
                 f"rows of completed steps are lost on a full disk\ncolumn {name!r}, row {row} of "
                 f"{int(wrong.flatten(1).any(1).sum())}: {found[row].tolist()}, not {expected[row].tolist()}; {what}"
             )
+
+
+# ---------------------------------------------------------------------- tables and a dense half, trained together
+
+
+def _together(kind: str, seed: int, folder: Path) -> str:
+    draw = random.Random(seed)
+    disk = _disk(kind, folder, draw.choice([48, 64, 96]) << 20)
+    refused: set[str] = set()
+    with child(_train_together, disk, seed, log=folder / "log") as player:
+        for line in player.lines():
+            heard = json.loads(line)
+            if "flaw" in heard:
+                raise Broken(f"{heard['flaw'][0]}\n{kind}: {heard['flaw'][1]}")
+            refused.add(heard["full"])
+        code = player.wait()
+        if code:
+            raise Broken(f"a process on a full disk ended with {code}\n{kind}: {player.said()}")
+    return f"{kind}, together, {'a step' if 'a step' in refused else 'something' if refused else 'nothing'} refused"
+
+
+def _train_together(tell: Callable[[str], None], disk: Disk, seed: int) -> None:
+    _Together(tell, disk, random.Random(seed), seed).play()
+
+
+class _Model:
+    """Tables and a dense half, with the optimizers that step them in this order.
+
+    Args:
+        seed: of everything about it.
+        disk: where the tables are; by default in memory.
+    """
+
+    def __init__(self, seed: int, disk: Disk | None = None) -> None:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.rows, widths = draw.choice([300, 5_000]), draw.choice([(16, 64), (4, 64, 100), (64, 64), (128,)])
+        self.keyed = draw.random() < 0.3
+        commit: dict[str, Any] = draw.choice([{"commit_every": 1}, {"commit_every": 3}, {"commit_seconds": 0}, {}])
+        self.embeddings = []
+        for number, width in enumerate(widths):
+            place: dict[str, Any] = {}
+            if disk is not None:
+                place["storage"] = speedswap.Disk(disk.path / f"t{number}", cache_bytes=1 << 16, **commit)
+            if self.keyed and number == 0:
+                place["id_map"] = speedswap.IdMap(self.rows - 1)
+            self.embeddings.append(speedswap.Embedding(self.rows, width, seed=number, **place))
+        self.dense = torch.nn.Linear(sum(widths), 1)
+        modules = [*self.embeddings, self.dense]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        how = draw.choice(["one", "one", "each", "dense first"])
+        if how == "one":
+            self.optimizers = [torch.optim.Adam(parameters, lr=0.1)]
+        elif how == "each":
+            self.optimizers = [torch.optim.Adagrad(module.parameters(), lr=0.1) for module in modules]
+        else:
+            groups = [self.dense.parameters(), [each.weight for each in self.embeddings]]
+            self.optimizers = [torch.optim.SGD(group, lr=0.1, momentum=0.9) for group in groups]
+        if how == "one" and not self.keyed and draw.random() < 0.4:
+            for each in self.embeddings:
+                speedswap.attach(self.optimizers[0], each, idle_rows="dense")
+        self.has_closure = how == "one" and draw.random() < 0.3
+        self.tables = [each.table for each in self.embeddings]
+
+    def looks_up(self, number: int) -> list[torch.Tensor]:
+        ids = torch.randint(1, self.rows, (100,), generator=torch.Generator().manual_seed(number))
+        return [each(ids) for each in self.embeddings]
+
+    def step(self, number: int) -> None:
+        def closure() -> torch.Tensor:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss: torch.Tensor = self.dense(torch.cat(self.looks_up(number), 1)).square().mean()
+            loss.backward()
+            return loss
+
+        if self.has_closure:
+            self.optimizers[0].step(closure)
+            return
+        closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state(self) -> list[torch.Tensor]:
+        """Return all rows, parameters and state."""
+        found = [table.read() for table in self.tables] + [each.detach().clone() for each in self.dense.parameters()]
+        for optimizer in self.optimizers:
+            for state in optimizer.state_dict()["state"].values():
+                found += [torch.as_tensor(value).clone() for _, value in sorted(state.items()) if value is not None]
+        return found
+
+
+class _Together:
+    """A training on a disk that is full at times, and the same one in memory."""
+
+    def __init__(self, tell: Callable[[str], None], disk: Disk, draw: random.Random, seed: int) -> None:
+        self.tell, self.disk, self.draw = tell, disk, draw
+        self.models = [_Model(seed, disk), _Model(seed)]
+        self.number, self.is_full = 0, False
+
+    def play(self) -> None:
+        actions = [self.steps, self.steps, self.full, self.room, self.fill, self.fill, self.load, self.save]
+        for _ in range(self.draw.choice([6, 12])):
+            self.draw.choice(actions)()
+        self.room()
+        self.steps()
+        self.compare("in the end")
+        for table in self.models[0].tables:
+            table.close()
+        for number, table in enumerate(self.models[1].tables):
+            with speedswap.Table.open(self.disk.path / f"t{number}") as opened:
+                if not torch.equal(opened.read(), table.read()):
+                    self.flaw("rows of a table on a full disk are lost", f"t{number}")
+
+    def attempt(self, what: str, work: Callable[[_Model], Any]) -> bool:
+        """Do the same with both trainings; what is refused has changed nothing and taken no room."""
+        before = self.used()
+        try:
+            work(self.models[0])
+        except TableFullError as error:
+            self.tell(json.dumps({"full": what}))
+            if not self.is_full:
+                self.flaw(f"{what} says that a disk with room is full", error)
+            self.compare(f"after {what}, which was refused")
+            if what != "a step" and self.used() > before + (5 << 20):  # a step may have grown one of its tables
+                self.flaw(f"{what} was refused and keeps room", f"{before} bytes before, {self.used()} after")
+            return False
+        except Exception as error:
+            self.flaw(f"{what} raises {type(error).__name__} on a full disk", error)
+            return False
+        work(self.models[1])
+        return True
+
+    def compare(self, when: str) -> None:
+        for number, (ours, theirs) in enumerate(zip(*(model.state() for model in self.models), strict=True)):
+            if not torch.equal(ours, theirs):
+                self.flaw("a training on a full disk differs from one in memory", f"tensor {number}, {when}")
+
+    def flaw(self, what: str, detail: object) -> None:
+        self.tell(json.dumps({"flaw": [what, str(detail)]}))
+
+    def used(self) -> int:
+        self.disk.sync()
+        status = os.statvfs(self.disk.path)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    # the possible events
+
+    def steps(self) -> None:
+        for _ in range(self.draw.randrange(1, 5)):
+            self.number += 1
+            if not self.attempt("a step", functools.partial(_Model.step, number=self.number)):
+                self.models[1].looks_up(self.number)  # keys are added before the step is refused
+
+    def full(self) -> None:
+        self.is_full = True
+        self.disk.fill(self.draw.choice([0, 100, 40_000, 3 << 20]))
+
+    def room(self) -> None:
+        self.is_full = False
+        self.disk.make_room()
+
+    def fill(self) -> None:
+        number, value = self.draw.randrange(len(self.models[0].tables)), self.draw.random()
+        how = self.draw.choice(["write", "copy_", "fill_", "mul_", "scatter"])
+
+        def change(model: _Model) -> None:
+            weight, table = model.embeddings[number].weight.data, model.tables[number]
+            values = torch.full((model.rows, table.embedding_dim), value)
+            if how == "scatter":
+                table.scatter(torch.arange(model.rows), values)
+            elif how == "write":
+                table.write(0, values)
+            else:
+                getattr(weight, how)(values if how == "copy_" else value)
+
+        self.attempt(how, change)
+
+    def load(self) -> None:
+        if not self.number or self.models[0].keyed:
+            return
+        factor = self.draw.random()
+
+        def change(model: _Model) -> None:
+            for optimizer in model.optimizers[:1]:
+                saved = optimizer.state_dict()
+                for state in saved["state"].values():
+                    for name, value in state.items():
+                        if name != "step" and isinstance(value, torch.Tensor):
+                            state[name] = value * factor
+                optimizer.load_state_dict(saved)
+
+        self.attempt("load_state_dict", change)
+
+    def save(self) -> None:
+        target, model = self.disk.path / "saved", self.models[0]
+        table = self.draw.choice(model.tables)
+        self.attempt("save", lambda each: table.save(target, overwrite=True) if each is model else None)
+        if self.draw.random() < 0.7:
+            shutil.rmtree(target, ignore_errors=True)
 
 
 ATTACK = Attack(

@@ -79,9 +79,13 @@ class Disk:
 
     def make_room(self) -> None:
         (self.path / "filler").unlink(missing_ok=True)
+        self.sync()
+
+    def sync(self) -> None:
+        """Write the journal, with which ext4 gives room back."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # ext4 gives room back when its journal is written
+            os.fsync(fd)
         finally:
             os.close(fd)
 
