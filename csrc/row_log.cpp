@@ -298,17 +298,22 @@ void RowLog::reclaim() {
 
 // ---- other commits of the same files --------------------------------------------------------------------------------
 
-void RowLog::mark_unlike(RowLog& other, uint8_t* marks) {
-    constexpr int64_t kAtOnce = 1 << 20;  // under the lock
-    const int64_t num_groups = options_.num_groups;
-    if (other.options_.num_groups != num_groups) throw std::invalid_argument("the other log has other groups");
+void RowLog::mark_rows(int64_t first, int64_t count, RowLog* other, uint8_t* marks) {
+    constexpr int64_t kAtOnce = 1 << 20;  // groups under the lock
+    const int64_t end = first + count, num_groups = options_.num_groups;
+    if (first < 0 || count < 0 || end > num_groups << group_shift_)
+        throw std::invalid_argument("first and count must be rows of the log");
+    if (other != nullptr && other->options_.num_groups != num_groups)
+        throw std::invalid_argument("the other log has other groups");
     std::vector<uint32_t> ours(kAtOnce), theirs(kAtOnce);
-    for (int64_t first = 0; first < num_groups; first += kAtOnce) {
-        const auto count = uint32_t(std::min(kAtOnce, num_groups - first));
-        copy_addresses(ours.data(), uint32_t(first), count);
-        other.copy_addresses(theirs.data(), uint32_t(first), count);
-        for (uint32_t i = 0; i < count; ++i)
-            marks[first + i] = ours[i] != theirs[i];
+    while (first < end) {
+        const int64_t group = group_of(first), groups = std::min(kAtOnce, group_of(end - 1) + 1 - group);
+        copy_addresses(ours.data(), uint32_t(group), uint32_t(groups));
+        if (other != nullptr) other->copy_addresses(theirs.data(), uint32_t(group), uint32_t(groups));
+        for (const int64_t stop = std::min(end, (group + groups) << group_shift_); first < stop; ++first) {
+            const auto place = size_t(group_of(first) - group);
+            *marks++ = ours[place] != theirs[place];
+        }
     }
 }
 

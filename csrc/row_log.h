@@ -151,9 +151,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // False after a while, if the cleaner still finds something to do.
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
-    // Sets a byte per group whose record is not where another log has it that has the same files open. An equal record
-    // that the cleaner has moved counts, too.
-    void mark_unlike(RowLog& other, uint8_t* marks);
+    // Sets a byte per row, from `first` on, that was ever written; or, given another log that has the same files open,
+    // whose record is not where that has it. An equal record that the cleaner has moved counts, too.
+    void mark_rows(int64_t first, int64_t count, RowLog* other, uint8_t* marks);
     void let_reads_go();
     // Follows a writer elsewhere to its last commit; false if that is the present one. Nothing if the writer went on
     // meanwhile, to be called again, as recover().

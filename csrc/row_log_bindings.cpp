@@ -184,6 +184,9 @@ void bind_row_log(py::module_& module) {
         },
         arg("log_fd"), arg("head_fd"), arg("salt"), arg("head"));
     module.def(
+        "allocate", [](int fd, int64_t at, int64_t count) { without_gil([&] { allocate(fd, at, count); }); },
+        arg("fd"), arg("at"), arg("count"));
+    module.def(
         "crc32c", [](const py::bytes& data) { return crc32c(0, PyBytes_AS_STRING(data.ptr()), py::len(data)); },
         arg("data"));
     module.def(
@@ -232,11 +235,12 @@ void bind_row_log(py::module_& module) {
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
             arg("commit"))
         .def(
-            "mark_unlike",
-            [](const PyRowLog& log, const PyRowLog& other, uintptr_t marks) {
-                without_gil([&] { log->mark_unlike(*other, at<uint8_t>(marks)); });
+            "mark_rows",
+            [](const PyRowLog& log, int64_t first, int64_t count, const PyRowLog* other, uintptr_t marks) {
+                RowLog* const given = other == nullptr ? nullptr : &**other;
+                without_gil([&] { log->mark_rows(first, count, given, at<uint8_t>(marks)); });
             },
-            arg("other"), arg("marks"))
+            arg("first"), arg("count"), arg("other").none(true), arg("marks"))
         .def("refresh", &refresh)
         .def(
             "scan",

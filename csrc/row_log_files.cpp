@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,6 +29,28 @@ int duplicate(int fd) {
 }
 
 }  // namespace
+
+// The disk is looked at first, so that nothing is taken in vain: ext4 fills it up before it refuses. What a quota or the
+// system keeps from this user is found out by allocating.
+void allocate(int fd, int64_t at, int64_t bytes) {
+    constexpr int64_t kBlockOfStat = 512;
+    struct stat before;
+    struct statvfs disk;
+    if (fstat(fd, &before) != 0) raise(errno, "fstat");
+    const int64_t needed = std::min(bytes, at + bytes - int64_t(before.st_blocks) * kBlockOfStat);
+    // A disk without blocks has no size that is known: tmpfs may have no limit.
+    if (needed > 0 && fstatvfs(fd, &disk) == 0 && disk.f_blocks > 0 &&
+        uint64_t(needed) / disk.f_frsize > disk.f_bfree)
+        raise(ENOSPC, "fstatvfs");
+    int error;
+    do
+        error = posix_fallocate(fd, off_t(at), off_t(bytes));
+    while (error == EINTR);
+    if (error == 0) return;
+    // What was allocated behind the end is given back, even if that has not moved.
+    if (ftruncate(fd, before.st_size) != 0) raise(errno, "ftruncate");
+    raise(error, "posix_fallocate");
+}
 
 SideWrite::SideWrite(int file, int64_t place, std::string contents)
     : fd(duplicate(file)), at(place), bytes(std::move(contents)) {}
@@ -181,11 +204,7 @@ void LogFiles::write(const SideWrite& side, bool syncs) {
 void LogFiles::allocate(LogFile file, int64_t at, int64_t bytes) {
     permitted(DiskCall::allocate, bytes);
     const int64_t entry = begins({file, DiskCall::allocate, at, bytes, {}});
-    int error;
-    do
-        error = posix_fallocate(fd(file), off_t(at), off_t(bytes));
-    while (error == EINTR);
-    if (error != 0) raise(error, "posix_fallocate");
+    speedswap::allocate(fd(file), at, bytes);
     ends(file, entry);
 }
 

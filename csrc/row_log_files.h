@@ -33,6 +33,9 @@ struct SideWrite {
     std::string bytes;
 };
 
+// Makes room for bytes of a file, which then cannot run out of disk. An error leaves the file as it was.
+void allocate(int fd, int64_t at, int64_t bytes);
+
 // Errors are std::system_error with the system's number.
 class LogFiles {
   public:
@@ -50,7 +53,6 @@ class LogFiles {
     void write(LogFile file, const char* from, int64_t bytes, int64_t at);
     void sync(LogFile file);
     void write(const SideWrite& side, bool syncs = true);
-    // Makes room for bytes of a file, which then cannot run out of disk.
     void allocate(LogFile file, int64_t at, int64_t bytes);
     int64_t size(LogFile file) const;
 

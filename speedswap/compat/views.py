@@ -194,8 +194,12 @@ class NpyStore(LocalStore, Files):
                 )
             with says_if_full(file):
                 shape = (self.num_embeddings, *column.row_shape)
-                array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
-                _take_room(file)
+                try:
+                    array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
+                    _take_room(file)
+                except BaseException:
+                    file.unlink(missing_ok=True)
+                    raise
             self.adopt(column, array)
             if not column.init.is_zero:
                 self.reset_columns([column])
@@ -237,4 +241,4 @@ class NpyStore(LocalStore, Files):
 def _take_room(file: Path) -> None:
     """Reserve disk space for the whole file: writing into a hole of a mapped file could kill the process."""
     with open(file, "r+b") as opened:
-        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+        kernels.allocate(opened.fileno(), 0, file.stat().st_size)

@@ -64,7 +64,7 @@ from speedswap.kernels.records import (
     scatter_records,
     stored_bytes,
 )
-from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, are_intact
+from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, allocate, are_intact
 from speedswap.kernels.segment_sum import (
     dot_segments,
     expand,

@@ -17,6 +17,9 @@ from speedswap.errors import TableBusyError
 from speedswap.kernels import _C
 from speedswap.kernels.host import as_ids
 
+allocate = _C.allocate
+"""Allocate ``count`` bytes of an open file, which then cannot run out of disk; an error leaves the file as it was."""
+
 _Self = TypeVar("_Self", bound="_Released")
 
 
@@ -194,7 +197,6 @@ class RowLog(_C.RowLog):
         faults: int = 0,
         before: RowLog | None = None,
     ) -> None:
-        self._num_groups = num_groups
         with says_if_busy():
             super().__init__(
                 log_fd,
@@ -294,14 +296,18 @@ class RowLog(_C.RowLog):
         while not super().wait_for_cleaner() and time.monotonic() < deadline:
             pass
 
-    def unlike(self, other: RowLog) -> Tensor:
-        """Return a mask of groups whose records are elsewhere than in a log of the same files at another commit.
+    def written(self, start: int, stop: int, *, unlike: RowLog | None = None) -> Tensor:
+        """Return a mask of rows that were ever written, in whole groups.
+
+        Args:
+            start, stop: the first row, and the one after the last.
+            unlike: a log of the same files at another commit; then, rows whose records are elsewhere than there.
 
         Returns:
-            bool, shape (groups,); False for groups written in neither.
+            bool, shape (stop - start,).
         """
-        marks = torch.empty(self._num_groups, dtype=torch.bool)
-        super().mark_unlike(other, marks.data_ptr())
+        marks = torch.empty(stop - start, dtype=torch.bool)
+        self.mark_rows(start, stop - start, unlike, marks.data_ptr())
         return marks
 
     def refresh(self) -> bool:

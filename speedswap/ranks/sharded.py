@@ -308,9 +308,9 @@ class ShardedStore(RowStore, Files, JointRows):
             self.own.give_back(Block(places[order], {}), {column: values[order.to(values.device)]})
             self.notes.writes = writes
 
-    def reserve(self, rows: int, times: int = 1) -> None:
-        if self.own.store.files is not None:
-            self.own.store.files.reserve(min(rows, self.own.num_embeddings), times)
+    def reserve(self, *writes: int | range) -> None:
+        most = self.own.num_embeddings
+        self.own.reserve_rows(*(min(len(rows) if isinstance(rows, range) else rows, most) for rows in writes))
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         self.own.add_columns(self._owned_alike(columns))

@@ -457,10 +457,6 @@ class ShardedStep(RowStep):
     def _fitting(self, column: Column, value: Any, block: Block) -> Tensor:
         return super()._fitting(column, without_ranks(value), block)  # e.g. a momentum that starts as the gradient
 
-    def add_columns(self, leaving: Leaving) -> None:
-        super().add_columns(leaving)
-        self.table.reserve_rows(len(leaving.values["weight"]))  # so that a full disk is noticed before the ranks' vote
-
     def swap_out(self, optimizer: Any, leaving: Leaving, commit: Commit) -> None:
         is_missed = self._has_rows and not len(leaving.values["weight"])
         super().swap_out(optimizer, leaving, commit)

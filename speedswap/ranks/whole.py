@@ -83,6 +83,7 @@ def write_part(store: ShardedStore, column: str, values: Any) -> None:
     found = store.columns[column]
     with store.task(Kind.STATE):
         mine, part = _part(store), _local(values, store)
+        store.own.reserve_rows(store.own.num_embeddings)
         step = max(1, _PIECE_BYTES // found.row_bytes)
         for start in range(0, -(-store.num_embeddings // len(store.group)), step):  # as many pieces on every rank
             some = mine[start : start + step]

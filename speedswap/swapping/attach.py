@@ -260,6 +260,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if replaced_weights:
         require_no_replaced(optimizer)
     held = steps_of(optimizer)
+    if RowStep.in_files:
+        RowStep.reserve_ahead(held)
     if not held:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -374,8 +376,10 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
                 step.state.attach(optimizer, _examined(optimizer, step), loaded)
             if step.state.optimizer is optimizer:
                 taken.append((step, loaded, step.state.check_loaded(optimizer, loaded)))
-    for step, loaded, found in taken:
-        step.state.load(loaded, found)
+    for step, loaded, found in taken:  # in all tables, before the first is written
+        step.state.make_room(loaded, found)
+    for step, loaded, _ in taken:
+        step.state.load(loaded)
     return {**state_dict, "state": states}
 
 

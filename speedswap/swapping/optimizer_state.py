@@ -546,19 +546,28 @@ class OptimizerState:
         self._columns_in(state, row_state)
         return found
 
-    def load(self, state: dict[str, Any] | None, found: FoundState | None = None) -> None:
-        """Write the columns of a parameter's state; without state, reset every row's state.
+    def make_room(self, state: dict[str, Any] | None, found: FoundState | None) -> None:
+        """Add the columns that :meth:`load` will write, and reserve room for them.
 
         Args:
             state: the parameter's.
             found: the result of :meth:`check_loaded` for it.
 
         Raises:
-            ValueError: a tensor's shape is not that of the table. Nothing was written.
             TableFullError: the disk has no room for every row. Nothing was written.
         """
         if found is not None:
             self.add(found)
+        if state is not None:
+            self.table.reserve([column.name for column in self._columns_in(state, self._row_state)])
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Write the columns of a parameter's state; without state, reset every row's state.
+
+        Raises:
+            ValueError: a tensor's shape is not that of the table. Nothing was written.
+            TableFullError: the disk has no room for every row. Nothing was written.
+        """
         if state is not None:
             self._write(state)
         elif not self._is_initial:

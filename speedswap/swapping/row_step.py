@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,7 @@ class RowStep(Locked):
 
     is_sharded = False
     group: RankGroup | None = None  # the ranks that own the rows; None if this process does
+    in_files: ClassVar[dict[int, weakref.ref[RowStep]]] = {}  # those over tables in files; none in most programs
 
     def __init__(self, state: OptimizerState, padding: Padding) -> None:
         super().__init__()
@@ -111,6 +112,9 @@ class RowStep(Locked):
         self._replaced: weakref.ref[Tensor] | None = None
         self.weight._keeper = weakref.ref(self)
         _by_weight[id(self.weight)] = self
+        if self.table.store.files is not None:
+            key = id(self)
+            self.in_files[key] = weakref.ref(self, lambda _: RowStep.in_files.pop(key, None))
 
     def copied(self, memo: dict[int, Any]) -> RowStep:
         """Return the step of a deep copy of the table, which its module and its optimizer share.
@@ -437,6 +441,10 @@ class RowStep(Locked):
                 self._thread = threading.get_ident()
                 self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
                 self.state.put_in(optimizer, block, state, steps_others=rows.of_all != [])
+                if self.state.idle is not None:
+                    self.state.prepare_idle_step()
+                if self.in_files:
+                    self.reserve()
                 if rows.of_all:
                     weight.grad = grad + self._gradient_of_all(block)
             except BaseException:
@@ -445,6 +453,29 @@ class RowStep(Locked):
             finally:
                 if self._status is not _Status.STEPPING:
                     weight.__class__ = TableWeight
+
+    def reserve(self) -> None:
+        """Reserve room for the rows that a step is about to write, before anything has moved.
+
+        Raises:
+            TableFullError: the disk has none.
+        """
+        if id(self) in self.in_files and (block := self._rows.block) is not None:
+            rows, chunks = self.table.num_embeddings, [each.chunk for each in self._rows.of_all]
+            others = (range(rows), rows // min(chunks)) if chunks else ()  # two chunks may share a group
+            self.table.reserve_rows(*others, len(block.rows))
+
+    @classmethod
+    def reserve_ahead(cls, held: Sequence[RowStep]) -> None:
+        """Reserve room for rows that wait for the steps of other optimizers than the one that holds these.
+
+        So the first of a training's optimizers to step finds that a disk is full, and none has moved anything.
+        """
+        for step in [reference() for reference in cls.in_files.values()]:
+            if step is not None and step not in held and step._status is _Status.READY and not step.is_sharded:
+                rows = step._rows
+                if rows.steps_before == BatchRows.steps_anywhere:  # no optimizer has stepped since their pass
+                    step.reserve()
 
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
@@ -530,11 +561,12 @@ class RowStep(Locked):
         )
 
     def add_columns(self, leaving: Leaving) -> None:
-        """Add the columns that the table lacks, and what idle rows need, before any table of the step is written."""
+        """Add the columns that the table lacks before any table of the step is written."""
         if leaving.more is not None:
             self.state.add(leaving.more)
-        if self.state.idle is not None:
-            self.state.prepare_idle_step()
+            if self.state.idle is not None:
+                self.state.prepare_idle_step()
+            self.reserve()
 
     def swap_out(self, optimizer: Optimizer, leaving: Leaving, commit: Commit) -> None:
         """Write weight and state to the table, and leave only scalars in the optimizer.
@@ -576,7 +608,6 @@ class RowStep(Locked):
         """Step the rows of gradients of every row, but those that the optimizer has stepped itself, in pieces."""
         table, device, gradients = self.table, self.weight.device, self._rows.of_all
         chunk = min(each.chunk for each in gradients)
-        table.reserve_rows(table.num_embeddings)
         try:
             for rows in {each.rows for each in gradients}:  # of different tables, if there are several
                 for start in rows[::chunk]:

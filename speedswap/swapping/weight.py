@@ -116,6 +116,7 @@ class _Rows:
                 raise WeightError(refusal(func, self._of))
         table, (start, stop) = self._of, self._bounds
         given = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Generator)]
+        table.reserve_rows(range(start, stop))
         for first in range(start, stop, init.CHUNK_ROWS):
             last = min(first + init.CHUNK_ROWS, stop)
             if func in _OVERWRITING:
@@ -144,6 +145,7 @@ class _Rows:
             )
         table, (start, stop) = self._of, self._bounds
         values = source.detach().reshape(stop - start, table.embedding_dim)
+        table.reserve_rows(range(start, stop))
         require_alike(table, values, "values of")
         for first in range(0, stop - start, init.CHUNK_ROWS):
             put(table, start + first, values[first : first + init.CHUNK_ROWS].to("cpu", table.dtype))

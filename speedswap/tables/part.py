@@ -113,6 +113,8 @@ class PartStore(WrappedStore):
         )
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
+        if self.files is not None:
+            self.files.reserve(*[range(self.num_rows)] * len(columns))
         for column in columns:
             for rows in chunks_of(self.num_rows):
                 if isinstance(column.init, CopyOf):

@@ -355,8 +355,15 @@ class Files(ABC):
         """
         return False
 
-    def reserve(self, rows: int, times: int = 1) -> None:
-        """Reserve room so that consecutive scatters of n rows each cannot fail for lack of room."""
+    def reserve(self, *writes: int | range) -> None:
+        """Reserve room so that later writes cannot fail for lack of it, in place of what was reserved before.
+
+        Args:
+            writes: of a scatter its number of rows; the range of rows that are written in order, in large pieces.
+
+        Raises:
+            TableFullError: there is no room. Nothing is reserved.
+        """
         return None
 
     def leave(self, flush: Callable[[], None]) -> None:

@@ -605,15 +605,18 @@ class Table:
                 values = {name: column.to(place) for name, column in initial.items()}
                 self.give_back(Block(ordered.to(place), {}), values, commit)
 
-    def reserve_rows(self, rows: int, times: int = 1) -> None:
-        """Reserve room so that consecutive scatters of ``rows`` rows each cannot fail for lack of it.
+    def reserve_rows(self, *writes: int | range) -> None:
+        """Reserve room so that later writes cannot fail for lack of it, in place of what was reserved before.
+
+        Args:
+            writes: of a scatter its number of rows; the range of rows that are written in order, in large pieces.
 
         Raises:
             TableFullError: the disk has no room. Nothing was written.
         """
         with self._held(writing=True):
             if self.store.files is not None:
-                self.store.files.reserve(rows, times)
+                self.store.files.reserve(*writes)
 
     def drain(self) -> None:
         """Wait until every pending write of this process has arrived."""
@@ -676,6 +679,8 @@ class Table:
                 f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
                 f"{self.num_embeddings - 1}"
             )
+        if self.ranks is not None:  # each of which writes in pieces
+            self.reserve_rows(len(values))
         require_alike(self, values, f"values of column {column!r} of")
         put(self, start, values, column)
         if commit:
@@ -771,7 +776,7 @@ class Table:
         Raises:
             TableFullError: the disk has no room. Nothing was written.
         """
-        self.reserve_rows(self.num_embeddings, len(columns))
+        self.reserve_rows(*[range(self.num_embeddings)] * len(columns))
 
     __array__ = whole_table.to_numpy
     __dlpack__ = whole_table.to_dlpack
@@ -836,7 +841,8 @@ class Table:
             overwrite: replace an existing file.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is a file of a table or a checkpoint.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set; or it is inside a table's directory, or a file
+                of a checkpoint.
             ValueError: the format or a column is unknown; the format cannot hold several columns, or keys; the number
                 of keys differs from that of rows, or the word2vec formats cannot hold a key, since it is empty or has
                 whitespace. Or the table is one rank's part of another.

@@ -20,7 +20,7 @@ from children import run_script
 from torch import nn
 
 import speedswap.compat.speedtorch as SpeedTorch
-from speedswap import _warnings
+from speedswap import _warnings, kernels
 from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning, TableFullError
 
 ROWS, DIM = 30, 4
@@ -378,7 +378,7 @@ def test_a_file_takes_its_full_size_before_rows_are_written(tmp_path: Path, monk
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(kernels, "allocate", full)
     with pytest.raises(TableFullError):
         SpeedTorch.COMMM(300).comInit()
     with pytest.raises(TableFullError):

@@ -53,7 +53,7 @@ class Log:
         then = self.commits[commit]
         reader = Log(self.folder, self.groups, self.row_bytes, self.per_group, writable=False, commit=commit)
         reader.rows = then
-        unlike = reader.log.unlike(self.log).repeat_interleave(self.per_group)
+        unlike = reader.log.written(0, self.groups * self.per_group, unlike=self.log)
         for row in self.rows | then:
             assert unlike[row] or self.rows.get(row) == then.get(row)
         for rows in unlike.nonzero().squeeze(1).split(min(reader.log.num_slots, self.log.num_slots) // 4):

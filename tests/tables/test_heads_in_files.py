@@ -14,7 +14,7 @@ import torch
 from children import exit_status
 
 import speedswap
-from speedswap import Column, Table, init
+from speedswap import Column, Table, init, kernels
 from speedswap.errors import TableFormatError, TableFullError
 from speedswap.tables.disk.keys import HEAD_BYTES
 
@@ -192,7 +192,7 @@ def test_a_table_that_finds_no_room_for_its_last_commit_can_be_closed_later(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
+        patched.setattr(kernels, "allocate", full)
         with pytest.raises(TableFullError):
             table.close()
         assert not table.closed

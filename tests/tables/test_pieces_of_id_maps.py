@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from children import killed_at
 
 import speedswap
+from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.tables.files import keys_file as key_parts
 from speedswap.tables.files.keys_file import PIECE_BYTES
@@ -224,7 +224,7 @@ def test_what_a_full_disk_refused_is_in_the_next_commit(tmp_path: Path, monkeypa
         def full(*args: object) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(kernels, "allocate", full)
         with pytest.raises(speedswap.errors.TableFullError):
             table.flush()
     users.add(torch.tensor([10_001]))

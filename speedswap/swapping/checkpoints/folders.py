@@ -221,7 +221,7 @@ class Folders:
             CheckpointError: another process holds it.
             FileExistsError: it is a table's directory, or inside one.
         """
-        refuse_within_table(self.path / _UNFINISHED)
+        refuse_within_table(self.path / MANIFEST)
         missing = [each for each in (self.path, *self.path.parents) if not each.is_dir()]
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:

@@ -163,7 +163,7 @@ class LogCache:
             self.log.cache_pointer, layout.stride, self.log.num_slots * manifest.group_rows, _CPU, False, self.log
         )
         self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
-        self._most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
+        self.most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
         self._fields: dict[tuple[str, ...], dict[str, kernels.WantedColumn]] = {}
         self._reserved: kernels.Room | None = None
 
@@ -175,12 +175,12 @@ class LogCache:
 
     def pieces(self, count: int) -> Iterator[slice]:
         """Yield ``count`` rows in pieces that fit in the cache."""
-        for start in range(0, count, self._most_rows):
-            yield slice(start, min(start + self._most_rows, count))
+        for start in range(0, count, self.most_rows):
+            yield slice(start, min(start + self.most_rows, count))
 
     def is_one_piece(self, rows: Tensor) -> bool:
         """Return whether all rows fit in the cache at once."""
-        return len(rows) <= self._most_rows
+        return len(rows) <= self.most_rows
 
     # ------------------------------------------------------------------ rows
 
@@ -371,7 +371,7 @@ class LogCache:
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield every row that was ever written, in pieces: ids, and the bytes of each column, uint8 (n, row_bytes)."""
-        groups_per_piece = max(1, self._most_rows // self.manifest.group_rows)
+        groups_per_piece = max(1, self.most_rows // self.manifest.group_rows)
         try:
             for groups, held, layout in self.log.scan(groups_per_piece):
                 yield self.fresh.columns_of(groups, held.contiguous(), layout)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from speedswap import kernels
+from speedswap.errors import TableFullError
 from speedswap.kernels import deferred_interrupts
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.keys import HEAD_BYTES, NOTHING, KeyFiles, LogHead, LogKeys, names_of, read_head
@@ -57,6 +58,7 @@ class LogCommits:
         self._kept: dict[int, set[str]] = {}  # files of id maps and heads, by the commit that names them
         self._of_former_log: set[str] = set()  # files of the old log, until another log has replaced it
         self._may_have_strays = True
+        self._lacks_room = False
         self._take_place: Callable[[], None] | None = None
         self._steps, self._last = 0, time.monotonic()
         self.adopt(head)
@@ -109,7 +111,8 @@ class LogCommits:
         """Record the end of a step, and begin a commit if one is due.
 
         A commit that is due by the number of steps waits until the previous one is durable, so that no more steps can
-        be lost than the user allowed. A commit that is due by time can wait for a later step.
+        be lost than the user allowed. A commit that is due by time can wait for a later step. If a commit finds no room
+        for its id maps, this step counts, and the next one is refused before it begins.
         """
         self._steps += 1
         step_bytes, self.step_bytes = self.step_bytes, 0
@@ -122,9 +125,19 @@ class LogCommits:
                 and (log.crowded or (seconds is not None and time.monotonic() - self._last >= seconds))
             )
         ):
-            self.begin(log)
+            try:
+                self.begin(log)
+            except TableFullError:
+                self._lacks_room = True
+                if self._options.synchronous_commit:
+                    raise
             if self._options.synchronous_commit:
                 log.wait(self.begun)
+
+    def require_room(self) -> None:
+        """Raise TableFullError if the last commit that was due found no room for its id maps, and there is none now."""
+        if self._lacks_room or self._options.synchronous_commit:
+            self.keys.begin(nothing=self._options.scratch)
 
     def begin(self, log: kernels.RowLog, *, hold: bool = False) -> int:
         """Begin a commit of rows, attributes and id maps as they are now, and return its number.
@@ -143,6 +156,8 @@ class LogCommits:
         head = body
         if len(body) > HEAD_BYTES:
             name, file = self.keys.new_file(saving)
+            with says_if_full(self._directory.files.path / name):
+                kernels.allocate(file.fd, 0, len(body))
             saving.writes.append((file, 0, torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
             head, names = LogHead.elsewhere(name, body), names | {name}
         writes = [(file.fd, at, raw) for file, at, raw in saving.writes]
@@ -152,7 +167,7 @@ class LogCommits:
             self.keys.accept(saving)
             self._head, self.changed, self._writes = body, False, self._notes.writes
             self._kept[self.begun] = names
-            self._may_have_strays = False
+            self._may_have_strays = self._lacks_room = False
             self._steps, self._last = 0, time.monotonic()
         if self._take_place is not None:
             log.wait(self.begun)

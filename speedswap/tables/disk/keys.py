@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory
@@ -286,7 +287,7 @@ class LogKeys:
         with says_if_full(self._directory.files.path / files[-1][0]):
             if end > room:
                 room = end + min(begin, _MOST_AHEAD)
-                os.posix_fallocate(file.fd, begin, room - begin)
+                kernels.allocate(file.fd, begin, room - begin)
             if len(saving.writes) < _most_open():
                 saving.writes.append((file, begin, raw))
             else:

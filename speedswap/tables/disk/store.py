@@ -19,12 +19,14 @@ from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.columns import LogColumns, new_log
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
+from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.record import Block, Column
-from speedswap.tables.store import Commits, RowStore, begin_alike
+from speedswap.tables.store import Commits, RowStore, begin_alike, innermost
 
 _CPU = torch.device("cpu")
 _TRIES = 8
 _log = logging.getLogger("speedswap")
+_MARKED_ROWS = 1 << 22  # at once
 
 _Changed = TypeVar("_Changed")
 
@@ -79,11 +81,7 @@ class LogStore(LogColumns, Commits):
             with last.bringing:
                 self._cache.scatter_places(last.places, fields, blocks)
 
-        if here is None or self._cache.is_one_piece(here):
-            self._with_room(change, len(rows))
-        else:
-            with self._with_room(lambda: self._cache.room_for(here), len(rows)) as room:
-                self._cache.scatter(here, fields, blocks, room)
+        self._with_room(change, len(rows))
         self.notes.writes += 1
 
     def _with_room(self, change: Callable[[], _Changed], rows: int) -> _Changed:
@@ -91,9 +89,10 @@ class LogStore(LogColumns, Commits):
 
         Args:
             change: makes the change as a whole or not at all, or makes room for what is written in pieces afterwards.
-            rows: the most rows that it writes.
+            rows: the most rows that it writes, or 0 if it only makes room.
         """
-        was_changed, self._commits.changed = self._commits.changed, True
+        was_changed = self._commits.changed
+        self._commits.changed |= rows > 0
         self._commits.step_bytes += rows * self._cache.group_bytes
         goes_on = not was_changed
         while True:
@@ -105,7 +104,7 @@ class LogStore(LogColumns, Commits):
                     raise
                 # Retry even if this frees nothing: a commit in flight may have freed some since the error.
                 goes_on = self._commits.free_room(self._cache.log)
-                self._commits.changed = True
+                self._commits.changed = rows > 0
 
     def _rounded(self, column: Column, rows: Tensor, block: Tensor) -> Tensor:
         """Round columns with stochastic rounding; the random numbers depend on the row's number, not on its place."""
@@ -171,24 +170,34 @@ class LogStore(LogColumns, Commits):
 
     def take_rows(self, source: RowStore, columns: Sequence[str]) -> bool:
         self._held.stop()
-        if isinstance(source, LogStore) and self._has_files_of(source) and self._begins_as(source):
-            self._take_former(source, columns)
-            return True
-        as_written = not self.log.touched and self._begins_as(source) and {*columns} == {*self.columns}
-        num_rows = self.num_embeddings
-        if as_written and isinstance(source, LogStore):
-            num_rows = source.log.touched * source.manifest.group_rows
+        other, size = innermost(source), self.manifest.group_rows
+        log = other if isinstance(other, LogStore) and begin_alike(self, source, columns) else None
+        is_former = log is source and log is not None and self._has_files_of(log)
+
+        def copied_singly() -> Iterator[Tensor]:
+            for start in range(0, self.num_embeddings, _MARKED_ROWS):
+                stop = min(start + _MARKED_ROWS, self.num_embeddings)
+                if log is None:
+                    yield torch.arange(start, stop)
+                elif is_former:  # an earlier commit of this log
+                    yield log.log.written(start, stop, unlike=self.log).nonzero().squeeze(1) + start
+                else:  # written here alone: they get their initial values
+                    is_ours, is_theirs = self.log.written(start, stop), log.log.written(start, stop)
+                    yield (is_ours & ~is_theirs).nonzero().squeeze(1) + start
+
+        num_rows = sum(map(len, copied_singly()))
+        if log is not None and not is_former:
+            num_rows = min(num_rows + log.log.touched * max(size, log.manifest.group_rows), self.num_embeddings)
         self._with_room(lambda: self._cache.reserve(num_rows), num_rows)
         try:
-            if as_written:
-                for rows, held in source.written_rows():  # all other rows have the same initial values in both
-                    self.put(rows, {name: held[name] for name in columns})
-                return True
-            fields = self._cache.fields(tuple(columns))
-            for piece in self._cache.pieces(num_rows):
-                rows = torch.arange(piece.start, piece.stop)
-                blocks = {name: kernels.as_read(source.read(name, piece.start, piece.stop)) for name in columns}
-                self._cache.scatter(rows, fields, blocks)
+            for rows in (some for piece in copied_singly() for some in piece.split(self._cache.most_rows)):
+                if log is not None and log is source:
+                    self.put(rows, log._cache.bytes_of(rows, columns))
+                else:
+                    fields, found = self._cache.fields(tuple(columns)), source.gather(rows, columns)
+                    self._cache.scatter(rows, fields, {name: kernels.as_read(found[name]) for name in columns})
+            for rows, held in source.written_rows() if log is not None and not is_former else ():
+                self.put(rows, {name: held[name] for name in columns})
         finally:
             self._cache.give_up_room()
         return True
@@ -197,26 +206,14 @@ class LogStore(LogColumns, Commits):
         ours, theirs = self._files.rows.fd, source._files.rows.fd
         return os.path.samestat(os.fstat(ours), os.fstat(theirs))
 
-    def _take_former(self, source: LogStore, columns: Sequence[str]) -> None:
-        """Take rows from an earlier commit of this same log: those whose records differ there."""
-        groups = source.log.unlike(self.log).nonzero().squeeze(1)
-        num_rows = len(groups) * self.manifest.group_rows
-        self._with_room(lambda: self._cache.reserve(num_rows), num_rows)
-        try:
-            for piece in self._cache.pieces(len(groups)):
-                rows = self._cache.fresh.rows_of(groups[piece])
-                rows = rows[rows < self.num_embeddings]
-                self.put(rows, source._cache.bytes_of(rows, columns))
-        finally:
-            self._cache.give_up_room()
-
-    def _begins_as(self, source: RowStore) -> bool:
-        """Return whether rows that were never written are bitwise equal here and in another store."""
-        return begin_alike(self, source, self.columns)
-
-    def reserve(self, rows: int, times: int = 1) -> None:
-        manifest = self._cache.manifest
-        self._cache.reserve(min(rows, manifest.num_groups) * manifest.group_rows * times)  # each in a separate group
+    def reserve(self, *writes: int | range) -> None:
+        size, most = self.manifest.group_rows, self.manifest.num_groups
+        groups = sum(  # each row in a separate group; two pieces may share one
+            min(rows, most) if isinstance(rows, int) else len(rows) // size + len(rows) // CHUNK_ROWS + 2
+            for rows in writes
+        )
+        self._commits.require_room()
+        self._with_room(lambda: self._cache.reserve(groups * size), 0)
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         self._held.stop()
