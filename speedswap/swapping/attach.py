@@ -60,7 +60,8 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
         module_or_table: a module that contains one or more :class:`speedswap.Embedding`, or the table of one.
         idle_rows: ``"dense"``: rows outside a step's batch take the step too, with a gradient of zero as in
             ``nn.Embedding``, when they are next read ([idle rows](docs/idle-rows.md)): their weights decay, and move on
-            with their momentum. ``"lazy"``: they are not touched. By default as before; lazy at first. It is not saved.
+            with their momentum. ``"lazy"``: they are not touched. By default as before; lazy at first. Ask for it again
+            before a training is resumed, or see SW409.
 
     Raises:
         OptimizerError: the optimizer mixes rows, or only takes sparse gradients, or idle rows cannot take its steps,
@@ -105,6 +106,8 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
         return
     examined = [(step, _examined(optimizer, step, new)) for step in new]
     _warn_of_decay(optimizer, new)
+    for step in new:
+        step.state.warn_of_idle_rows(optimizer, {**step.table.attributes, **step.table.live_attributes})
     for step, found in examined:
         step.attach(optimizer, found)
     _add_hooks(optimizer)

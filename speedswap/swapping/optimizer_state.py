@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedswap._warnings import warn_once
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
@@ -27,6 +28,7 @@ from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages
 from speedswap.tables.closed_steps import ClosedSteps
 from speedswap.tables.idle import IdleStore
+from speedswap.tables.notes import IDLE_ROWS
 
 _log = logging.getLogger("speedswap")
 
@@ -115,7 +117,7 @@ class OptimizerState:
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
         twin = OptimizerState(table, weight, *self._stored_as)
-        twin.idle = None if self.idle is None else IdleStore.over(table)
+        twin._keep_idle(None if self.idle is None else IdleStore.over(table))
         twin._row_state = self._row_state
         twin._is_copied = True
         return twin
@@ -380,6 +382,11 @@ class OptimizerState:
                 f"idle_rows is 'dense', but table {self.table.name!r} has averages (speedswap.optim.Averaged), which "
                 "would need every row at every step; leave one of the two out"
             )
+        if self.table.store.notes.viewed:
+            raise ValueError(
+                f"idle_rows is 'dense', but Table.view() returned the memory of table {self.table.name!r}, in which rows "
+                "change without a call; use Table.read() and Table.write(), or leave one of the two out"
+            )
         found = found or self._probe(optimizer)
         columns = [self.table.columns["weight"], *found.columns]
         twin = Twin(optimizer, self.weight, columns, found.row_state.scalars)
@@ -394,9 +401,31 @@ class OptimizerState:
 
     def move_idle_rows(self, twin: Twin | None) -> None:
         """Let rows outside the batch take each step from now on, by a twin of the optimizer; or no longer."""
-        if self.idle is not None:
-            self.idle.bring_up_to_date()
-        self.idle, self._twin = None if twin is None else IdleStore.over(self.table), twin
+        self._keep_idle(None if twin is None else IdleStore.over(self.table))
+        self._twin, store = twin, self.table.store
+        if isinstance(store, IdleStore) and not (twin is not None and twin.goes_on(store.steps)):
+            store.bring_up_to_date()
+
+    def _keep_idle(self, idle: IdleStore | None) -> None:
+        """Let rows outside the batch take each step in this store, or not at all, which the table's files will say."""
+        self.idle = idle
+        if idle is not None:
+            self.table.live_attributes[IDLE_ROWS] = _dense
+        else:
+            self.table.live_attributes.pop(IDLE_ROWS, None)
+            self.table.attributes.pop(IDLE_ROWS, None)
+
+    def warn_of_idle_rows(self, optimizer: Optimizer, attributes: dict[str, Any]) -> None:
+        """Warn if, by a table's attributes, idle rows took every step until now, and would not take this optimizer's."""
+        if self.idle is None and attributes.get(IDLE_ROWS):
+            name = type(optimizer).__name__
+            warn_once(
+                "SW409",
+                f"table {self.table.name!r} was trained with idle_rows='dense', and {name} is attached without: rows "
+                "outside the batch will no longer take its steps; call speedswap.attach(optimizer, model, "
+                "idle_rows='dense') before load_checkpoint and the first step, or with idle_rows='lazy' if they should "
+                "not",
+            )
 
     def _probe(self, optimizer: Optimizer) -> FoundState:
         """Find the optimizer's row state, and the columns to hold it.
@@ -644,6 +673,11 @@ class OptimizerState:
 
 def _nobody() -> None:
     """Return None: no optimizer was attached yet."""
+
+
+def _dense() -> str:
+    """Return how an optimizer is attached whose steps idle rows take."""
+    return "dense"
 
 
 def _are_scalars(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -101,8 +102,7 @@ class IdleStore(WrappedStore):
         self._known = _Missed(inner.notes)
         self._ahead = 0  # 1 while the rows of a step are written, before the step counts
         self._seen: tuple[dict[str, Column], dict[str, Column]] = {}, {}
-        if inner.files is not None:
-            self.notes.live_attributes[IDLE_STEPS] = self._known
+        self.notes.live_attributes[IDLE_STEPS] = self._known
 
     @classmethod
     def over(cls, table: Table) -> IdleStore:
@@ -153,6 +153,7 @@ class IdleStore(WrappedStore):
     def number_rows(self) -> None:
         """Make room for the number of each row's last step."""
         if LAST_STEP not in self.inner.columns:
+            self.notes.note_change(None)
             self.inner.add_columns([_COLUMN])
 
     @contextmanager
@@ -163,7 +164,7 @@ class IdleStore(WrappedStore):
             yield
         finally:
             self._ahead = 0
-        self.notes.note_change(None)  # every row changes
+        self.notes.note_change(None, as_stored=False)
 
     def bring_up_to_date(self) -> None:
         """Write every row with the steps it has missed, a piece at a time."""
@@ -188,7 +189,10 @@ class IdleStore(WrappedStore):
         some = moved.nonzero().squeeze(1)
         if len(some):
             values = {name: each[some] for name, each in block.columns.items()}
-            self._write(Block(block.rows[some.to(block.rows.device)], {}), values)
+            ids = block.rows[some.to(block.rows.device)]
+            if self.notes.changes is not None:
+                self.notes.changes.add(ids)
+            self._write(Block(ids, {}), values)
 
     def _write(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         """Write all columns of rows that are up to date."""
@@ -246,8 +250,9 @@ class IdleStore(WrappedStore):
     def write(self, column: str, start: int, values: Tensor) -> None:
         if self._missed():
             writes = self.notes.writes
-            for rows in chunks_of(len(values)):
-                self._bring(range(start + rows.start, start + rows.stop))
+            for rows in chunks_of(len(values)):  # also those that no step moves, but would once they are overwritten
+                block = self.gather(ids_of(range(start + rows.start, start + rows.stop)))
+                self._write(block, block.columns)
             self.notes.writes = writes
         self.inner.write(column, start, values)
 
@@ -271,6 +276,20 @@ class IdleStore(WrappedStore):
             block = Block(rows, {name: columns[name].decode(each) for name, each in held.items()})
             self.take(block)
             yield rows, {name: columns[name].encode(each) for name, each in block.columns.items()}
+
+
+class RowsAsStored(WrappedStore):
+    """The rows of an :class:`IdleStore` as they are stored, each with the number of its last step.
+
+    Args:
+        idle: the store; rows that could only take their steps in this process have taken them.
+    """
+
+    def __init__(self, idle: IdleStore) -> None:
+        if not isinstance(idle.steps, ClosedSteps | None):
+            idle.bring_up_to_date()
+        super().__init__(idle.inner)
+        self.facts = replace(self.facts, is_borrowed=True)
 
 
 class _Prefetched(Prefetched):

@@ -20,7 +20,10 @@ PARTS = "tables"
 """The attribute of a store that names its parts; a copy of one of them is without it."""
 
 IDLE_STEPS = "idle_steps"
-"""The attribute for the steps that rows of a table in files may have missed; a copy has the rows with these steps."""
+"""The attribute for the steps that rows may have missed; a copy has the rows with these steps."""
+
+IDLE_ROWS = "idle_rows"
+"""The attribute that says how the optimizer that trained the rows last was attached; absent if lazily."""
 
 
 @dataclass(eq=False)
@@ -68,16 +71,18 @@ class Notes:
                 self.attributes[name] = value
         return self.attributes
 
-    def take_over(self, source: Notes, part: str = "") -> None:
+    def take_over(self, source: Notes, part: str = "", *, lacks_steps: bool = False) -> None:
         """Copy another store's current attributes, id maps and number of writes.
 
         Args:
             source: the other notes.
             part: the name of the part, if only a part's rows, and so only its map, were copied.
+            lacks_steps: True if rows were copied without the steps that they may have missed.
         """
         live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
         self.attributes.update(copy.deepcopy({**source.attributes, **live}))
-        self.attributes.pop(IDLE_STEPS, None)
+        if not lacks_steps:
+            self.attributes.pop(IDLE_STEPS, None)
         self.writes = source.writes
         if not part:
             self.id_maps.update(source.id_maps)
@@ -86,10 +91,15 @@ class Notes:
         if part in source.id_maps:
             self.id_maps[""] = source.id_maps[part]
 
-    def note_change(self, rows: Tensor | range | None) -> None:
-        """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
+    def note_change(self, rows: Tensor | range | None, *, as_stored: bool = True) -> None:
+        """Record that rows are about to change: ids, a range of rows, or all rows and columns.
+
+        Args:
+            rows: the rows.
+            as_stored: False if they only lack another step, which they take when they are read.
+        """
         self.version += 1
-        if self.changes is not None:
+        if as_stored and self.changes is not None:
             self.changes.add(rows)
         for listener in self.listeners:
             listener(rows)

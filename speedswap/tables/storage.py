@@ -23,7 +23,7 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.hot import HotBytes, require_hot_bytes
-from speedswap.tables.idle import IdleStore
+from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
@@ -390,7 +390,7 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
     try:
         for rows, held in source.written_rows():
             target.put(rows, held)
-        target.notes.take_over(source.notes, facts.part_name)
+        target.notes.take_over(source.notes, facts.part_name, lacks_steps=LAST_STEP in source.columns)
         target.flush()
     finally:
         target.close_log()

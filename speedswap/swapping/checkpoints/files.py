@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class NewFiles:
             used_in = {there[digest] for digest in digests.values() if digest in there}
             for file in {each.file for each in used_in}:
                 same = [each for each in used_in if each.file == file]
-                if not self.link(previous[1], [file], lambda files, same=same: files.check(same)):
+                if not self.link(previous[1], [file], partial(TensorsOf.check, tensors=same)):
                     there = {key: each for key, each in there.items() if each.file != file}
         new: dict[str, Tensor] = {}
         for key, digest in digests.items():

@@ -39,6 +39,7 @@ from speedswap.swapping.checkpoints.format import (
 from speedswap.swapping.checkpoints.tables import (
     ROWS,
     CopiedIn,
+    as_stored,
     copied,
     descriptions_of,
     lane_of,
@@ -48,12 +49,12 @@ from speedswap.swapping.checkpoints.tables import (
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Column, Table
+from speedswap.tables import Block, Column, Table
 from speedswap.tables.files.damage import require
-from speedswap.tables.idle import IdleStore
+from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.notes import IDLE_STEPS
 from speedswap.tables.shards import InOrder, Owners, Shard, own_shard, place_rows, take_shards
-from speedswap.tables.store import Commits
+from speedswap.tables.store import Commits, WrappedStore
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -277,9 +278,13 @@ class TableToLoad:
         with says_malformed(self._folder, "its rows", part.copy or str(table.path)):
             is_same = (table.num_embeddings, descriptions_of(table)) == (owners.rows_of(rank), part.columns)
             require(is_same, f"{table.path} is not the table {self.saved.name!r}")
+            if isinstance(table.store, IdleStore):
+                if IDLE_STEPS in part.attributes:  # since the copy was made, rows have changed, and lack other steps
+                    table.attributes[IDLE_STEPS] = part.attributes[IDLE_STEPS]
+                _ = table.store.steps
             for delta in part.deltas:
                 self._tensors.check(delta.tensors)
-                self._check_delta(delta, table)
+                self._check_delta(delta, as_stored(table))
         return _Source(part, Shard(table, owners, rank))
 
     def _lives_in(self, table: Table) -> bool:
@@ -339,6 +344,8 @@ class TableToLoad:
                 f"{saved.num_embeddings}; make the model with the same"
             )
         is_trained = self.trainer is not None
+        if self.trainer is not None:
+            self.module._step.state.warn_of_idle_rows(self.trainer, self._sources[0].saved.attributes)
         self.check_columns(each for each in table.columns.values() if is_trained or each.name in self.columns)
         if saved.id_maps.keys() != maps.keys():
             raise CheckpointError(
@@ -408,14 +415,16 @@ class TableToLoad:
                 own.note_change(None)
             else:
                 names = [name for name in own.columns if name in self.columns]
-                self._copy_to(own, ["weight"] if keeps_state else names)
+                lack_steps = self._copy_to(own, ["weight"] if keeps_state else names)
             attributes = dict(first.saved.attributes)
-            if commits is None:
-                attributes.pop(IDLE_STEPS, None)  # which the rows were copied with
+            if commits is None and not lack_steps:
+                attributes.pop(IDLE_STEPS, None)
             if keeps_state:
                 attributes = {key: value for key, value in attributes.items() if key not in own.live_attributes}
             own.attributes.clear()
             own.attributes.update(attributes)
+            if commits is None and lack_steps:
+                own.store.notes.adopted += 1  # the steps are those of the attributes
             if (joint := table.joint) is not None:
                 joint.torn = None
 
@@ -427,29 +436,50 @@ class TableToLoad:
         is_later_held = release(table, Folders(self._folder.parent).read(), after=source.saved.commit)
         return None if is_later_held else table.commits
 
-    def _copy_to(self, table: Table, names: list[str]) -> None:
-        """Write columns of the rows to another table."""
+    def _copy_to(self, table: Table, names: list[str]) -> bool:
+        """Write columns of the rows to another table; return whether they still lack steps, as they were saved."""
         table.check_open(writing=True)
         table.note_change(None)
-        files, found = table.store.files, self._sources[0].shard.table.store
         if isinstance(table.store, IdleStore):
             table.store.bring_up_to_date()
+        target, sources = self._target, [source.shard for source in self._sources]
+        if lack_steps := self._take_as_stored(table, names):
+            IdleStore.over(table).number_rows()
+            target, *sources = (each._replace(table=as_stored(each.table)) for each in (target, *sources))
+            names = [*names, LAST_STEP]
+        files, found = table.store.files, sources[0].table.store
+        if lack_steps and isinstance(found, WrappedStore):
+            found = found.inner
         if not (self._is_as_saved and files is not None and files.take_rows(found, names)):
-            take_shards(self._target, [source.shard for source in self._sources], names)
-        for source in self._sources:
+            take_shards(target, sources, names)
+        for source, shard in zip(self._sources, sources, strict=True):
             for delta in source.saved.deltas:
-                self._apply(delta, source.shard, names)
+                self._apply(delta, shard, target, names)
         table.store.notes.writes = self.saved.writes
         changes, first = table.store.notes.track_changes(table.num_embeddings), self._sources[0].saved
-        if self._is_as_saved and first.copy and names == list(table.columns) and changes is not None:
+        is_whole = {*names} == {*as_stored(table).columns} == {*as_stored(sources[0].table).columns}
+        if self._is_as_saved and first.copy and is_whole and changes is not None:
             copied[table.store] = CopiedIn(self._token, changes)
         for source in self._sources:
             source.shard.table.close()
+        return lack_steps
 
-    def _apply(self, delta: Delta, source: Shard, names: list[str]) -> None:
-        table = self._target.table
-        dtypes = [table.columns[name].dtype for name in names]
-        for rows, *values in self._tensors.pieces(delta.file, ROWS, *names):
-            owned, places = place_rows(rows, source, self._target)
-            own = [value.to(dtype)[owned] for value, dtype in zip(values, dtypes, strict=True)]
-            table.scatter(places, dict(zip(names, own, strict=True)))
+    def _take_as_stored(self, table: Table, names: list[str]) -> bool:
+        """Return whether a table takes rows without the steps that they have missed, all of them the same."""
+        found = [source.shard.table.store for source in self._sources]
+        logs = [source.saved.attributes.get(IDLE_STEPS) for source in self._sources]
+        is_same = all(isinstance(each, IdleStore) for each in found) and logs.count(logs[0]) == len(logs)
+        is_whole = {*names} == {*self.columns} and self.module._step.state.averages is None
+        return is_same and is_whole and bool(logs[0] and (logs[0]["steps"] or isinstance(table.store, IdleStore)))
+
+    def _apply(self, delta: Delta, source: Shard, target: Shard, names: list[str]) -> None:
+        columns = as_stored(source.table).columns
+        for rows, *values in self._tensors.pieces(delta.file, ROWS, *columns):
+            owned, places = place_rows(rows, source, target)
+            own = {
+                name: value.to(column.dtype)[owned]
+                for (name, column), value in zip(columns.items(), values, strict=True)
+            }
+            if isinstance(source.table.store, IdleStore):
+                source.table.store.take(Block(places, own))
+            target.table.scatter(places, {name: own[name] for name in names})

@@ -27,6 +27,7 @@ from speedswap.swapping.checkpoints.tables import (
     TOKEN,
     CopiedIn,
     all_locked,
+    as_stored,
     copied,
     descriptions_of,
     lane_of,
@@ -275,6 +276,7 @@ class TablesToSave:
             encoder: collects tensors.
         """
         table, owners, rank = own_shard(module.table)
+        stored = as_stored(table)
         store, shard = table.store, "" if isinstance(owners, InOrder) else "/" + shard_name(rank, owners.world_size)
         live = {key: value for key, source in table.live_attributes.items() if (value := source()) is not None}
         maps = {}
@@ -292,7 +294,7 @@ class TablesToSave:
             attributes,
             module._step.state.is_initial,
             maps,
-            **(self._held_by(table) or self._copied(name, table, index, shard)),
+            **(self._held_by(table) or self._copied(name, table, stored, index, shard)),
         )
 
     def _held_by(self, table: Table) -> dict[str, Any]:
@@ -323,10 +325,11 @@ class TablesToSave:
                 table.flush()
                 commits.let_go(commit)
 
-    def _copied(self, name: str, table: Table, index: int, shard: str) -> dict[str, Any]:
+    def _copied(self, name: str, table: Table, stored: Table, index: int, shard: str) -> dict[str, Any]:
         """Write a copy of a table, or link the previous copy and write the changes since.
 
         Args:
+            stored: its rows as stored, which are written.
             shard: the path of this rank's rows within the copy.
         """
         store = table.store
@@ -334,19 +337,19 @@ class TablesToSave:
         changed = None if before is None else copied[store].changes.rows()
         self._changes[store] = store.notes.track_changes(store.facts.num_embeddings)
         if before is not None and changed is not None and self._previous is not None:
-            row_bytes = sum(column.row_bytes for column in table.columns.values()) + 8
-            exact = all(column.stored_dtype != torch.int8 or not column.compact for column in table.columns.values())
+            row_bytes = sum(column.row_bytes for column in stored.columns.values()) + 8
+            exact = all(column.stored_dtype != torch.int8 or not column.compact for column in stored.columns.values())
             rows = len(changed) + sum(delta.rows for delta in before.deltas)
             names = [before.copy, *(delta.file for delta in before.deltas)]
             if (
                 exact
-                and rows * row_bytes <= _MOST_DELTAS * table.nbytes
+                and rows * row_bytes <= _MOST_DELTAS * stored.nbytes
                 and self._files.link(self._previous[1], names, lambda files: verify_part(before, files, self._token))
             ):
-                more = (self._delta(table, changed, index),) if len(changed) else ()
+                more = (self._delta(stored, changed, index),) if len(changed) else ()
                 return {"copy": before.copy, "deltas": (*before.deltas, *more)}
         copy = f"table-{self._number}-{index}{shard}"
-        self._files.add_copy(table, copy)
+        self._files.add_copy(stored, copy)
         return {"copy": copy}
 
     def _before(self, name: str, table: Table, shard: str) -> SavedTable | None:

@@ -20,6 +20,7 @@ from speedswap.swapping.checkpoints.format import word
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
+from speedswap.tables.idle import IdleStore, RowsAsStored
 from speedswap.tables.notes import ChangedRows
 
 ROWS = "rows"
@@ -96,6 +97,11 @@ def path_in(folder: Path, path: str) -> Path:
     """
     near = folder.parent / path
     return near if near.exists() else Path(os.path.realpath(folder)).parent / path
+
+
+def as_stored(table: Table) -> Table:
+    """Return a table of the same rows without the steps that they may have missed, which are among its attributes."""
+    return Table(RowsAsStored(table.store)) if isinstance(table.store, IdleStore) else table
 
 
 def descriptions_of(table: Table) -> dict[str, list[Any]]:
