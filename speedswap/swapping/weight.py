@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
 from speedswap.swapping.refusals import name_of, refusal
+from speedswap.swapping.whole_rows import OneValue
 from speedswap.tables import Table, init
 from speedswap.tables.table import put, require_alike
 
@@ -168,10 +169,10 @@ class _Rows:
     # ------------------------------------------------------------------ tensors like it, and the gradient
 
     def _like(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return one value expanded to the table's shape, without more memory."""
+        """Return one value expanded to the table's shape, without more memory until it is written to."""
         with as_plain():
             one = self.new_empty((1,) * len(self._shape))  # type: ignore[attr-defined]
-        return func(one, *args, **kwargs).expand(self._shape)
+        return func(one, *args, **kwargs).expand(self._shape).as_subclass(OneValue)
 
     # Every step reads this and grad, and a property is four times as fast as a torch function.
     @property

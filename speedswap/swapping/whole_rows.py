@@ -5,7 +5,8 @@ If ranks own a table, each rank's state_dict holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -74,7 +75,40 @@ class HandedOut:
             )
 
 
-class MapBytes(Tensor):
+class _InFilesPlain(Tensor):
+    """A tensor that is a plain one where it is pickled, so that files do not name its class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.as_subclass(Tensor), memo).as_subclass(type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.as_subclass(Tensor)
+        return plain.__reduce_ex__(protocol)
+
+
+class OneValue(_InFilesPlain):
+    """One value in a table's shape, as ``full_like(weight)`` returns it; memory for all rows once it is written to.
+
+    Optimizers whose constructor creates their state have it, and torch.distributed.checkpoint loads into it in place.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name, written = func.__name__, args[0] if args else None
+            if isinstance(written, OneValue) and (name == "__setitem__" or (name[-1] == "_" and name[-2] != "_")):
+                written.__get_tensor_shard__()
+            return func(*args, **(kwargs or {}))
+
+    def __get_tensor_shard__(self, _: object = None) -> Tensor:
+        if not self.is_contiguous():
+            self.data = self.contiguous()
+        return self.as_subclass(Tensor)
+
+
+class MapBytes(_InFilesPlain):
     """An id map in a state_dict, which torch.distributed.checkpoint saves as an object.
 
     It loads tensors only into tensors of the same shape, but a map's size depends on its keys.
@@ -85,13 +119,6 @@ class MapBytes(Tensor):
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = self.as_subclass(Tensor)  # so that files do not name this class
-        return plain.__reduce_ex__(protocol)
 
 
 def is_divided(value: object) -> bool:

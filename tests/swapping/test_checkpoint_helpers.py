@@ -131,8 +131,6 @@ def test_checkpoint_is_loaded_into_the_state_of_a_fresh_optimizer(
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path / "checkpoint")
     model, optimizer = build(make_optimizer, seed=2, path=tmp_path / "table" if storage == "disk" else None)
-    if isinstance(optimizer, torch.optim.Adagrad):  # its state is made with it, before a table has any
-        speedswap.attach(optimizer, model)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=tmp_path / "checkpoint")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
