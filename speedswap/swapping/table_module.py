@@ -686,7 +686,9 @@ class TableModule(nn.Module):
         super().register_parameter(name, param)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         if rows_are_apart():
+            destination.pop(prefix + "weight", None)
             return
         if self._is_on_meta:
             destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
@@ -702,7 +704,7 @@ class TableModule(nn.Module):
     @of_all_ranks
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
@@ -710,36 +712,54 @@ class TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = prefix + "weight"
-        if rows_are_apart():
+        keys = [prefix + name for name in (["weight"] if self.id_map is None else ["weight", "id_map"])]
+        given: dict[str, Any] = {}
+
+        def take(_: nn.Module, found: dict[str, Any], *rest: Any) -> None:
+            given.update({key: found.pop(key) for key in keys if key in found})
+
+        last = self.register_load_state_dict_pre_hook(take)  # after all others, which may change what is loaded
+        try:
+            nn.Module._load_from_state_dict(
+                self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            last.remove()
+            state_dict.update(given)
+        missing = [key for key in keys if strict and key not in given and not rows_are_apart()]
+        missing_keys[:] = [key for key in missing_keys if key not in keys or key in missing]
+        missing_keys.extend(key for key in missing if key not in missing_keys)
+        if keys[0] in given and not missing and not rows_are_apart():
+            self._load_rows(given, prefix, error_msgs)
+
+    def _load_rows(self, given: Mapping[str, Any], prefix: str, error_msgs: list[str]) -> None:
+        """Load the rows, and the id map if there is one, of a state_dict; add what does not fit to ``error_msgs``."""
+        key, wanted = prefix + "weight", torch.Size((self.num_embeddings, self.embedding_dim))
+        values = given[key]
+        if not isinstance(values, Tensor):
+            error_msgs.append(
+                f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object from '
+                f"checkpoint but received {type(values)}"
+            )
+        elif values.shape != wanted:
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {values.shape} from checkpoint, the shape in "
+                f"current model is {wanted}."
+            )
+        else:
+            if self._is_on_meta and (values.is_meta or self._take_rows(values.detach())):
+                return
+            of_map: AbstractContextManager[None] = nullcontext()
+            if self.id_map is not None and prefix + "id_map" in given:
+                of_map = self.id_map.restoring(given[prefix + "id_map"], what=f"{prefix}id_map")
+            self._handed_out = None
+            with of_map:  # both, or neither
+                write_all(self.table, values)
+                if self.id_map is not None:  # the gradient's rows belong to other keys
+                    self._step.abandon()
             return
-        has_map = prefix + "id_map" in state_dict
-        if self.id_map is None and has_map:
-            unexpected_keys.append(prefix + "id_map")
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        values = state_dict[key]
-        wanted = (self.num_embeddings, self.embedding_dim)
-        if tuple(values.shape) != wanted:
-            error_msgs.append(f"size mismatch for {key}: the checkpoint has {tuple(values.shape)}, the table {wanted}")
-            if self.ranks is not None:  # whose others take theirs
-                raise ValueError(error_msgs.pop())
-            return
-        if self.id_map is not None and strict and not has_map:
-            missing_keys.append(prefix + "id_map")
-            return
-        if self._is_on_meta and (values.is_meta or self._take_rows(values.detach())):
-            return
-        of_map: AbstractContextManager[None] = nullcontext()
-        if self.id_map is not None and has_map:
-            of_map = self.id_map.restoring(state_dict[prefix + "id_map"], what=f"{prefix}id_map")
-        self._handed_out = None
-        with of_map:  # both, or neither
-            write_all(self.table, values)
-            if self.id_map is not None:  # the gradient's rows belong to other keys
-                self._step.abandon()
+        if self.ranks is not None:  # whose others take theirs
+            raise ValueError(error_msgs.pop())
 
 
 def not_assigned(module: Any) -> WeightError:
@@ -751,10 +771,10 @@ def not_assigned(module: Any) -> WeightError:
     )
 
 
-def load_assigned(module: nn.Module, weight: nn.Parameter) -> None:
+def load_assigned(module: Any, weight: nn.Parameter) -> None:
     """Load the rows of a parameter that was assigned as the weight of a module on the meta device."""
     errors: list[str] = []
-    module._load_from_state_dict({"weight": weight}, "", {}, False, [], [], errors)
+    module._load_rows({"weight": weight}, "", errors)
     if errors:
         raise WeightError(f"weight was assigned: {errors[0]}")
 

@@ -197,8 +197,9 @@ class TableGroup(TableModule):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         return None
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        return None
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        _, _, _, unexpected_keys, _ = rest
+        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix))
 
 
 def _require_contents(table: Table, configs: Sequence[EmbeddingConfig], dtype: torch.dtype | None = None) -> None:
@@ -281,6 +282,7 @@ class TableInGroup(nn.Module):
     reset_parameters: Any = TableModule.reset_parameters
     _is_on_meta: Any = property(attrgetter("group._is_on_meta"))
     _save_to_state_dict: Any = TableModule._save_to_state_dict
+    _load_from_state_dict: Any = TableModule._load_from_state_dict
 
     @property
     def group(self) -> TableGroup:
@@ -344,8 +346,8 @@ class TableInGroup(nn.Module):
             raise not_assigned(self)
         load_assigned(self, param)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        TableModule._load_from_state_dict(cast(Any, self), *args)
+    def _load_rows(self, *args: Any) -> None:
+        TableModule._load_rows(cast(Any, self), *args)
         self._awaits_rows = False
 
     def _take_rows(self, rows: Tensor) -> bool:
