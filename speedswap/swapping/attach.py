@@ -20,7 +20,7 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.batch_rows import BatchRows
-from speedswap.swapping.optimizer_state import FoundState
+from speedswap.swapping.optimizer_state import FoundState, with_own_scalars
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings, this_thread
 from speedswap.swapping.row_step import RowStep, every_step, replaced_weights, require_no_replaced, step_of, steps_of
 from speedswap.swapping.weight import with_tables
@@ -347,10 +347,9 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             if step.state.optimizer is optimizer:
                 step.state.notice_cleared(optimizer)
                 state_dict["state"].pop(place, None)
-                columns = {} if rows_are_apart() else step.state.read(initial=initial)
                 # In a step, or after one that raised, the table and its scalars are as before the step.
                 scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})
-                state = {**columns, **scalars}
+                state = step.state.read(scalars, initial=initial)
                 if state:  # an empty entry would mean that state exists
                     state_dict["state"][place] = state
 
@@ -362,9 +361,9 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_ranks: bool) -> dict[str, Any]:
-    groups, saved = optimizer.param_groups, state_dict["param_groups"]
-    if rows_are_apart() or [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
-        if is_of_ranks and not rows_are_apart():
+    groups, saved, are_apart = optimizer.param_groups, state_dict["param_groups"], rows_are_apart()
+    if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
+        if is_of_ranks and not are_apart:
             raise ValueError("state_dict is of an optimizer with other parameter groups; load that of this one")
         return state_dict  # different groups: torch will report it
     names = [name for group in saved for name in group["params"]]
@@ -374,7 +373,9 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
         for place, step in _steps_of(optimizer):
             loaded = None
             if names[place] in states:
-                loaded = states[names[place]] = dict(states[names[place]])
+                loaded = states[names[place]] = with_own_scalars(states[names[place]])
+            if are_apart:
+                continue
             if step.state.optimizer is None and optimizer in _with_initial_state and step.weight.requires_grad:
                 step.state.attach(optimizer, _examined(optimizer, step), loaded)
             if step.state.optimizer is optimizer:

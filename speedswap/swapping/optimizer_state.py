@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
 from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
-from speedswap.swapping.whole_rows import read_all, says_checkpoint, write_all
+from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages
 from speedswap.tables.closed_steps import ClosedSteps
@@ -500,9 +500,10 @@ class OptimizerState:
 
     def _take_state_of(self, optimizer: Optimizer) -> None:
         """Leave only scalars in the optimizer: its row state moves to the table, or was the placeholder's."""
-        state = optimizer.state.get(self.weight)
-        if not state:
+        if not optimizer.state.get(self.weight):
             return
+        # A state_dict, before or after loading, may have the same dictionary and tensors.
+        state = optimizer.state[self.weight] = with_own_scalars(optimizer.state[self.weight])
         for column in self._row_state.columns:
             if _is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
                 del state[column.name]
@@ -529,21 +530,23 @@ class OptimizerState:
 
     # ------------------------------------------------------------------ state_dict
 
-    def read(self, *, initial: bool = False) -> dict[str, Any]:
-        """Return every state column, for the whole table.
+    def read(self, scalars: Mapping[str, Any], *, initial: bool = False) -> dict[str, Any]:
+        """Return a copy of the rows' state, for the whole table; without its columns inside of ``rows_apart``.
 
         Args:
-            initial: True to include state, with the scalars, even before the first step.
+            scalars: the present ones.
+            initial: True to include state even before the first step.
 
         Raises:
-            TableTooLargeError: they do not fit in memory.
+            TableTooLargeError: the columns do not fit in memory.
         """
-        if self._is_initial and not initial:
-            return {}
-        with says_checkpoint():
-            columns = {column.name: read_all(self.whole, column.name) for column in self._row_state.columns}
-        scalars = {key: _copy(value) for key, value in self._row_state.scalars.items()} if self._is_initial else {}
-        return {**scalars, **columns}
+        columns: dict[str, Any] = {}
+        if not rows_are_apart() and (initial or not self._is_initial):
+            with says_checkpoint():
+                columns = {column.name: read_all(self.whole, column.name) for column in self._row_state.columns}
+            if self._is_initial:
+                scalars = {**self._row_state.scalars, **scalars}
+        return {**columns, **with_own_scalars(scalars)}
 
     def check_loaded(self, optimizer: Optimizer, state: dict[str, Any] | None) -> FoundState | None:
         """Check a parameter's state, if any, before loading it.
@@ -614,6 +617,11 @@ class OptimizerState:
         """True until the first step: the optimizer creates the rows' state itself."""
         return self._is_initial
 
+    def is_loaded(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer, attached or not, has state of these rows other than its constructor's."""
+        held = optimizer.state.get(self.weight)
+        return bool(held) and self.is_trainable and not any(map(_is_made_of_weight, held.values()))
+
     def resume(self, optimizer: Optimizer, *, initial: bool) -> None:
         """Resume with the columns and scalars that table and optimizer got from a checkpoint.
 
@@ -621,6 +629,9 @@ class OptimizerState:
             optimizer: the attached one.
             initial: as :attr:`is_initial` was.
         """
+        row_state = self._row_state
+        if initial and row_state.columns and not row_state.from_gradient:  # which a constructor does not make again
+            optimizer.state[self.weight], initial = with_own_scalars(row_state.scalars), False
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._is_initial = initial
         self.warning = None
@@ -642,7 +653,7 @@ class OptimizerState:
             del state[column.name]
         self._is_initial = False
         self.warning = None
-        self._remember({key: _copy(value) for key, value in state.items()})
+        self._remember(with_own_scalars(state))
 
     def _remember(self, state: dict[str, Any]) -> None:
         """Make the table keep the scalars of a state, which belongs to its present rows."""
@@ -693,6 +704,12 @@ def _copy(value: Any) -> Any:
     if type(value) is Tensor and not value.requires_grad:
         return value.clone()
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def with_own_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a parameter's state, but not its columns: optimizers count their steps in place."""
+    is_column = {key: isinstance(value, Tensor) and value.numel() > 1 for key, value in state.items()}
+    return {key: value if is_column[key] else _copy(value) for key, value in state.items()}
 
 
 def _is_made_of_weight(value: object) -> bool:

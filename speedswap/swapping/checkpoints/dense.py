@@ -21,6 +21,7 @@ from speedswap.errors import CheckpointError
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.format import Encoder, says_malformed
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, step_unnoticed
+from speedswap.swapping.row_step import step_of
 from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart
@@ -66,7 +67,10 @@ def attach_all(
     """
     for module in modules:
         for optimizer in optimizers:
-            if (module.weight.requires_grad or module in frozen) and holds(optimizer, module.weight):
+            is_trained = (
+                module.weight.requires_grad or module in frozen or module._step.state.is_loaded(innermost(optimizer))
+            )
+            if is_trained and holds(optimizer, module.weight):
                 attach(optimizer, module)
 
 
@@ -82,6 +86,10 @@ def content_of(
     random, dense = random_of(rank), Encoder(drops=True) if rank else encoder
     with rows_apart():
         states = [each.state_dict() for each in optimizers]
+        for each, state in zip(optimizers, states, strict=True):
+            for name, parameter in _by_name(each, state):
+                if _is_untouched(each, parameter):  # the state that a constructor makes, in the shape of the table
+                    state["state"].pop(name, None)
         content: dict[str, Any] = {"model": dense.encode(dict(model.state_dict()), "model")}
     content["optimizers"] = [
         {"class": _names_of(each, state)[-1], "state": dense.encode(state, f"optimizers.{place}")}
@@ -161,12 +169,16 @@ def load_dense(
         ours = model.state_dict()
         model.load_state_dict({name: _divided_as(ours.get(name), value) for name, value in saved.items()})
         for optimizer, state in zip(optimizers, states, strict=True):
-            parameters = dict(_by_name(optimizer, state))
+            parameters, held = dict(_by_name(optimizer, state)), innermost(optimizer).state
+            initial = {
+                each: held[each] for each in parameters.values() if each in held and _is_untouched(optimizer, each)
+            }
             divided = {
                 name: {key: _divided_as(parameters.get(name), value) for key, value in values.items()}
                 for name, values in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": divided})
+            innermost(optimizer).state.update(initial)
             for name, parameter in parameters.items():  # torch has cast state to its parameter's dtype
                 now = innermost(optimizer).state.get(parameter, {})
                 for key, value in state["state"].get(name, {}).items():
@@ -178,6 +190,12 @@ def _by_name(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any,
     """Yield each parameter of a saved state with its name."""
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         yield from zip(saved["params"], group["params"], strict=True)
+
+
+def _is_untouched(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether a parameter is the weight of a table for which an optimizer has no state but initial state."""
+    step = step_of(parameter)
+    return step is not None and step.state.optimizer is not innermost(optimizer)
 
 
 def require_restorable(target: Any, saved: Any, name: str) -> None:

@@ -343,10 +343,10 @@ class TableToLoad:
                 f"{self._where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has "
                 f"{saved.num_embeddings}; make the model with the same"
             )
-        is_trained = self.trainer is not None
         if self.trainer is not None:
             self.module._step.state.warn_of_idle_rows(self.trainer, self._sources[0].saved.attributes)
-        self.check_columns(each for each in table.columns.values() if is_trained or each.name in self.columns)
+        goes_on = self.trainer is not None and not saved.is_initial  # else columns may be initial ones
+        self.check_columns(each for each in table.columns.values() if goes_on or each.name in self.columns)
         if saved.id_maps.keys() != maps.keys():
             raise CheckpointError(
                 f"{self._where} has {len(maps)} id maps, but the checkpoint {self._folder} has {len(saved.id_maps)}; "
@@ -354,7 +354,7 @@ class TableToLoad:
             )
         renews = any(id_map.evict is not None for id_map in maps.values())
         draws = any(column.rounding == "stochastic" for column in table.columns.values())
-        if is_trained and table.seed != saved.seed and (renews or draws):
+        if self.trainer is not None and table.seed != saved.seed and (renews or draws):
             why = "rows that start anew" if renews else "stochastic rounding"
             raise CheckpointError(
                 f"{self._where} has seed {table.seed}, but the checkpoint {self._folder} has {saved.seed}, on which "
@@ -408,6 +408,7 @@ class TableToLoad:
         with table.lock, self._target.table.lock:  # no prefetch may read a half-loaded table
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
+            initial = [column for column in own.columns.values() if self.trainer and column.name not in self.columns]
             commits = None if keeps_state else self._commits_to_return_to(own)
             if commits is not None:
                 first.shard.table.close()
@@ -416,6 +417,9 @@ class TableToLoad:
             else:
                 names = [name for name in own.columns if name in self.columns]
                 lack_steps = self._copy_to(own, ["weight"] if keeps_state else names)
+            lacking = [column for column in initial if column.name not in own.columns]
+            own.add_columns(lacking, commit=False)
+            own.reset_columns([column for column in initial if column not in lacking])
             attributes = dict(first.saved.attributes)
             if commits is None and not lack_steps:
                 attributes.pop(IDLE_STEPS, None)
