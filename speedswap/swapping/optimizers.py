@@ -148,6 +148,12 @@ class _Run:
     weight: Tensor
     state: dict[str, Any]
     first: dict[str, Any] = field(default_factory=dict)  # the first value of each state entry
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, str | None]:
+        """Return what all rows have in common, such as a learning rate that is estimated from all of them."""
+        values = {**self.settings, **self.state}.items()
+        return {key: _text_of(each.cpu() if isinstance(each, Tensor) else each) for key, each in values}
 
 
 class _FirstValues(dict[str, Any]):
@@ -197,11 +203,13 @@ def probe(
 
     start: dict[str, Any] | None = {} if fresh else None
 
-    def moved(values: list[Tensor]) -> _Run:
-        return _run(optimizer, weight, [value.to(weight.device) for value in values], start=start, moving=True)
+    def moved(values: list[Tensor], mode: str = "") -> _Run:
+        values = [value.to(weight.device) for value in values]
+        return _run(optimizer, weight, values, start=start, moving=True, mode=mode)
 
-    exact = moved(plain)
-    if not _same_rows(exact, moved(changed), slice(1, None), slice(1, None), exactly=True):
+    exact, other_row = moved(plain), moved(changed)
+    is_alike = _same_rows(exact, other_row, slice(1, None), slice(1, None), exactly=True)
+    if not is_alike or exact.numbers() != other_row.numbers():
         raise OptimizerError(
             f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table at "
             "every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) for the "
@@ -211,6 +219,15 @@ def probe(
         raise OptimizerError(
             f"{name} mixes rows: a row's update depends on how many other rows are in the batch. Use an optimizer that "
             "works element by element or row by row (SGD, Adagrad, Adam, …) for the embedding"
+        )
+    longer = [plain[0], *plain[1:] * 5]  # its first steps may move nothing
+    if callable(getattr(optimizer, "eval", None)) and not torch.equal(
+        moved(longer).weight, moved(longer, mode="eval").weight
+    ):
+        raise OptimizerError(
+            f"{name} moves parameters in eval() and train(), between steps, where a table's rows would stay. Use the "
+            "optimizer that it builds on (SGD, Adam, …) for the embedding, in an optimizer of its own if the rest of "
+            "the model is to keep this one"
         )
     sample, sample_other = (
         _run(optimizer, weight, [value.to(weight.device, dtype) for value in values], start=start)
@@ -303,6 +320,7 @@ def _run(
     start: dict[str, Any] | None = None,
     decay: bool = True,
     moving: bool = False,
+    mode: str = "",
 ) -> _Run:
     """Take steps with a copy of the optimizer on ``values[0]``, with the other values as gradients.
 
@@ -310,29 +328,32 @@ def _run(
         start: the initial state.
         decay: False to switch weight decay off.
         moving: replace a learning rate of 0, as at the start of a warm-up, with which the weight would not move.
+        mode: the method that is called after the steps, such as ``eval``.
     """
     toy = nn.Parameter(values[0].clone())
-    clone = clone_of(optimizer, weight, toy)
-    if start is not None:
-        clone.state[toy] = _FirstValues()
-        clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
-    for group in clone.param_groups:
-        if not decay and "weight_decay" in group:
-            group["weight_decay"] = 0.0
-        if moving and "lr" in group and not group["lr"]:
-            group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
-    step: Callable[..., Any] = type(optimizer).step
-    with _one_at_a_time.lock, seeded(_SEED, toy.device), torch.enable_grad():
-        for grad in values[1:]:
-            toy.grad = grad.clone()
-            args = [_closure(toy, grad)] if needs_closure(step) else []
-            try:
-                step_unnoticed(clone, *args)
-            except Exception as error:
-                raise _refusal(optimizer, weight, values, error) from error
-    state = clone.state[toy]
+    try:
+        clone = clone_of(optimizer, weight, toy)
+        if start is not None:
+            clone.state[toy] = _FirstValues()
+            clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
+        for group in clone.param_groups:
+            if not decay and "weight_decay" in group:
+                group["weight_decay"] = 0.0
+            if moving and "lr" in group and not group["lr"]:
+                group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
+        step: Callable[..., Any] = type(optimizer).step
+        with _one_at_a_time.lock, seeded(_SEED, toy.device), torch.enable_grad():
+            for grad in values[1:]:
+                toy.grad = grad.clone()
+                step_unnoticed(clone, *([_closure(toy, grad)] if needs_closure(step) else []))
+        if mode:
+            getattr(clone, mode)()
+        state = clone.state[toy]
+    except Exception as error:
+        raise _refusal(optimizer, weight, values, error) from error
     first = state.first if isinstance(state, _FirstValues) else {}
-    return _Run(values[0], toy.detach(), dict(state), first)
+    settings = {key: value for group in clone.param_groups for key, value in group.items() if key != "params"}
+    return _Run(values[0], toy.detach(), dict(state), first, settings)
 
 
 def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
@@ -371,13 +392,7 @@ def clone_of(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> O
         if isinstance(value, OrderedDict) and key.endswith("_hooks"):
             vars(clone)[key] = OrderedDict()
             continue
-        try:
-            vars(clone)[key] = copy.deepcopy(value, memo)
-        except Exception as error:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} cannot be examined: its attribute {key!r} cannot be copied ({error}); use "
-                "another optimizer for the embedding"
-            ) from error
+        vars(clone)[key] = copy.deepcopy(value, memo)
     return clone
 
 
@@ -402,7 +417,10 @@ def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], e
     try:
         step_unnoticed(clone_of(optimizer, weight, toy))
     except Exception:
-        return OptimizerError(f"{name} cannot step on a parameter of shape {tuple(toy.shape)}: {error}")
+        return OptimizerError(
+            f"{name} cannot be examined: a copy of it cannot train a parameter of shape {tuple(toy.shape)} alone "
+            f"({error}); use another optimizer for the embedding"
+        )
     twin = f"torch.optim.{name.removeprefix('Sparse')}" if name.startswith("Sparse") else "its dense twin"
     return OptimizerError(
         f"{name} takes sparse gradients only ({error}); use {twin}: a table's rows get dense gradients of the batch's "

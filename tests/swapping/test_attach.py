@@ -95,9 +95,67 @@ class StartsFromWeight(ToyLamb):
                     parameter.sub_(parameter.grad * self.state[parameter]["twice"])
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Evaluates an average of the weights that it trains, and swaps the two in ``eval`` and ``train``."""
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                average = self.state[weight].setdefault("average", weight.detach().clone())
+                self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
+                super().step()
+                if self.state[weight]["step"] > 6:  # after a warm-up
+                    average.lerp_(weight.detach(), 0.1)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for weight, state in self.state.items():
+            if state.get("step", 0) > 6:
+                weight.copy_(state["average"])
+
+    def train(self) -> None: ...
+
+
+class EstimatesRate(ToyLamb):
+    """Estimates the learning rate of later steps from all gradients, as D-Adaptation does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["seen"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                group["seen"] = group["seen"] + 1e-3 * parameter.grad.abs().sum()
+                parameter.sub_(parameter.grad, alpha=0.1 if group["seen"] < 1 else 0.2)
+
+
+class Wraps(Optimizer):
+    """Has the state of the optimizer that it wraps, as a property."""
+
+    def __init__(self, params: Any) -> None:
+        self.within = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.within.param_groups, {})
+
+    @property
+    def state(self) -> Any:
+        return self.within.state
+
+    @state.setter
+    def state(self, state: Any) -> None: ...
+
+    def step(self, closure: Any = None) -> None:
+        self.within.step()
+
+
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
+        (ScheduleFree, r"moves parameters in eval\(\) and train\(\), between steps, where a table's rows would stay"),
+        (EstimatesRate, "mixes rows: one row's update changes"),
+        (Wraps, "cannot be examined: .*'within'.*use another optimizer"),
         (torch.optim.Muon if hasattr(torch.optim, "Muon") else ToyLamb, "mixes rows"),
         (torch.optim.Adafactor, "mixes rows"),
         (torch.optim.LBFGS, "mixes rows"),
