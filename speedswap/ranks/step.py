@@ -167,7 +167,8 @@ class ShardedStep(RowStep):
                 )
                 rows = way.rows
             weights.requires_grad = True
-            weights.gradient_keeper = self  # type: ignore[attr-defined]
+            weights.gradient_keeper, weights.key_pass = self, self.key_pass  # type: ignore[attr-defined]
+            self.key_pass.is_made = True
             is_alike = task is not None and not task.calls
             lent = TrainedLookup(rows, way if is_alike else None, self._renewals, weakref.ref(weights))
             if task is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from speedswap.errors import TableBusyError
+from speedswap._warnings import warn_once
+from speedswap.errors import IdMapError, TableBusyError
 from speedswap.swapping.prefetched import GivenTensor
-from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
+from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys, select_texts
 
 if TYPE_CHECKING:
     from speedswap.swapping.row_step import RowStep
@@ -54,6 +55,42 @@ class AskedLookup:
         if self._is_tensor:
             return isinstance(given, Tensor) and self.given.equals(given)
         return _equal(as_keys(given, kind), self.asked.keys)
+
+
+class KeyPass:
+    """The keys of a training lookup, as long as a backward pass from it may come.
+
+    The leaf of its rows holds it, and it holds those of later lookups.
+
+    Attributes:
+        asked: the keys of each id map, with the rows that they had.
+        renewed: rows that were reset just before the lookup, and so belonged to another key in earlier ones.
+        following: the keys of the next lookup.
+        is_made: True if the lookup was made.
+        is_answered: True if its gradient has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[KeyedRows, Keys, Tensor]] = []
+        self.renewed: list[Tensor] = []
+        self.following: KeyPass | None = None
+        self.is_made = self.is_answered = False
+
+    def after(self) -> Iterator[KeyPass]:
+        """Yield those of later lookups."""
+        later = self.following
+        while later is not None:
+            yield later
+            later = later.following
+
+    def counted_after(self) -> dict[KeyedRows, Tensor]:
+        """Return the keys' numbers of later lookups, by id map."""
+        asked = [each for later in self.after() for each in later.asked]
+        return {
+            table: torch.cat([keys.numbers for own, keys, _ in asked if own is table])
+            for table in {own for own, _, _ in asked}
+            if not table.is_over_ranks
+        }
 
 
 class KeyedRows:
@@ -105,12 +142,7 @@ class KeyedRows:
         """
         if not adds:
             return find_all([KeyedLookup(self, given, device)])[0]
-        if self.is_over_ranks:
-            return take_all([KeyedLookup(self, given, device)])[0]
-        in_turn = self.lookup(given, device).in_turn
-        if in_turn is not None:
-            return self._take_turn(in_turn, device)
-        return self._add(as_keys(given, self.id_map.keys), device)
+        return take_all([self.lookup(given, device)])[0]
 
     def lookup(self, given: Any, device: torch.device) -> KeyedLookup:
         """Return a training lookup to be made now."""
@@ -135,6 +167,44 @@ class KeyedRows:
             rows, renewed = self.id_map.add(keys)
             self.renew(renewed, device)
         return rows.to(device)
+
+    def rows_of_pass(self, keys: Keys, device: torch.device) -> Tensor | None:
+        """Return the rows that keys had in the forward pass from which a backward pass comes; None without one.
+
+        Raises:
+            IdMapError: lookups of other keys, or of the same, have changed rows of these since.
+        """
+        asked = [
+            (each, rows)
+            for each in self.step.key_passes
+            for table, own, rows in each.asked
+            if table is self and _equal(own, keys)
+        ]
+        found = [both for both in asked if not both[0].is_answered] or asked
+        if not found:
+            warn_once(
+                "SW410",
+                f"keys of table {self._table.name!r} are looked up for training in a backward pass alone, as reentrant "
+                "checkpointing does, and are not added; give checkpoint use_reentrant=False",
+            )
+            return None
+        rows = found[0][1]
+        renewed = [some for each, _ in found for later in each.after() for some in later.renewed]
+        lost = torch.isin(torch.cat([rows.cpu().reshape(-1)[:0], *renewed]), rows.cpu() + self.first_row)
+        if lost.any() or not all(torch.equal(own, rows) for _, own in found):
+            raise IdMapError(
+                f"a backward pass repeats a lookup of keys of table {self._table.name!r}, as a checkpoint does, but a "
+                "later lookup of the same forward pass has changed their rows: leave these lookups out of the "
+                "checkpoint, or look all keys up at once"
+            )
+        return rows.to(device)
+
+    def uncounted(self, keys: Keys) -> Keys:
+        """Return the keys that an earlier attempt at the batch has not counted."""
+        counted = self.step.counted.get(self, keys.numbers[:0])
+        places = (~torch.isin(keys.numbers, counted)).nonzero()[:, 0]
+        texts = None if keys.texts is None else select_texts(keys.texts, places)
+        return Keys(keys.numbers[places], (len(places),), keys.device, texts)
 
     def begin(self, lookups: Sequence[AskedLookup]) -> None:
         """Begin a batch's turn; lookups that the previous batch did not make are undone."""
@@ -163,14 +233,16 @@ class KeyedRows:
     def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
         """Look up rows for training in tables of this kind; see :func:`take_all`."""
         takes: dict[int, Callable[[], Tensor]] = {}
+        is_alone = len(lookups) == 1
         for place, (table, given, device, in_turn, _) in enumerate(lookups):
             if in_turn is not None:
                 takes[place] = functools.partial(table._take_turn, in_turn, device)
-            elif table.id_map.waits:
+            elif is_alone or table.id_map.waits:
                 # Lookups out of turn take precedence over waiting batches, so they cannot wait themselves.
                 takes[place] = functools.partial(table._add, as_keys(given, table.id_map.keys), device)
         others = [place for place in range(len(lookups)) if place not in takes]
-        asked = IdMap.ask_all([lookups[n].table.id_map for n in others], [lookups[n].given for n in others])
+        maps = [lookups[n].table.id_map for n in others]
+        asked = IdMap.ask_all(maps, [lookups[n].given for n in others]) if others else []
         for place, own in zip(others, asked, strict=True):
             takes[place] = functools.partial(lookups[place].table._take_asked, own, lookups[place].device)
         try:
@@ -210,6 +282,11 @@ class KeyedLookup(NamedTuple):
     in_turn: AskedLookup | None = None
     parts: Sequence[int] | None = None
 
+    def with_keys(self) -> KeyedLookup:
+        """Return the lookup of the same keys as :class:`Keys`."""
+        keys = as_keys(self.given, self.table.id_map.keys) if self.in_turn is None else self.in_turn.asked.keys
+        return self._replace(given=keys)
+
     @property
     def rows(self) -> Tensor | None:
         """The rows, if they are known before the lookup is made."""
@@ -238,11 +315,28 @@ def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
 def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
     """Return the rows of training lookups in several tables, and reset rows that pass to another key.
 
+    A backward pass that repeats a lookup, as activation checkpointing does, gets the rows that it had, and nothing is
+    added or counted. When a batch is tried again, keys that it has counted before are only looked up.
+
     Raises:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed,
             except that a map with waiting batches may have gained keys that were looked up out of turn.
     """
-    return lookups[0].table.take_all(lookups) if lookups else []
+    if not lookups:
+        return []
+    lookups = [each.with_keys() for each in lookups]
+    if torch._C._current_graph_task_id() != -1:  # in a backward pass
+        made = [each.table.rows_of_pass(each.given, each.device) for each in lookups]
+        others = iter(find_all([each for each, rows in zip(lookups, made, strict=True) if rows is None]))
+        return [next(others) if rows is None else rows for rows in made]
+    take = lookups[0].table.take_all
+    if any(each.table in each.table.step.counted for each in lookups):
+        take([each._replace(given=each.table.uncounted(each.given), in_turn=None) for each in lookups])
+        take = find_all
+    rows = take(lookups)
+    for each, some in zip(lookups, rows, strict=True):
+        each.table.step.next_key_pass().asked.append((each.table, each.given, some))
+    return rows
 
 
 def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) -> _Found:

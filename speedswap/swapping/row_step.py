@@ -38,7 +38,7 @@ from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding, drop
-from speedswap.swapping.keyed import KeyedRows
+from speedswap.swapping.keyed import KeyedRows, KeyPass
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import holds, parameters_of
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
@@ -88,6 +88,11 @@ class RowStep(Locked):
     Args:
         state: the optimizer's state, with the table and the placeholder parameter it belongs to.
         padding: rows that get no gradient.
+
+    Attributes:
+        key_pass: the keys of the lookup made next, or last.
+        key_passes: those of all lookups from which a backward pass may come.
+        counted: numbers of the keys that the batch has counted before it is tried again, by id map.
     """
 
     is_sharded = False
@@ -108,7 +113,9 @@ class RowStep(Locked):
         self._in_closure = False
         self._thread = 0  # the thread inside the optimizer's step
         self._abandoned = 0  # times
-        self._renewed: list[tuple[int, Tensor]] = []  # since the last step: the table's version after it, and the rows
+        self.key_pass = KeyPass()
+        self.key_passes = weakref.WeakSet([self.key_pass])
+        self.counted: dict[KeyedRows, Tensor] = {}
         self._replaced: weakref.ref[Tensor] | None = None
         self.weight._keeper = weakref.ref(self)
         _by_weight[id(self.weight)] = self
@@ -158,7 +165,7 @@ class RowStep(Locked):
             return weight, local
         leaf = weight.detach()  # a hook on the block's tensor would keep it alive forever
         leaf.requires_grad = True
-        leaf.gradient_keeper = self  # type: ignore[attr-defined]
+        leaf.gradient_keeper, leaf.key_pass, self.key_pass.is_made = self, self.key_pass, True  # type: ignore[attr-defined]
         received = functools.partial(self.receive, block, self.table.store.notes.version)
         leaf.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return leaf, local
@@ -273,9 +280,10 @@ class RowStep(Locked):
             grad = grad.detach()
         if self.padding.rows:
             self.padding.zero(grad, block.rows)
-        for since, rows in self._renewed:
-            if version < since:
+        for later in leaf.key_pass.after():  # type: ignore[attr-defined]
+            for rows in later.renewed:
                 drop(grad, block.rows, rows)
+        leaf.key_pass.is_answered = True  # type: ignore[attr-defined]
         with self.lock:
             self._take(block, version, grad, BatchRows.steps_anywhere)
 
@@ -322,9 +330,17 @@ class RowStep(Locked):
     def drop_gradient(self, rows: Tensor) -> None:
         """Drop the gradient, from earlier lookups, of rows that were reset in the table."""
         with self.lock, self._rows.opened():
-            self._renewed.append((self.table.version, rows))
+            self.next_key_pass().renewed.append(rows)
             if self._status is _Status.READY:
                 self._rows.drop(rows)
+
+    def next_key_pass(self) -> KeyPass:
+        """Return the keys of the lookup that is made next."""
+        if self.key_pass.is_made:
+            self.key_pass.following = KeyPass()
+            self.key_pass = self.key_pass.following
+            self.key_passes.add(self.key_pass)
+        return self.key_pass
 
     def save_gradient(self) -> Callable[[], None]:
         """Save the gradient and its rows before a backward pass that may have to be undone.
@@ -334,6 +350,7 @@ class RowStep(Locked):
         """
         with self.lock:
             status, put_back, abandoned = self._status, self._rows.save(), self._abandoned
+            self.counted, key_pass = {}, self.key_pass
 
         def restore() -> None:
             with self.lock, self._rows.opened():
@@ -342,6 +359,7 @@ class RowStep(Locked):
                     self._status = status
                 else:
                     self._abandon()
+                self.counted = key_pass.counted_after()
 
         return restore
 
@@ -591,7 +609,7 @@ class RowStep(Locked):
                 self.state.keep_scalars(optimizer, leaving.values, commit)
                 self._rows.drop_state()
                 self._status = _Status.STEPPED
-                self._renewed = []
+                self.counted = {}
             finally:
                 self.weight.__class__ = TableWeight
 
@@ -677,7 +695,6 @@ class RowStep(Locked):
 
     def _release(self) -> None:
         self._rows.release()
-        self._renewed = []
         self._status = _Status.IDLE
 
 

@@ -9,7 +9,7 @@ n-grams of tokens to rows.
 from speedswap.tables import init
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.id_map import AskedAhead, IdMap
-from speedswap.tables.keys import Keys, as_keys, is_single_key
+from speedswap.tables.keys import Keys, as_keys, is_single_key, select_texts
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, gather_rows, prefetch, scatter_rows
 from speedswap.tables.mapped import FileStore, TensorFiles, TensorSource
@@ -49,5 +49,6 @@ __all__ = [
     "opened_place",
     "prefetch",
     "scatter_rows",
+    "select_texts",
     "token_classes",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import speedswap
-from speedswap.errors import IdMapError, IdMapFullError
+from speedswap.errors import IdMapError, IdMapFullError, SpeedswapWarning
 
 DIM = 4
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -397,3 +399,162 @@ def test_process_that_is_killed_before_its_first_commit_leaves_the_map(tmp_path:
     left = speedswap.Embedding(9, 2, table=speedswap.Table.open(tmp_path / "left"))
     assert left.id_map is not None
     assert left.id_map.capacity == items.id_map.capacity == 8
+
+
+# ---------------------------------------------------------------------- a forward pass that runs twice
+
+
+MAPS: dict[str, dict[str, Any]] = {
+    "admit_after": {"capacity": 64, "admit_after": 2},
+    "lru": {"capacity": 8, "evict": "lru"},  # as many as two lookups have
+    "lfu": {"capacity": 64, "evict": "lfu", "admit_after": 2},
+    "strings": {"capacity": 64, "keys": "exact"},
+}
+
+
+def looked_up_twice(kind: str, settings: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """Return a module over an id map, and a function that looks keys up in it."""
+    if kind == "collection":
+        config = speedswap.EmbeddingConfig(
+            name="a", num_embeddings=settings["capacity"], embedding_dim=2, id_map=speedswap.IdMap(**settings), seed=3
+        )
+        tables = speedswap.EmbeddingCollection([config])
+        return tables, lambda keys: tables({"a": keys})["a"].values()
+    if kind == "bag":
+        bag = speedswap.EmbeddingBag(settings["capacity"], 2, mode="sum", id_map=speedswap.IdMap(**settings), seed=3)
+        return bag, lambda keys: bag(keys.unsqueeze(1))
+    items = speedswap.Embedding(settings["capacity"], 2, id_map=speedswap.IdMap(**settings), seed=3)
+    return items, items
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("settings", MAPS)
+@pytest.mark.parametrize("kind", ["embedding", "bag", "collection"])
+def test_a_checkpoint_neither_adds_nor_counts_keys_again(kind: str, settings: str, ahead: bool) -> None:
+    """Two lookups in each step, of which the second may admit keys of the first, and take their rows."""
+    is_text = settings == "strings"
+    if is_text and kind == "bag":
+        return  # of numbers alone
+    ends = []
+    for repeats in (False, True):
+        module, look_up = looked_up_twice(kind, MAPS[settings])
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(0)
+        numbers = [torch.randint(12, (2, 4), generator=generator) for _ in range(12)]
+        batches: list[Any] = [[[f"{n}" for n in some.tolist()] for some in each] for each in numbers]
+        batches = batches if is_text else [[*each] for each in numbers]
+        given = {module: (lambda both: {"a": both[0]}) if kind == "collection" else (lambda both: both)}
+        if kind == "bag":
+            given = {module: lambda both: [each.unsqueeze(1) for each in both]}
+        seen = []
+
+        def part(keys: Any, factor: Tensor, look_up: Any = look_up) -> Tensor:
+            return look_up(keys) * factor
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "SW407")
+            for both in speedswap.lookahead(batches, given) if ahead else batches:  # type: ignore[type-var]
+                factors = [torch.full((2,), 2.0, requires_grad=True) for _ in both]
+                each = [
+                    checkpoint(part, keys, factor, use_reentrant=False) if repeats else part(keys, factor)
+                    for keys, factor in zip(both, factors, strict=True)
+                ]
+                sum((one.square().sum() for one in each), start=torch.zeros(())).backward()
+                seen += [*(one.detach() for one in each), *(factor.grad for factor in factors)]
+                optimizer.step()
+                optimizer.zero_grad()
+        maps = [each.id_map for each in module.modules() if getattr(each, "id_map", None) is not None]
+        tables = [each.table for each in module.modules() if isinstance(getattr(each, "table", None), speedswap.Table)]
+        ends.append([*seen, *(each.to_bytes() for each in maps), *(table.read() for table in tables)])
+    assert len(ends[0]) == 4 * 12 + len(maps) + len(tables)
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*ends, strict=True))
+
+
+def test_a_reentrant_checkpoint_adds_no_keys_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward pass is one without gradients."""
+    monkeypatch.setattr("speedswap._warnings._said", set())
+    items = speedswap.Embedding(8, 2, id_map=speedswap.IdMap(8))
+    factor = torch.ones(2, requires_grad=True)
+    out = checkpoint(lambda keys, factor: items(keys) * factor, torch.tensor([7]), factor, use_reentrant=True)
+    seen = out.detach().clone()
+    with pytest.warns(SpeedswapWarning, match=r"SW410.*give checkpoint use_reentrant=False"):
+        out.sum().backward()
+    assert torch.equal(factor.grad, seen[0])
+    assert items.id_map is not None
+    assert len(items.id_map) == 0
+
+
+def test_the_same_keys_with_other_rows_in_one_checkpoint_are_refused() -> None:
+    items = speedswap.Embedding(8, 2, id_map=speedswap.IdMap(8, admit_after=2))
+    factor = torch.ones(2, requires_grad=True)
+    keys = torch.tensor([7])
+    out = checkpoint(lambda factor: items(keys) * factor + items(keys) * factor, factor, use_reentrant=False)
+    with pytest.raises(IdMapError, match=r"a later lookup .* has changed their rows: leave these lookups out"):
+        out.sum().backward()
+
+
+def test_a_checkpoint_over_a_row_that_has_passed_to_another_key_is_refused() -> None:
+    items = speedswap.Embedding(2, 2, id_map=speedswap.IdMap(2, evict="lru"))
+    factor = torch.ones(2, requires_grad=True)
+    out = checkpoint(lambda factor: items(torch.tensor([1, 2])) * factor, factor, use_reentrant=False)
+    items(torch.tensor([3]))
+    with pytest.raises(IdMapError, match=r"a later lookup .* has changed their rows"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("settings", MAPS)
+def test_a_batch_that_is_tried_again_counts_its_keys_once(settings: str) -> None:
+    ends = []
+    for fits in (True, False):
+        items = speedswap.Embedding(64, 2, id_map=speedswap.IdMap(**{**MAPS[settings], "capacity": 64}), seed=3)
+        optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+        splitter = speedswap.BatchSplitter(items, check=False)
+        limit = [100]
+
+        def loss_of(numbers: Tensor, items: Any = items, limit: list[int] = limit) -> Tensor:
+            keys = [str(each) for each in numbers.tolist()] if settings == "strings" else numbers
+            out = items(keys)
+            if len(numbers) > limit[0]:
+                raise torch.OutOfMemoryError("out of memory")
+            return out.square().mean()
+
+        for step in range(4):
+            limit[0] = 100 if fits or step % 2 == 0 else 3
+            splitter.backward(loss_of, torch.randint(40, (8,), generator=torch.Generator().manual_seed(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert items.id_map is not None
+        saved = items.id_map._saved()
+        ends.append([saved.rows.numbers, saved.rows.counts, saved.probation.numbers, saved.probation.counts])
+    for plain, again in zip(*ends, strict=True):
+        assert plain is again is None or torch.equal(plain, again)
+
+
+def test_lookups_without_a_step_hold_no_memory() -> None:
+    """Neither the rows that were reset, nor the keys, of lookups whose graphs are gone."""
+    items = speedswap.Embedding(8, 2, id_map=speedswap.IdMap(8, evict="lru"))
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    kept = items(torch.arange(4)).sum()
+    for some in range(50):
+        items(torch.arange(8) + 8 * some)
+    assert len(items._step.key_passes) > 50  # the first one's gradient is still to come
+    before = items.read()
+    kept.backward()  # its keys have lost their rows
+    optimizer.step()
+    assert torch.equal(items.read(), before)
+    del kept
+    items(torch.arange(8))
+    assert len(items._step.key_passes) <= 3
+
+
+def test_a_gradient_that_comes_after_a_step_is_not_that_of_a_rows_next_key() -> None:
+    items = speedswap.Embedding(2, 2, id_map=speedswap.IdMap(2, evict="lru"))
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    kept = items(torch.tensor([1, 2])).sum()
+    items(torch.tensor([3])).sum().backward()  # takes the row of 1
+    optimizer.step()
+    optimizer.zero_grad()
+    before = items.read()
+    kept.backward()
+    optimizer.step()
+    assert (items.read() != before).any(1).tolist() == [False, False, True]
