@@ -90,7 +90,7 @@ class LookupsAhead(Errand):
             False if other ranks know of other lookups: then each is fetched for itself.
         """
         lookups = [each for ref in self._of_turn if (each := ref()) is not None and not each.is_taken]
-        self._current_at, is_there = -1, all([each.is_there() for each in lookups])
+        self._current_at, is_there = -1, all(each.is_there() for each in lookups)
         try:
             if (is_there and self._renew(task, lookups)) or self._fetch(task, lookups):
                 self._current_at = self._group.main.changes

@@ -384,7 +384,7 @@ class OptimizerState:
             )
         if self.table.store.notes.viewed:
             raise ValueError(
-                f"idle_rows is 'dense', but Table.view() returned the memory of table {self.table.name!r}, in which rows "
+                f"idle_rows is 'dense', but Table.view() returned the memory of table {self.table.name!r}, whose rows "
                 "change without a call; use Table.read() and Table.write(), or leave one of the two out"
             )
         found = found or self._probe(optimizer)
@@ -416,7 +416,7 @@ class OptimizerState:
             self.table.attributes.pop(IDLE_ROWS, None)
 
     def warn_of_idle_rows(self, optimizer: Optimizer, attributes: dict[str, Any]) -> None:
-        """Warn if, by a table's attributes, idle rows took every step until now, and would not take this optimizer's."""
+        """Warn if, by a table's attributes, idle rows took every step so far, and would not take this optimizer's."""
         if self.idle is None and attributes.get(IDLE_ROWS):
             name = type(optimizer).__name__
             warn_once(

@@ -841,8 +841,8 @@ class Table:
             overwrite: replace an existing file.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set; or it is inside a table's directory, or a file
-                of a checkpoint.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set; or it is inside a table's directory, or
+                a file of a checkpoint.
             ValueError: the format or a column is unknown; the format cannot hold several columns, or keys; the number
                 of keys differs from that of rows, or the word2vec formats cannot hold a key, since it is empty or has
                 whitespace. Or the table is one rank's part of another.

@@ -132,7 +132,7 @@ def partly_fresh(group):
     ):
         warnings.simplefilter("always")
         loader = batches_of(group, 4)
-        for number, ids in enumerate(speedswap.lookahead(loader, dict.fromkeys(model, all_ids), depth=1)):
+        for ids in speedswap.lookahead(loader, dict.fromkeys(model, all_ids), depth=1):
             before = lane.rounds
             loss = sum(table(ids).square().sum() for table in model)
             loss.backward()

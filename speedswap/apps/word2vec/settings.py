@@ -102,7 +102,7 @@ class Word2VecSettings(TableSettings):
     )
     plain_words: bool = option(
         False,
-        "lower-case the text, keep only letters with their marks, and inner apostrophes (always so for the demo corpus)",
+        "lower-case the text, keep only letters with their marks, and inner apostrophes (always for the demo corpus)",
     )
     max_types: int = option(
         10_000_000,
