@@ -298,7 +298,7 @@ def _together(kind: str, seed: int, folder: Path) -> str:
             heard = json.loads(line)
             if "flaw" in heard:
                 raise Broken(f"{heard['flaw'][0]}\n{kind}: {heard['flaw'][1]}")
-            refused.add(heard["full"])
+            refused |= {heard["full"]} if "full" in heard else set()
         code = player.wait()
         if code:
             raise Broken(f"a process on a full disk ended with {code}\n{kind}: {player.said()}")
@@ -320,7 +320,7 @@ class _Model:
     def __init__(self, seed: int, disk: Disk | None = None) -> None:
         draw = random.Random(seed)
         torch.manual_seed(seed)
-        self.rows, widths = draw.choice([300, 5_000]), draw.choice([(16, 64), (4, 64, 100), (64, 64), (128,)])
+        self.rows, widths = draw.choice([300, 3_000]), draw.choice([(16, 64), (4, 64, 100), (64, 64), (128,)])
         self.keyed = draw.random() < 0.3
         commit: dict[str, Any] = draw.choice([{"commit_every": 1}, {"commit_every": 3}, {"commit_seconds": 0}, {}])
         self.embeddings = []
@@ -387,6 +387,7 @@ class _Together:
     def play(self) -> None:
         actions = [self.steps, self.steps, self.full, self.room, self.fill, self.fill, self.load, self.save]
         for _ in range(self.draw.choice([6, 12])):
+            self.tell("{}")  # it is alive
             self.draw.choice(actions)()
         self.room()
         self.steps()
@@ -468,13 +469,15 @@ class _Together:
         factor = self.draw.random()
 
         def change(model: _Model) -> None:
-            for optimizer in model.optimizers[:1]:
-                saved = optimizer.state_dict()
-                for state in saved["state"].values():
-                    for name, value in state.items():
-                        if name != "step" and isinstance(value, torch.Tensor):
-                            state[name] = value * factor
-                optimizer.load_state_dict(saved)
+            saved = model.optimizers[0].state_dict()
+            loaded = {
+                place: {
+                    name: value * factor if name != "step" and isinstance(value, torch.Tensor) else value
+                    for name, value in state.items()
+                }
+                for place, state in saved["state"].items()
+            }
+            model.optimizers[0].load_state_dict({**saved, "state": loaded})
 
         self.attempt("load_state_dict", change)
 
@@ -490,6 +493,6 @@ ATTACK = Attack(
     name="disks",
     promise="a full disk is a TableFullError; rows of completed steps stay, and training goes on when there is room",
     round=_round,
-    seconds=60.0,
+    seconds=120.0,
     quick=8,
 )
