@@ -33,8 +33,9 @@ bool read_number(const char*& at, char base, int64_t& value) {
     const bool negative = base == 'd' && *at == '-';
     at += negative;
     uint64_t digits;
-    if (!(base == 'x' ? read_digits<16, 15>(at, digits) : read_digits<10, 19>(at, digits))) return false;
+    if (!(base == 'x' ? read_digits<16, 16>(at, digits) : read_digits<10, 19>(at, digits))) return false;
     value = negative ? -int64_t(digits) : int64_t(digits);
+    if (base == 'x') return value != -1;  // which is for fields that are empty
     return base == 'b' ? digits <= 1 : digits <= uint64_t(std::numeric_limits<int64_t>::max());
 }
 

@@ -11,12 +11,14 @@ import shutil
 import tempfile
 import weakref
 import zlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, BinaryIO
 
+from speedswap._install import pip_install
 from speedswap.apps.errors import OutputError, named
 from speedswap.errors import SpeedswapError
 from speedswap.tables.files import whole
@@ -26,6 +28,7 @@ from speedswap.tables.files.whole import remove_leftovers as remove_leftovers
 SCRATCH = "speedswap-scratch-"
 """The prefix of the names of temporary folders."""
 GZIP_MAGIC = b"\x1f\x8b"
+OTHER_MAGIC = {"zip": b"PK\3\4", "zstd": b"(\xb5/\xfd", "bzip2": b"BZh9", "xz": b"\xfd7zX", "lz4": b'\4"M\x18'}
 PARQUET = b"PAR1"
 """The first bytes of Parquet."""
 MOST_TIMES = 200
@@ -100,21 +103,46 @@ class Expanded(io.RawIOBase):
 
 
 @contextmanager
+def parquet_opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[Any]:
+    """Open a file with pyarrow's ``ParquetFile``; the arguments are those of ``opened``."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise unreadable(f"{what} {path} is Parquet: {pip_install('pyarrow', extra='parquet')}") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise unreadable(f"{what} {path} is not a whole Parquet file ({error}): make it or copy it again") from error
+
+
+@contextmanager
 def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[io.BufferedReader]:
     """Open a file, plain or gzip, told by its first bytes or the suffix ``.gz``.
 
     Args:
         path: the file.
         what: its contents, for messages.
-        unreadable: the error to raise, also during reading, if the file is missing, damaged or expands far beyond
-            its size.
+        unreadable: the error to raise, also during reading, if the file is missing, damaged, packed by another program,
+            expands far beyond its size or is decoded and not UTF-8.
     """
     try:
         with open(path, "rb") as file:
-            compressed = path.suffix == ".gz" or file.peek(2)[:2] == GZIP_MAGIC
+            magic = file.peek(4)[:4]
+            if packer := next((packer for packer, first in OTHER_MAGIC.items() if magic.startswith(first)), None):
+                raise unreadable(f"{what} {path} is packed by {packer}: unpack it first, or pack it with gzip")
+            compressed = path.suffix == ".gz" or magic.startswith(GZIP_MAGIC)
             yield io.BufferedReader(Expanded(file)) if compressed else file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise unreadable(f"{what} {path} is not a whole gzip file ({error}): make it or copy it again") from error
+    except UnicodeDecodeError as error:
+        around, form = error.object[max(error.start - 20, 0) : error.start + 20], "latin1"
+        if error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            form = "utf-16"
+        raise unreadable(
+            f"{what} {path} is not UTF-8 text, as in {around!r}: convert it, say with iconv -f {form} -t utf-8"
+        ) from error
     except OSError as error:
         raise unreadable(f"{what} {path} cannot be read: {error.strerror or error}") from error
 

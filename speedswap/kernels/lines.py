@@ -38,8 +38,8 @@ def read_lines(
     Args:
         text: ASCII lines, ending in LF or CR LF.
         values: int64, shape (columns, rows), contiguous, on the CPU.
-        bases: per column ``d`` for decimal numbers, perhaps with a minus; ``x`` for hexadecimal ones of up to 15
-            digits; or ``b`` for 0 or 1, never empty.
+        bases: per column ``d`` for decimal numbers, perhaps with a minus; ``x`` for hexadecimal ones of up to 16
+            digits, all but 2^64 - 1, as the bits of an int64; or ``b`` for 0 or 1, never empty.
         missing: per column, the value of an empty field.
         start: the byte of the text to begin at.
         first: the row to begin with.

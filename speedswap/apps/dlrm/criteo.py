@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import stat
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -16,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap._install import pip_install
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
 from speedswap.apps.errors import SamplesError
-from speedswap.apps.files import PARQUET, bytes_on_disk, matching, opened
+from speedswap.apps.files import PARQUET, bytes_on_disk, matching, opened, parquet_opened
 from speedswap.kernels import read_lines
 
 CHUNK_BYTES = 1 << 22
@@ -34,8 +34,8 @@ FORMS = {
         "not a whole number of up to 18 digits: correct it, or leave it empty where it is missing",
     ),
     "x": (
-        re.compile(rb"[0-9a-fA-F]{1,15}|"),
-        "not a hexadecimal number of up to 15 digits: correct it, or leave it empty where it is missing",
+        re.compile(rb"(?!(?i:f){16})[0-9a-fA-F]{1,16}|"),
+        "not a hexadecimal number of up to 16 digits, not all f: correct it, or leave it empty where it is missing",
     ),
 }
 SHOWN_BYTES = 40
@@ -168,7 +168,7 @@ def size_of(path: Path) -> int:
 
 def text_pieces(file: IO[bytes], path: Path, labelled: bool | None) -> Pieces:
     """Read a file of text."""
-    text, line, at_end = b"", 1, False
+    text, line, at_end = file.read(len(BOM_UTF8)).removeprefix(BOM_UTF8), 1, False
     while not at_end:
         chunk = file.read(CHUNK_BYTES)
         text, at_end = text + (chunk or b"\n"), not chunk  # the last line may lack its newline
@@ -209,20 +209,10 @@ def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
 
     A category is text of hexadecimal digits, or a whole number.
     """
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-
+    with parquet_opened(path, "samples", SamplesError) as file:
         from speedswap.apps.columns import whole_numbers
-    except ImportError as error:
-        raise SamplesError(f"samples {path} is Parquet: {pip_install('pyarrow', extra='parquet')}") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise SamplesError(f"samples {path} is not a whole Parquet file ({error}): make it or copy it again") from error
-    found = columns_of(file.schema_arrow.names, path, labelled)
-    rows, size = 0, path.stat().st_size
-    try:
+
+        found, rows = columns_of(file.schema_arrow.names, path, labelled), 0
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=found):
             columns = []
             for name, base, empty in zip(found, BASES[-len(found) :], EMPTY[-len(found) :], strict=True):
@@ -234,11 +224,7 @@ def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
                     raise SamplesError(f"samples {path}, row {rows + wrong + 1}, column {name} is {value!r}, {remedy}")
                 columns.append(values)
             rows += len(batch)
-            yield torch.from_numpy(np.stack(columns)), size * rows // file.metadata.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise SamplesError(f"samples {path}, after row {rows}: {error}; correct it, or make the file again") from error
-    finally:
-        file.close()
+            yield torch.from_numpy(np.stack(columns)), path.stat().st_size * rows // file.metadata.num_rows
 
 
 def columns_of(names: Sequence[str], path: Path, labelled: bool | None) -> list[str]:

@@ -2,146 +2,229 @@
 
 from __future__ import annotations
 
+import heapq
+import io
 import itertools
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import csv
 
-from speedswap.apps.columns import cast
+from speedswap.apps.columns import fitted
 from speedswap.apps.errors import RatingsError, named
-from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit, OwnIds, leave_one_out
-from speedswap.apps.ncf.ratings import NEEDED, RatingsForm, RatingsSource, json_values, shown
+from speedswap.apps.ncf import ratings
+from speedswap.apps.ncf.interactions import WHOLE_NUMBER, Ids, Interactions, NcfSplit, OwnIds, leave_one_out
+from speedswap.apps.ncf.ratings import RatingsForm, RatingsSource
 
 TEXT = pa.large_string()
-MARK = "\x1f"
-"""Stands for a separator of two characters."""
+MARK = "\x1f"  # stands for a separator of two characters
 BLOCK_BYTES = 1 << 24
 LINES_AT_ONCE = 1 << 14
+SHOWN_LINES = 3
 MISSING_WORDS = pa.array(["", *"NA N/A n/a #N/A <NA> NaN nan NULL null None \\N".split()], TEXT)
 """Fields without a value, as programs write them."""
-NUMBERS = (pa.int64(), pa.float64())
-DATES = tuple(pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC"))
+CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M:%S %p")
+DATES = (
+    *(pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")),
+    *(day + clock for day in ("%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y") for clock in CLOCKS),
+    "%a %b %d %H:%M:%S %z %Y",
+)
 REMEDIES = {
-    "rating": "not a number: correct it, or leave ratings out with {columns} rating=-",
-    "numbers": "neither a number nor a date such as 2024-12-31 or 2024-12-31T23:59:59Z: correct it, or take the order "
-    "of lines for time with {columns} time=-",
-    "dates": "not a date like the first one: correct it, or take the order of lines for time with {columns} time=-",
+    "rating": "not a number ({columns} rating=- leaves ratings out)",
+    "numbers": "neither a number nor a date such as 2024-12-31, 2024-12-31T23:59:59Z or 12/31/2024 (with {columns} "
+    "time=- the order of lines stands for time)",
+    "dates": "not a date like others (with {columns} time=- the order of lines stands for time)",
 }
 
+Part = tuple[NDArray[np.int64], dict[str, Any]]
+"""Some lines' numbers, and the text of each role's column, null or empty where it is missing."""
 
-def read_ratings(data: IO[bytes], form: RatingsForm, missing: str) -> NcfSplit:
-    """Read a file's users, items and times, and set each user's latest item apart.
+
+def read_ratings(parts: Iterable[Part], form: RatingsForm, wrong: dict[int, str], missing: str) -> NcfSplit:
+    """Make a split of a file's lines: set each user's latest item apart.
+
+    Args:
+        parts: the lines.
+        form: the file's.
+        wrong: gets the malformed lines' numbers and faults, while ``parts`` are read and afterwards.
+        missing: as for ``read_split``.
 
     Raises:
-        RatingsError: a line is malformed or has a wrong value, or none has all values; the message says which.
+        RatingsError: none has all values, more than half of them are malformed, or one where ``missing`` refuses that.
     """
-    texts, blank_lines = (read_lines if form.separator else read_objects)(data, form)
-    numbers = np.arange(form.first_line, form.first_line + len(texts["user"]) + len(blank_lines))
-    numbers = numbers[np.isin(numbers, blank_lines, invert=True)]  # of the rows' lines
-    lacks = {role: np.asarray(column.is_null()) for role, column in texts.items()}
-    present = ~np.all([*lacks.values()], axis=0)  # a line with nothing at all is blank
-    lines, left_out = int(present.sum()), {}
-    for role, lacking in lacks.items():
-        if count := int((lacking & present).sum()):
+    several = [*parts] or [(np.zeros(0, np.int64), dict.fromkeys(form.places, pa.array([], TEXT)))]
+    numbers = np.concatenate([part for part, _ in several])
+    texts = {role: trimmed(pa.chunked_array([part[role] for _, part in several], TEXT)) for role in form.places}
+    columns, left_out = form.columns, {}
+
+    def leave_out(rows: Any, fault: str = "", role: str = "") -> None:
+        nonlocal numbers, texts
+        if not rows.any():
+            return
+        fault = fault.format(columns=named("columns"))
+        for row in np.flatnonzero(rows).tolist() if fault else ():
+            value = f"{role} ({columns[role]}) is {ratings.shown(texts[role][row])}, " if role else ""
+            wrong[int(numbers[row])] = value + fault
+        numbers = numbers[~rows]
+        texts = {role: column.filter(pa.array(~rows)) for role, column in texts.items()}
+
+    leave_out(np.all([column.is_null() for column in texts.values()], axis=0))  # they are blank
+    lines = len(numbers) + len(wrong)
+    for role in form.places:
+        if count := texts[role].null_count:
             left_out[role] = count
-            if missing == "error":
-                raise RatingsError(
-                    f"{form.line(numbers[lacking & present][0])}: no {role}, for {form.columns[role]} has nothing, or "
-                    f"a word such as NA: fill it in, or leave such lines out with {named('missing')}=skip"
-                )
-            present &= ~lacking
-    if not present.any():
-        why = ", ".join(f"{count:,} without {role} ({form.columns[role]})" for role, count in left_out.items())
-        raise RatingsError(f"ratings {form.path} has no line with all its values: {why or 'all are blank'}")
-    texts = {role: column.filter(pa.array(present)) for role, column in texts.items()}
-    numbers = numbers[present]
-
-    def converted(role: str, kinds: Sequence[Any], remedy: str) -> Any:
-        found, wrong = cast(texts[role], *kinds)
-        if wrong is None:
-            return found
-        hint = "; if the line is a heading, give the columns by its names" if form.heading is None and not wrong else ""
-        value = shown(texts[role][wrong])
-        where = form.line(numbers[wrong])
-        remedy = remedy.format(columns=named("columns"))
-        raise RatingsError(f"{where}: {role} ({form.columns[role]}) is {value}, {remedy}{hint}")
-
+            nothing = f"no {role}, for {columns[role]} has nothing, or a word such as NA"
+            leave_out(np.asarray(texts[role].is_null()), nothing if missing == "error" else "")
     if form.heading is not None:  # in concatenated files it comes again; where all is text it fits anywhere
-        user, item = (pc.equal(texts[role], form.heading[form.places[role]]) for role in NEEDED)
-        if (row := pc.index(pc.and_(user, item), True).as_py()) >= 0:
-            raise RatingsError(f"{form.line(numbers[row])} is the heading again: remove it, and all others")
+        again = [pc.equal(texts[role], form.heading[form.places[role]]) for role in ratings.NEEDED]
+        leave_out(np.asarray(pc.and_(*again)), "the heading again")
     if "rating" in texts:
-        converted("rating", NUMBERS[1:], REMEDIES["rating"])
+        points = pc.replace_substring(texts["rating"], ",", ".")
+        leave_out(np.asarray(fitted(points, pa.float64()).is_null()), REMEDIES["rating"], "rating")
     times, time = np.zeros(len(numbers), np.int8), None
     if "time" in texts:
-        time = "numbers" if cast(texts["time"][:1], *DATES)[1] is not None else "dates"
-        times = converted("time", DATES if time == "dates" else NUMBERS, REMEDIES[time]).to_numpy()
-    (user_ids, users), (item_ids, items) = (rows_of(texts[role]) for role in NEEDED)
+        found = fitted(pc.replace_substring(texts["time"], ",", "."), pa.int64(), pa.float64(), *DATES)
+        time = "dates" if pa.types.is_timestamp(found.type) else "numbers"
+        leave_out(np.asarray(found.is_null()), REMEDIES[time], "time")
+        times = found.drop_null().to_numpy()
+    first = "; ".join(f"{form.unit} {number}: {wrong[number]}" for number in heapq.nsmallest(SHOWN_LINES, wrong))
+    first += f"; and {len(wrong) - SHOWN_LINES:,} more" * (len(wrong) > SHOWN_LINES)
+    if wrong and (missing == "error" or 2 * len(wrong) > lines):
+        remedy = f", or leave such lines out with {named('missing')}=skip" * (missing == "error")
+        raise RatingsError(f"ratings {form.path}, {first}; of {lines:,} in all: correct or remove them{remedy}")
+    if not len(numbers):
+        why = ", ".join(f"{count:,} without {role} ({columns[role]})" for role, count in left_out.items())
+        raise RatingsError(f"ratings {form.path} has no {form.unit} with all its values: {why or 'all are blank'}")
+    (user_ids, users), (item_ids, items) = (rows_of(texts[role]) for role in ratings.NEEDED)
     train, test = leave_one_out(users, items, times, len(item_ids))
-    source = RatingsSource(**vars(form), lines=lines, left_out=left_out, time=time)
+    source = RatingsSource(**vars(form), lines=lines, left_out=left_out, malformed=len(wrong), first=first, time=time)
     interactions = Interactions(train, len(user_ids), len(item_ids))
     return NcfSplit(interactions, *np.divmod(test, len(item_ids)), user_ids, item_ids, source)
 
 
-def read_lines(data: IO[bytes], form: RatingsForm) -> tuple[dict[str, Any], list[int]]:
-    """Return the text of each role's column, null where it is missing; and the numbers of lines that are no rows."""
-    blank_lines: list[int] = []
-
-    def skip(row: Any) -> str:
-        if row.text.strip():
-            return "error"
-        blank_lines.append(row.number)
-        return "skip"
-
-    source: Any = data
-    separator = form.separator if len(form.separator) == 1 else MARK
-    if separator == MARK:
-        source = pa.BufferReader(data.read().replace(form.separator.encode(), MARK.encode()))
-    names = [str(place) for place in range(form.width)]
+def parts_of_fields(text: TextIO, form: RatingsForm, wrong: dict[int, str]) -> Iterator[Part]:
+    """Read lines of fields: by pyarrow, and from the first quotes on that stand around fields by Python's csv."""
+    for _ in range(form.first_line - 1):
+        text.readline()
+    line, names = form.first_line, [str(place) for place in range(form.width)]
     wanted = {role: names[place] for role, place in form.places.items()}
-    try:
-        table = csv.read_csv(
-            source,
-            csv.ReadOptions(
-                use_threads=False, block_size=BLOCK_BYTES, column_names=names, skip_rows=form.first_line - 1
-            ),
-            csv.ParseOptions(
-                delimiter=separator,
-                quote_char=False if separator == MARK else '"',
-                newlines_in_values=separator != MARK,
-                ignore_empty_lines=False,
-                invalid_row_handler=skip,
-            ),
-            csv.ConvertOptions(
-                column_types=dict.fromkeys(names, TEXT),
-                include_columns=[*{**dict.fromkeys(wanted.values()), names[-1]: None}],
-            ),
+    separator = MARK if form.separator in ("::", ratings.BLANK) else form.separator
+    skipped: list[Any] = []
+    parse = csv.ParseOptions(
+        delimiter=separator,
+        quote_char=False,
+        ignore_empty_lines=False,
+        invalid_row_handler=lambda row: skipped.append(row) or "skip",
+    )
+    convert = csv.ConvertOptions(column_types=dict.fromkeys(names, TEXT), include_columns=[*wanted.values()])
+    while block := text.read(BLOCK_BYTES) + text.readline():
+        if form.quotes and '"' in block:
+            lines = itertools.chain(io.StringIO(block, ""), text)
+            yield from parts_of_rows(rows_in_quotes(lines, line, form, wrong), form)
+            return
+        if form.separator == ratings.BLANK:
+            block = "\n".join(MARK.join(row.split()) for row in io.StringIO(block, None))
+        data = block.replace(form.separator, separator).encode()
+        read = csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names)
+        table = csv.read_csv(pa.BufferReader(data), read, parse, convert)
+        numbers = np.arange(line, line + len(table) + len(skipped))
+        for row in filter(lambda row: row.text.strip(), skipped):
+            misfit = form.misfit(row.actual_columns, row.text.replace(separator, form.separator))
+            wrong[line + row.number - 1] = misfit
+        yield (
+            np.delete(numbers, [row.number - 1 for row in skipped]),
+            {role: table[name].combine_chunks() for role, name in wanted.items()},
         )
-    except pa.ArrowInvalid as error:
-        said = str(error).replace(MARK, form.separator).replace("Row #", "line ")
-        remedy = "save the file as UTF-8" if "UTF8" in said else "correct the line, or remove it"
-        raise RatingsError(f"ratings {form.path}: {said}; {remedy}") from error
-    end = table[names[-1]][-1].as_py() if len(table) else ""
-    if "\n" in end and end.count(separator) >= form.width - 1:
-        raise RatingsError(f"{form.line(form.first_line + len(table) - 1)} has a quote that does not end")
-    return {role: trimmed(table[name]) for role, name in wanted.items()}, blank_lines
+        line += len(numbers)
+        skipped.clear()
 
 
-def read_objects(data: IO[bytes], form: RatingsForm) -> tuple[dict[str, Any], list[int]]:
-    """Return the text of each role's values in JSON lines, a row for each line."""
-    keys = {role: (form.heading or ())[place] for role, place in form.places.items()}
-    parts: dict[str, list[Any]] = {role: [] for role in keys}
-    numbered = enumerate(data, 1)
-    while lines := list(itertools.islice(numbered, LINES_AT_ONCE)):
-        objects = [json_values(line, number, form.path) if line.strip() else {} for number, line in lines]
-        for role, key in keys.items():
-            texts = (each.get(key, "").encode(errors="replace") for each in objects)
-            parts[role].append(pa.array([*texts], pa.large_binary()).cast(TEXT))
-    return {role: trimmed(pa.chunked_array(part, TEXT)) for role, part in parts.items()}, []
+def rows_in_quotes(
+    lines: Iterable[str], number: int, form: RatingsForm, wrong: dict[int, str]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each row's first line, and its values."""
+    for fields, taken in ratings.quoted_rows(lines, form.separator, form.width * (form.quotes == "some")):
+        if len(fields) == form.width:
+            yield number, [fields[place] for place in form.places.values()]
+        elif any(map(str.strip, taken)):
+            wrong[number] = form.misfit(len(fields), taken[0])
+        number += len(taken)
+
+
+def rows_of_objects(
+    lines: Iterable[str], form: RatingsForm, wrong: dict[int, str], columns: Mapping[str, str]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each JSON line and its values.
+
+    Raises:
+        RatingsError: one has a rating or time, and none of the first lines has.
+    """
+    heading = form.heading or ()
+    known, keys = {*heading}, [heading[place] for place in form.places.values()]
+    for number, line in enumerate(lines, 1):
+        try:
+            found = ratings.json_values(line) if line.strip() else {}
+            values = [found.get(key, "") for key in keys]
+            "".join(values).encode()
+        except ValueError as error:  # also half of a surrogate pair
+            wrong[number] = f"{ratings.shown(line)} is not a JSON object of Unicode text ({error})"
+            continue
+        for key in found.keys() - known:
+            known.add(key)
+            if (role := ratings.role_of(key)) and role not in {*form.places, *columns}:
+                raise RatingsError(
+                    f"ratings {form.path}, line {number} has {key!r}, and none of the first lines has: move it to the "
+                    f"beginning, or pass over that with {named('columns')} {role}=-"
+                )
+        yield number, values
+
+
+def parts_of_rows(rows: Iterator[tuple[int, list[str]]], form: RatingsForm) -> Iterator[Part]:
+    while some := [*itertools.islice(rows, LINES_AT_ONCE)]:
+        columns = zip(*(values for _, values in some), strict=True)
+        texts = {role: pa.array(column, TEXT) for role, column in zip(form.places, columns, strict=True)}
+        yield np.array([number for number, _ in some]), texts
+
+
+def form_of_parquet(file: Any, path: Path, columns: Mapping[str, str]) -> RatingsForm:
+    heading, sample = tuple(file.schema_arrow.names), list[list[str]]()
+    for batch in itertools.islice(file.iter_batches(ratings.SAMPLE_LINES), 1):
+        flat = [pa.nulls(len(batch)) if pa.types.is_nested(each.type) else each for each in batch.columns]
+        sample = [[*row] for row in zip(*(as_text(each).fill_null("").to_pylist() for each in flat), strict=True)]
+    places = ratings.find_places(heading, sample, columns, path)
+    for role, place in places.items():
+        if pa.types.is_nested(kind := file.schema_arrow.field(place).type):
+            raise RatingsError(
+                f"ratings {path}: column {heading[place]!r}, the {role}, has {kind}: give text or numbers"
+            )
+    return RatingsForm(path, ratings.PARQUET_ROWS, heading, len(heading), 1, places, "")
+
+
+def parts_of_parquet(file: Any, form: RatingsForm) -> Iterator[Part]:
+    names, first = {role: (form.heading or ())[place] for role, place in form.places.items()}, 1
+    for batch in file.iter_batches(LINES_AT_ONCE, columns=[*names.values()]):
+        numbers = np.arange(first, first := first + len(batch))
+        yield numbers, {role: as_text(batch.column(name)) for role, name in names.items()}
+
+
+def as_text(column: Any) -> Any:
+    """Return a column of Parquet as text, with times in UTC and whole numbers as digits alone."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_floating(column.type):
+        is_whole = pc.and_(pc.equal(pc.floor(column), column), pc.less(pc.abs(column), 2.0**63))
+        return pc.coalesce(pc.if_else(is_whole, column, None).cast(pa.int64()).cast(TEXT), column.cast(TEXT))
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp(column.type.unit))
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())  # from which a cast checks that it is UTF-8
+    return column.cast(TEXT)
 
 
 def trimmed(texts: Any) -> Any:
@@ -150,12 +233,18 @@ def trimmed(texts: Any) -> Any:
 
 
 def rows_of(texts: Any) -> tuple[OwnIds, Ids]:
-    """Return the ids, as numbers if all of them are whole numbers as Python writes them, and each line's row."""
+    """Return the ids, and each line's row.
+
+    They are numbers if all of them are whole numbers as Python writes them, perhaps with decimals that are zero: then 1
+    and 1.0 are the same. Otherwise they are text.
+    """
     encoded = texts.dictionary_encode()
     ids = encoded.chunk(0).dictionary
-    numbers, _ = cast(ids, pa.int64())
-    if numbers is not None and pc.all(pc.equal(numbers.cast(TEXT), ids)).as_py():  # 007 is text
-        ids = numbers
-    order = pc.sort_indices(ids).to_numpy()
     rows = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
+    whole = pc.replace_substring_regex(ids, r"^(-?\d+)\.0*$", r"\1")
+    if pc.all(pc.match_substring_regex(whole, f"^(?:{WHOLE_NUMBER.pattern})$")).as_py():  # 007 is text
+        with suppress(pa.ArrowInvalid):  # beyond 64 bits
+            unique, places = np.unique(whole.cast(pa.int64()).to_numpy(), return_inverse=True)
+            return OwnIds(unique), places[rows]
+    order = pc.sort_indices(ids).to_numpy()
     return OwnIds(ids.to_numpy(zero_copy_only=False)[order]), order.argsort()[rows]

@@ -124,9 +124,10 @@ class OwnIds:
         return [self[row] for row in range(len(self))]
 
     def row(self, own_id: object) -> int | None:
-        """Return the row of an id, None for an unknown one; 12 and "12" are the same."""
+        """Return the row of an id, None for an unknown one; 12, "12" and 12.0 are the same."""
         wanted: Any = str(own_id)
         if not self.is_text:
+            wanted = wanted.removesuffix(".0")
             if not WHOLE_NUMBER.fullmatch(wanted):
                 return None
             wanted = int(wanted)

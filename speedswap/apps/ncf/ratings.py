@@ -5,18 +5,22 @@ The separator and the columns' roles are found here, by the first lines; ``colum
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from speedswap._install import pip_install
 from speedswap.apps.errors import RatingsError, SettingsError, named
-from speedswap.apps.files import opened
+from speedswap.apps.files import PARQUET, opened, parquet_opened
 from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.options import one_of
 
@@ -27,18 +31,26 @@ NO_COLUMN = "-"
 """Given for a role, it has no column."""
 SEPARATORS = ("::", "\t", ";", "|", ",")
 """Of equally good ones the first is taken."""
-FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|' or commas, or as JSON lines"
+BLANK = " "
+"""Stands for one or several blanks or tabs, where nothing else separates."""
+JSON_LINES, PARQUET_ROWS = "JSON lines", "Parquet"
+USUALLY_QUOTED = (",", ";")
+"""Separators of files in which quotes stand around fields, unless the first lines show something else."""
+UNQUOTED = ("::", BLANK)
+QUOTED = '"(?:[^"]|"")*"'
+COMMENTS = "#%"
+FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|', commas or blanks, or as JSON lines"
 HEAD_BYTES = 1 << 20
 SAMPLE_LINES = 50
 TIME_DIGITS = 8
 """Whole numbers with more digits are times, not ratings."""
-DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ][\d:.]+ ?[Z\d:+-]*)?", re.ASCII)
+DATE = re.compile(r"(?:\d{4}-\d\d-\d\d|\d\d?([/.])\d\d?\1\d{4})(?:[T ][\d:.]+ ?[Z\d:+APM-]*)?", re.ASCII)
 NAMES = {
     "user": "user userid uid username customer customerid client clientid member memberid account accountid visitor "
     "visitorid reviewer reviewerid",
     "item": "item itemid iid movie movieid product productid sku stockcode article articleid asin parentasin book "
     "bookid isbn track trackid song songid artist artistid business businessid",
-    "rating": "rating ratings stars score overall",
+    "rating": "rating ratings bookrating stars score overall",
     "time": "timestamp time ts date datetime unixtime unixreviewtime createdat",
 }
 ROLE_OF = {name: role for role, names in NAMES.items() for name in names.split()}
@@ -47,19 +59,30 @@ ROLE_OF = {name: role for role, names in NAMES.items() for name in names.split()
 
 @dataclass(frozen=True)
 class RatingsForm:
-    """A file, and the form of its lines."""
+    """A file, and the form of its lines.
+
+    Attributes:
+        path: the file.
+        separator: ``JSON lines`` or ``Parquet`` for files without one.
+        heading: the columns' names, where the first line, the first objects or the file have them.
+        width: fields in every line.
+        first_line: the number of the first line with values, from 1.
+        places: the column of each role that has one, from 0.
+        quotes: ``all`` or ``some`` if quotes stand around fields; empty if they are part of them.
+    """
 
     path: Path
     separator: str
-    """Empty for JSON lines."""
     heading: tuple[str, ...] | None
-    """The columns' names, where the first line or the first object has them."""
     width: int
-    """Fields in every line."""
     first_line: int
-    """The number of the first line with values, from 1."""
     places: Mapping[str, int]
-    """The column of each role that has one, from 0."""
+    quotes: str
+
+    @property
+    def unit(self) -> str:
+        """A line as messages call it."""
+        return "row" if self.separator == PARQUET_ROWS else "line"
 
     @property
     def columns(self) -> dict[str, str]:
@@ -68,46 +91,61 @@ class RatingsForm:
         places = {role: self.places[role] for role in ROLES if role in self.places}
         return {role: f"column {place + 1}{names[place]}" for role, place in places.items()}
 
-    def line(self, number: int) -> str:
-        """Return a line as messages call it."""
-        return f"ratings {self.path}, line {number}"
+    def misfit(self, width: int, line: str) -> str:
+        """Describe a line that has another width, or none for its quotes."""
+        fault = (
+            f"{self.width} columns expected, {width} found" if width else "a quote without end, or with more after it"
+        )
+        return f"{fault}: {shown(line)}"
 
 
 @dataclass(frozen=True)
 class RatingsSource(RatingsForm):
-    """A file as it was read, for the user to check."""
+    """A file as it was read, for the user to check.
+
+    Attributes:
+        lines: lines other than the heading and blank ones.
+        left_out: lines without a value, by the first role that lacked one.
+        malformed: other lines that were left out.
+        first: the first of those, with their faults.
+        time: ``numbers`` or ``dates``; None where the order of lines stands for time.
+    """
 
     lines: int
-    """Lines other than the heading and blank ones."""
     left_out: Mapping[str, int]
-    """Lines without a value, by the first role that lacked one."""
+    malformed: int
+    first: str
     time: str | None
-    """``numbers`` or ``dates``; None where the order of lines stands for time."""
 
     def __str__(self) -> str:
-        separator = {"\t": "tabs"}.get(self.separator, repr(self.separator))
+        separator = {"\t": "tabs", BLANK: "blanks"}.get(self.separator, repr(self.separator))
         heading = "no heading" if self.heading is None else "with heading"
-        form = f"divided by {separator}, {heading}" if self.separator else "JSON lines"
+        is_named = self.separator in (JSON_LINES, PARQUET_ROWS)
+        form = self.separator if is_named else f"divided by {separator}, {heading}"
         said = [f"{self.path}: {form}; " + ", ".join(f"{role} is {name}" for role, name in self.columns.items())]
         if "rating" not in self.places:
             said.append("no ratings, so that every line counts the same")
         if self.time != "numbers":
             said.append("times are dates" if self.time else "no times, so that the order of lines stands for them")
-        left = sum(self.left_out.values())
-        why = ", ".join(f"{count:,} without {role}" for role, count in self.left_out.items())
-        read = f"{self.lines:,} lines read, {f'{left:,} left out ({why})' if left else 'none left out'}"
+        left = sum(self.left_out.values()) + self.malformed
+        why = [f"{count:,} without {role}" for role, count in self.left_out.items()]
+        why += [f"{self.malformed:,} malformed: {self.first}"] * bool(self.malformed)
+        left_out = f"{left:,} left out ({', '.join(why)})" if left else "none left out"
+        read = f"{self.lines:,} {self.unit}s read, {left_out}"
         return "; ".join(said) + "\n" + read
 
 
 def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing: str = "skip") -> NcfSplit:
     """Read ratings, and set each user's latest one apart for testing.
 
-    Lines are divided by tabs, ``::``, ``;``, ``|`` or commas, with a heading or without, or are JSON objects; the file
-    is UTF-8, plain or gzip. A field may stand between quotes, except with ``::``. Users and items may have any ids:
-    where all ids of a column are whole numbers, they get rows in their order, else in the order of their text. A
-    rating's value has no effect, only its presence. Times are numbers of any unit or ISO dates, all with a zone or all
-    without; without times the order of lines stands for time. Memory is some 100 bytes per line, whatever else is in
-    it. Needs pyarrow.
+    Lines are divided by tabs, ``::``, ``;``, ``|``, commas or blanks, with a heading or without, or are JSON objects;
+    the file is UTF-8, plain or gzip, or Parquet. Fields may stand between quotes where
+    the first lines show it, or the separator is a comma or ``;``. Lines at the beginning with ``#`` or ``%`` are
+    comments, and the last of them may be the heading. Users and items may have any ids: where all ids of a column are
+    whole numbers, they get rows in their order, and 1 and 1.0 are the same; else in the order of their text. A rating's
+    value has no effect, only its presence. Times are numbers of any unit, or dates of one form; in those with slashes
+    months come first, unless one is above 12. Without times the order of lines stands for time. Memory is some 100
+    bytes per line, whatever else is in it. Needs pyarrow.
 
     Args:
         path: the file.
@@ -116,15 +154,15 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
             ``user_id``, ``customer``, ``movieId``, ``sku``, ``stars`` or ``timestamp``; without a heading the first
             columns are user, item, rating and timestamp. Where no name says which column is time, it is the only one
             of dates or large numbers.
-        missing: ``skip`` leaves lines out that lack one of these values (nothing, ``NA``, ``NaN``, ``null``, ``None``,
-            ``\\N``) and counts them; ``error`` refuses the first.
+        missing: ``skip`` leaves lines out that are malformed, or lack one of these values (nothing, ``NA``, ``NaN``,
+            ``null``, ``None``, ``\\N``), and counts them; ``error`` refuses them.
 
     Returns:
         The split; its ``source`` says how the file was read.
 
     Raises:
-        RatingsError: the file is missing, unreadable, damaged or empty, its columns are ambiguous, or a line is
-            malformed; the message says which.
+        RatingsError: the file is missing, unreadable, damaged or empty, its columns are ambiguous, or more than half of
+            its lines are malformed; the message says which.
         SettingsError: ``columns`` or ``missing`` has another value.
 
     Example::
@@ -136,12 +174,22 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     check_columns(columns)
     one_of(MISSING)(named("missing"), missing)
     try:
-        from speedswap.apps.ncf.columns import read_ratings
+        import speedswap.apps.ncf.columns as reading
     except ImportError as error:
-        raise RatingsError(f"ratings are read by pyarrow: {pip_install('pyarrow', extra='demo')}") from error
+        raise RatingsError(f"ratings are read by pyarrow: {pip_install('pyarrow', extra='parquet')}") from error
+    wrong: dict[int, str] = {}
     with opened(path, "ratings", RatingsError) as file:
         data = io.BufferedReader(file, HEAD_BYTES)
-        return read_ratings(data, find_form(data.peek(), path, columns), missing)
+        if data.peek().startswith(PARQUET):
+            with parquet_opened(path, "ratings", RatingsError) as parquet:
+                form = reading.form_of_parquet(parquet, path, columns)
+                return reading.read_ratings(reading.parts_of_parquet(parquet, form), form, wrong, missing)
+        form, text = find_form(data.peek(), path, columns), io.TextIOWrapper(data, "utf-8-sig", newline="")
+        if form.separator == JSON_LINES:
+            parts = reading.parts_of_rows(reading.rows_of_objects(text, form, wrong, columns), form)
+        else:
+            parts = reading.parts_of_fields(text, form, wrong)
+        return reading.read_ratings(parts, form, wrong, missing)
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -171,31 +219,31 @@ def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsFor
     Raises:
         RatingsError: they are not clear; the message says how to use ``columns``.
     """
-    whole = head if len(head) < HEAD_BYTES else head[: head.rfind(b"\n") + 1]
-    if head and not whole:
-        raise RatingsError(f"ratings {path} has a line of more than {HEAD_BYTES:,} bytes: is it text?")
-    try:
-        text = whole.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        form = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
-        line = whole.count(b"\n", 0, error.start) + 1
-        raise RatingsError(
-            f"ratings {path}, line {line} is not UTF-8: save the file as UTF-8, say iconv -f {form} -t utf-8"
-        ) from error
+    text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)  # a character may be cut at the end
+    if len(head) >= HEAD_BYTES:
+        text = text[: max(text.rfind("\n"), text.rfind("\r")) + 1]
+        if not text:
+            raise RatingsError(f"ratings {path} has a line of more than {HEAD_BYTES:,} bytes: is it text?")
     numbered = [(number, line) for number, line in enumerate(re.split("\r\n|\r|\n", text), 1) if line.strip()]
-    empty = RatingsError(f"ratings {path} is empty: give lines of {FORM}")
-    if not numbered:
-        raise empty
-    first_line, lines = numbered[0][0], [line for _, line in numbered[:SAMPLE_LINES]]
-    where = f"ratings {path}, line {first_line}: {shown(lines[0])}"
+    comments = [*takewhile(lambda each: each[1][0] in COMMENTS, numbered)]
+    first_line, lines = len(comments) and comments[-1][0] + 1, [line for _, line in numbered[len(comments) :]]
+    if not lines:
+        raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
     if is_json := lines[0].lstrip().startswith("{"):
-        objects = [json_values(line, number, path) for number, line in numbered[:SAMPLE_LINES]]
-        tables = {"": [[*objects[0]], *([each.get(key, "") for key in objects[0]] for each in objects)]}
+        objects: list[dict[str, str]] = []
+        for line in lines:
+            with suppress(ValueError):  # they are left out later
+                objects.append(json_values(line))
+        keys = [*dict.fromkeys(chain.from_iterable(objects))]
+        tables = {JSON_LINES: [keys, *([each.get(key, "") for key in keys] for each in objects[:SAMPLE_LINES])]}
     else:
         tables = {separator: fields_of(lines, separator) for separator in SEPARATORS}
-        tables = {separator: table for separator, table in tables.items() if len(table[0]) > 1}
+    tables = {separator: table for separator, table in tables.items() if table and len(table[0]) > 1}
+    words = lines[0].split()
+    if not tables and not is_json and len(words) > 1 and (known_names(words, columns) or any(map(is_value, words))):
+        tables = {BLANK: fields_of(lines, BLANK)}
     if not tables:
-        raise RatingsError(f"{where} is not {FORM}")
+        raise RatingsError(f"ratings {path}, line {numbered[len(comments)][0]}: {shown(lines[0])} is not {FORM}")
 
     def goodness(separator: str) -> tuple[int, bool, int]:
         table = tables[separator]
@@ -203,52 +251,102 @@ def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsFor
 
     separator = max(tables, key=goodness)
     first, *sample = tables[separator]
+    heading: Sequence[str] | None = first
     if is_json or known_names(first, columns):
+        first_line = 1 if is_json else numbered[len(comments)][0] + 1
         if not sample:
-            raise empty
-        places = find_places(tuple(first), sample, columns, path)
-        return RatingsForm(path, separator, tuple(first), len(first), 1 if is_json else first_line + 1, places)
-    if not columns and not any(is_number(field) or DATE.fullmatch(field) for field in first):
-        raise RatingsError(
-            f"{where} may be a heading or not: if it is, give the columns by name, say {named('columns')} "
-            f"user={first[0]},item={first[1]}; if not, by number, user=1,item=2"
-        )
-    places = find_places(None, [first, *sample], columns, path)
-    return RatingsForm(path, separator, None, len(first), first_line, places)
+            raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
+    else:
+        titles = fields_of([line.lstrip(COMMENTS + BLANK) for _, line in comments], separator)
+        heading, sample = next((each for each in reversed(titles) if len(each) == len(first)), None), [first, *sample]
+        if not columns and not (known_names(heading, columns) if heading else any(map(is_value, first))):
+            number, line = comments[-1] if heading else numbered[len(comments)]
+            user, item, *_ = heading or first
+            raise RatingsError(
+                f"ratings {path}, line {number}: {shown(line)} may be a heading or not: if it is, give the columns by "
+                f"name, say {named('columns')} user={user},item={item}; if not, by number, user=1,item=2"
+            )
+    places, quotes = find_places(heading, sample, columns, path), "" if is_json else quotes_of(lines, separator)
+    return RatingsForm(path, separator, heading and tuple(heading), len(first), max(first_line, 1), places, quotes)
 
 
-def json_values(line: str | bytes, number: int, path: Path) -> dict[str, str]:
-    """Return the values of a JSON object as they are written.
+def json_values(line: str) -> dict[str, str]:
+    """Return the values of a JSON object as they are written, those of whole numbers without decimals.
 
     Raises:
-        RatingsError: the line has something else.
+        ValueError: the line has something else.
     """
     try:
-        found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str).items()
-    except (ValueError, AttributeError, RecursionError) as error:
-        text = shown(line if isinstance(line, str) else line[:1000].decode(errors="replace"))
-        raise RatingsError(
-            f"ratings {path}, line {number}: {text} is not a JSON object: correct it, or remove it"
-        ) from error
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in found}
+        found = json.loads(line, parse_int=str, parse_float=lambda text: text.removesuffix(".0"), parse_constant=str)
+        return {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
+    except (AttributeError, RecursionError) as error:
+        raise ValueError("something else") from error
+
+
+def quotes_of(lines: Sequence[str], separator: str) -> str:
+    """Return ``all`` or ``some`` if quotes stand around fields, and nothing if they are part of them.
+
+    Quotes stand around fields if all of the first line are in some, or if lines become more regular by them. Otherwise
+    they hide nothing, and most fields that begin with one must end with it; with separators for which few programs
+    write any, each must, and have others within, doubled.
+    """
+    if separator in UNQUOTED:
+        return ""
+    if re.fullmatch(f"{QUOTED}({re.escape(separator)}{QUOTED})*", lines[0].strip()):
+        return "all"
+    is_usual, rows = separator in USUALLY_QUOTED, [line.split(separator) for line in lines]
+    marked = [field.strip() for row in rows for field in row if '"' in field]
+    if not marked:
+        return "some" * is_usual
+    misfits = sum(len(row) != len(rows[0]) for row in rows)
+    in_quotes = [row for row, _ in quoted_rows(lines, separator, 0)]
+    if sum(len(row) != len(in_quotes[0]) for row in in_quotes) < misfits:
+        return "some"
+    begun = [field for field in marked if field.startswith('"') or not is_usual]
+    whole = [field for field in begun if re.fullmatch(QUOTED, field) and (is_usual or '""' in field[1:-1])]
+    return "some" * (2 * len(whole) > len(begun) or not begun if is_usual else whole == begun)
+
+
+def quoted_rows(lines: Iterable[str], separator: str, width: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield each row's fields, and its lines.
+
+    A line whose quotes are wrong is a row by itself, without fields. So is the first of several with ``width`` fields
+    each, since a quote in it that belongs to a field seems to end in another line.
+    """
+    source, again, taken = iter(lines), deque[str](), list[str]()
+
+    def take() -> str:
+        taken.append(again.popleft() if again else next(source, ""))
+        return taken[-1]
+
+    while True:
+        reader = csv.reader(iter(take, ""), delimiter=separator, skipinitialspace=True, strict=True)
+        try:
+            for fields in reader:
+                if len(taken) > 1 and all(line.count(separator) + 1 == width for line in taken):
+                    raise csv.Error
+                yield fields, taken[:]
+                taken.clear()
+            return
+        except csv.Error:
+            again.extendleft(reversed(taken[1:]))
+            yield [], taken[:1]
+            taken.clear()
 
 
 def fields_of(lines: Sequence[str], separator: str) -> list[list[str]]:
-    """Split lines into fields."""
-    rows: Iterable[list[str]] = (line.split(separator) for line in lines)
-    if len(separator) == 1:
-        rows = csv.reader([line + "\n" for line in lines], delimiter=separator)
-    try:
-        return [[field.strip() for field in row] for row in rows]
-    except csv.Error:  # a very long field: this is not the separator
-        return [[]]
+    """Split the first lines into fields."""
+    rows: Iterable[list[str]] = (line.split(None if separator == BLANK else separator) for line in lines)
+    if lines and quotes_of(lines, separator):
+        rows = (fields for fields, _ in quoted_rows([line + "\n" for line in lines], separator, 0) if fields)
+    return [[field.strip() for field in row] for row in islice(rows, SAMPLE_LINES)]
 
 
 def known_names(fields: Sequence[str], columns: Mapping[str, str]) -> int:
     """Count the columns found by name, those of ``columns`` first; 0 where the line is not a heading."""
     lowered = [field.lower() for field in fields]
     said = sum(name.strip().lower() in lowered for name in columns.values() if not name.isdecimal())
-    known = len({ROLE_OF.get(plain(field)) for field in fields} - {None})
+    known = len({role_of(field) for field in fields} - {None})
     return said * len(ROLES) + known if said or not any(map(is_number, fields)) else 0
 
 
@@ -262,7 +360,7 @@ def find_places(
     places: dict[str, int] = {}
     for role in (*columns, *(role for role in ROLES if role not in columns)):
         if (name := columns.get(role)) is None:
-            usual = [place for place, field in enumerate(names) if ROLE_OF.get(plain(field)) == role]
+            usual = [place for place, field in enumerate(names) if role_of(field) == role]
             found = [place for place in usual if place not in places.values()]
         else:
             found = [place for place, field in enumerate(names) if field == name]
@@ -314,8 +412,14 @@ def time_found(sample: Sequence[Sequence[str]], places: Iterable[int], *, number
     return {"time": found[0]} if len(found) == 1 else {}
 
 
-def plain(name: str) -> str:
-    return re.sub("[-_. ]", "", name.lower())
+def role_of(name: str) -> str | None:
+    """Return the role of a column with a usual name."""
+    return ROLE_OF.get(re.sub("[-_. ]", "", name.lower()))
+
+
+def is_value(text: str) -> bool:
+    """Return whether a field is a number or a date, so that its line is no heading."""
+    return is_number(text) or DATE.fullmatch(text) is not None
 
 
 def is_number(text: str) -> bool:

@@ -23,9 +23,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speedswap._install import pip_install
 from speedswap.apps.errors import CorpusError, SettingsError, named
-from speedswap.apps.files import PARQUET, matching, opened, says_unwritable
+from speedswap.apps.files import PARQUET, matching, opened, parquet_opened, says_unwritable
 from speedswap.apps.options import in_gib
 
 Counts = NDArray[np.int64]
@@ -344,37 +343,22 @@ def words_with(marks: str) -> re.Pattern[str]:
 
 def read_characters(path: Path) -> Iterator[str]:
     """Yield a file's text in pieces of bounded length."""
-    try:
-        with opened(path, "corpus", CorpusError) as data:
-            if data.peek(len(PARQUET)).startswith(PARQUET):
-                for rows in _rows_of_parquet(path):
-                    yield from (rows[i : i + CHUNK_CHARACTERS] for i in range(0, len(rows), CHUNK_CHARACTERS))
-                return
-            with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-                yield from iter(lambda: text.read(CHUNK_CHARACTERS), "")
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"corpus {path} is not UTF-8 text ({error.reason}): convert it, for example with iconv"
-        ) from error
+    with opened(path, "corpus", CorpusError) as data:
+        if data.peek(len(PARQUET)).startswith(PARQUET):
+            for rows in _rows_of_parquet(path):
+                yield from (rows[i : i + CHUNK_CHARACTERS] for i in range(0, len(rows), CHUNK_CHARACTERS))
+            return
+        with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
+            yield from iter(lambda: text.read(CHUNK_CHARACTERS), "")
 
 
 def _rows_of_parquet(path: Path) -> Iterator[str]:
     """Yield the texts of some rows at a time, one per line."""
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise CorpusError(
-            f"corpus {path} is Parquet, which needs pyarrow: {pip_install('pyarrow', extra='parquet')}"
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            strings = [each.name for each in file.schema_arrow if each.type in (pa.string(), pa.large_string())]
-            name: Any = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
-            if name is None:
-                shown = ", ".join(strings) or "none"
-                raise CorpusError(f"corpus {path} has columns of strings: {shown}; name the one to read 'text'")
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[name]):
-                yield "".join(f"{row}\n" for row in batch.column(0).drop_null().to_pylist())
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"corpus {path} is not a whole Parquet file ({error}): make it or copy it again") from error
+    with parquet_opened(path, "corpus", CorpusError) as file:
+        strings = [each.name for each in file.schema_arrow if str(each.type) in ("string", "large_string")]
+        name: Any = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
+        if name is None:
+            shown = ", ".join(strings) or "none"
+            raise CorpusError(f"corpus {path} has columns of strings: {shown}; name the one to read 'text'")
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[name]):
+            yield "".join(f"{row}\n" for row in batch.column(0).drop_null().to_pylist())

@@ -69,6 +69,52 @@ def test_every_field_of_every_file_is_read_in_order(written, size, monkeypatch):
     assert source.done == source.total == sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_byte_order_mark_is_passed_over(packed, tmp_path):
+    lines = list(lines_of(3))
+    content = "\ufeff" + "\r\n".join(lines)
+    (tmp_path / "day_0").write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    for labelled in (True, None):
+        source = SampleFiles([tmp_path / "day_0"], labelled=labelled)
+        assert as_lists(read_all(source)) == by_python(lines)
+
+
+WIDE = [
+    "8000000000000000",
+    "7fffffffffffffff",
+    "fffffffffffffffe",
+    "0123456789abcdef",
+    "FEDCBA9876543210",
+    "1",
+    "0",
+    "",
+]
+
+
+@pytest.mark.parametrize("form", ["text", "Parquet", "numbers in Parquet"])
+def test_categories_of_64_bits_stay_different(form, tmp_path):
+    """Each is taken as its bits; the one that would be that of an empty field is refused."""
+    path = tmp_path / "day_0"
+
+    def written(categories):
+        lines = ["\t".join(["1", *["2"] * 13, each, *["a"] * 25]) for each in categories]
+        if form == "text":
+            path.write_text("\n".join(lines))
+            return
+        pa = pytest.importorskip("pyarrow")
+        values = categories if form == "Parquet" else [int(each, 16) if each else None for each in categories]
+        kind = pa.string() if form == "Parquet" else pa.uint64()
+        parquet_of(lines, path, change=lambda columns: columns | {"C1": pa.array(values, kind)})
+
+    written(WIDE)
+    (samples,) = read_all(SampleFiles([path]))
+    bits = [int(each, 16) if each else 2**64 + MISSING for each in WIDE]
+    assert samples.ids[0].tolist() == [each - 2**64 if each >= 2**63 else each for each in bits]
+    written(["1", "FFFFFFFFFFFFFFFF"])
+    with pytest.raises(SamplesError, match=r"C1.* is .*, not a hexadecimal number of up to 16 digits, not all f"):
+        read_all(SampleFiles([path]))
+
+
 def test_progress_is_that_of_the_files_on_disk(written):
     folder, _ = written
     files = find_files([folder / "day_*"])

@@ -23,7 +23,10 @@ def folder(tmp_path, monkeypatch):
 
 MISTAKES = {
     "missing file": (["nowhere"], "ratings nowhere cannot be read: No such file or directory"),
-    "malformed line": (["wrong.csv"], "ratings wrong.csv, line 3: rating (column 3 'rating') is 'x'"),
+    "malformed line": (
+        ["wrong.csv", "--missing", "error"],
+        "ratings wrong.csv, line 3: rating (column 3 'rating') is 'x', not a number",
+    ),
     "unknown column": (
         ["wrong.csv", "--columns", "item=sku"],
         "has no column 'sku' for the item, but 'userId', 'movieId'",
