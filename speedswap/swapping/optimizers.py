@@ -146,6 +146,7 @@ class _Run:
 
     before: Tensor
     weight: Tensor
+    evaluated: Tensor  # the weight after the optimizer's ``eval``, if it has one
     state: dict[str, Any]
     first: dict[str, Any] = field(default_factory=dict)  # the first value of each state entry
     settings: dict[str, Any] = field(default_factory=dict)
@@ -203,9 +204,8 @@ def probe(
 
     start: dict[str, Any] | None = {} if fresh else None
 
-    def moved(values: list[Tensor], mode: str = "") -> _Run:
-        values = [value.to(weight.device) for value in values]
-        return _run(optimizer, weight, values, start=start, moving=True, mode=mode)
+    def moved(values: list[Tensor]) -> _Run:
+        return _run(optimizer, weight, [value.to(weight.device) for value in values], start=start, moving=True)
 
     exact, other_row = moved(plain), moved(changed)
     is_alike = _same_rows(exact, other_row, slice(1, None), slice(1, None), exactly=True)
@@ -220,14 +220,12 @@ def probe(
             f"{name} mixes rows: a row's update depends on how many other rows are in the batch. Use an optimizer that "
             "works element by element or row by row (SGD, Adagrad, Adam, …) for the embedding"
         )
-    longer = [plain[0], *plain[1:] * 5]  # its first steps may move nothing
-    if callable(getattr(optimizer, "eval", None)) and not torch.equal(
-        moved(longer).weight, moved(longer, mode="eval").weight
-    ):
+    # Its first steps may move nothing.
+    late = moved([plain[0], *plain[1:] * 5]) if callable(getattr(optimizer, "eval", None)) else exact
+    if not torch.equal(late.evaluated, late.weight):
         raise OptimizerError(
-            f"{name} moves parameters in eval() and train(), between steps, where a table's rows would stay. Use the "
-            "optimizer that it builds on (SGD, Adam, …) for the embedding, in an optimizer of its own if the rest of "
-            "the model is to keep this one"
+            f"{name} moves parameters in eval() and train(), between steps, where a table's rows would stay; use the "
+            "optimizer that it builds on (SGD, Adam, …) for the embedding alone"
         )
     sample, sample_other = (
         _run(optimizer, weight, [value.to(weight.device, dtype) for value in values], start=start)
@@ -320,7 +318,6 @@ def _run(
     start: dict[str, Any] | None = None,
     decay: bool = True,
     moving: bool = False,
-    mode: str = "",
 ) -> _Run:
     """Take steps with a copy of the optimizer on ``values[0]``, with the other values as gradients.
 
@@ -328,7 +325,6 @@ def _run(
         start: the initial state.
         decay: False to switch weight decay off.
         moving: replace a learning rate of 0, as at the start of a warm-up, with which the weight would not move.
-        mode: the method that is called after the steps, such as ``eval``.
     """
     toy = nn.Parameter(values[0].clone())
     try:
@@ -346,14 +342,14 @@ def _run(
             for grad in values[1:]:
                 toy.grad = grad.clone()
                 step_unnoticed(clone, *([_closure(toy, grad)] if needs_closure(step) else []))
-        if mode:
-            getattr(clone, mode)()
-        state = clone.state[toy]
+        state, moved = clone.state[toy], toy.detach().clone()
+        if callable(getattr(clone, "eval", None)):
+            clone.eval()
     except Exception as error:
         raise _refusal(optimizer, weight, values, error) from error
     first = state.first if isinstance(state, _FirstValues) else {}
     settings = {key: value for group in clone.param_groups for key, value in group.items() if key != "params"}
-    return _Run(values[0], toy.detach(), dict(state), first, settings)
+    return _Run(values[0], moved, toy.detach(), dict(state), first, settings)
 
 
 def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:

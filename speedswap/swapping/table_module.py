@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -702,16 +702,8 @@ class TableModule(nn.Module):
             destination[prefix + "id_map"] = self.id_map.whole_bytes().as_subclass(MapBytes)
 
     @of_all_ranks
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _, strict, missing_keys, _, error_msgs = rest
         keys = [prefix + name for name in (["weight"] if self.id_map is None else ["weight", "id_map"])]
         given: dict[str, Any] = {}
 
@@ -720,9 +712,7 @@ class TableModule(nn.Module):
 
         last = self.register_load_state_dict_pre_hook(take)  # after all others, which may change what is loaded
         try:
-            nn.Module._load_from_state_dict(
-                self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
+            nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
         finally:
             last.remove()
             state_dict.update(given)
@@ -732,34 +722,26 @@ class TableModule(nn.Module):
         if keys[0] in given and not missing and not rows_are_apart():
             self._load_rows(given, prefix, error_msgs)
 
-    def _load_rows(self, given: Mapping[str, Any], prefix: str, error_msgs: list[str]) -> None:
+    def _load_rows(self, given: dict[str, Any], prefix: str, error_msgs: list[str]) -> None:
         """Load the rows, and the id map if there is one, of a state_dict; add what does not fit to ``error_msgs``."""
-        key, wanted = prefix + "weight", torch.Size((self.num_embeddings, self.embedding_dim))
-        values = given[key]
-        if not isinstance(values, Tensor):
-            error_msgs.append(
-                f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object from '
-                f"checkpoint but received {type(values)}"
-            )
-        elif values.shape != wanted:
-            error_msgs.append(
-                f"size mismatch for {key}: copying a param with shape {values.shape} from checkpoint, the shape in "
-                f"current model is {wanted}."
-            )
-        else:
-            if self._is_on_meta and (values.is_meta or self._take_rows(values.detach())):
-                return
-            of_map: AbstractContextManager[None] = nullcontext()
-            if self.id_map is not None and prefix + "id_map" in given:
-                of_map = self.id_map.restoring(given[prefix + "id_map"], what=f"{prefix}id_map")
-            self._handed_out = None
-            with of_map:  # both, or neither
-                write_all(self.table, values)
-                if self.id_map is not None:  # the gradient's rows belong to other keys
-                    self._step.abandon()
+        values, in_shape, failed = given[prefix + "weight"], nn.Module(), len(error_msgs)
+        in_shape.register_buffer("weight", torch.empty(self.num_embeddings, self.embedding_dim, device="meta"))
+        assigning = {"assign_to_params_buffers": True}  # torch checks the rows, and copies none
+        nn.Module._load_from_state_dict(in_shape, given, prefix, assigning, False, [], [], error_msgs)
+        if len(error_msgs) > failed:
+            if self.ranks is not None:  # whose others take theirs
+                raise ValueError(error_msgs.pop())
             return
-        if self.ranks is not None:  # whose others take theirs
-            raise ValueError(error_msgs.pop())
+        if self._is_on_meta and (values.is_meta or self._take_rows(values.detach())):
+            return
+        of_map: AbstractContextManager[None] = nullcontext()
+        if self.id_map is not None and prefix + "id_map" in given:
+            of_map = self.id_map.restoring(given[prefix + "id_map"], what=f"{prefix}id_map")
+        self._handed_out = None
+        with of_map:  # both, or neither
+            write_all(self.table, values)
+            if self.id_map is not None:  # the gradient's rows belong to other keys
+                self._step.abandon()
 
 
 def not_assigned(module: Any) -> WeightError:

@@ -6,7 +6,7 @@ If ranks own a table, each rank's state_dict holds a part.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -93,9 +93,7 @@ class OneValue(_InFilesPlain):
     """
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             name, written = func.__name__, args[0] if args else None
             if isinstance(written, OneValue) and (name == "__setitem__" or (name[-1] == "_" and name[-2] != "_")):

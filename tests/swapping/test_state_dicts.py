@@ -204,6 +204,12 @@ def assigned(module: nn.Module) -> object:
     return found, module.lora.data_ptr() == state["lora"].data_ptr()
 
 
+def from_parameters(module: nn.Module) -> object:
+    state = {"weight": nn.Parameter(numbers(ROWS, DIM)), "lora": nn.Parameter(numbers(2, 3), requires_grad=False)}
+    found = str(module.load_state_dict(state, strict=False))
+    return found, [each.requires_grad for each in (*state.values(), *module.parameters())]
+
+
 def raising(module: nn.Module) -> object:
     def hook(*_: Any) -> None:
         raise LookupError("no such version")
@@ -238,6 +244,7 @@ LOADS: dict[str, Callable[[nn.Module], object]] = {
     "hooks afterwards": hooked_afterwards,
     "saved with hooks": saved_with_hooks,
     "assigned": assigned,
+    "parameters of another": from_parameters,
     "a hook that raises": raising,
     "as a part of a model": nested,
 }

@@ -67,10 +67,8 @@ def attach_all(
     """
     for module in modules:
         for optimizer in optimizers:
-            is_trained = (
-                module.weight.requires_grad or module in frozen or module._step.state.is_loaded(innermost(optimizer))
-            )
-            if is_trained and holds(optimizer, module.weight):
+            is_trained = (module.weight.requires_grad or module in frozen) and holds(optimizer, module.weight)
+            if is_trained or module._step.state.is_loaded(innermost(optimizer)):
                 attach(optimizer, module)
 
 
@@ -169,18 +167,16 @@ def load_dense(
         ours = model.state_dict()
         model.load_state_dict({name: _divided_as(ours.get(name), value) for name, value in saved.items()})
         for optimizer, state in zip(optimizers, states, strict=True):
-            parameters, held = dict(_by_name(optimizer, state)), innermost(optimizer).state
-            initial = {
-                each: held[each] for each in parameters.values() if each in held and _is_untouched(optimizer, each)
-            }
+            parameters, inner = dict(_by_name(optimizer, state)), innermost(optimizer)
+            initial = {each: held for each, held in inner.state.items() if _is_untouched(inner, each)}
             divided = {
                 name: {key: _divided_as(parameters.get(name), value) for key, value in values.items()}
                 for name, values in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": divided})
-            innermost(optimizer).state.update(initial)
+            inner.state.update(initial)
             for name, parameter in parameters.items():  # torch has cast state to its parameter's dtype
-                now = innermost(optimizer).state.get(parameter, {})
+                now = inner.state.get(parameter, {})
                 for key, value in state["state"].get(name, {}).items():
                     if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
                         now[key] = value.to(now[key].device)
