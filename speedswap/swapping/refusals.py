@@ -7,62 +7,60 @@ from typing import Any
 from speedswap._words import AVERAGE_OTHERS
 from speedswap.tables import Table
 
-_SCORES = (
-    "T __matmul__ __rmatmul__ addmm baddbmm bmm cdist cosine_similarity dot einsum linear mT matmul mm mv t transpose"
-)
-_COPIES = "__array__ __reduce_ex__ bfloat16 clone contiguous cpu cuda double float half item numpy to tolist"
-_PENALTIES = "_foreach_norm abs linalg_norm linalg_vector_norm mean mul norm pow square sum"
-_HOOKS = "backward grad register_hook register_post_accumulate_grad_hook"
-_MEMORY = "__dlpack__ __dlpack_device__ storage untyped_storage"
 NOT_TAKEN_ALONG = (
     "a graph cannot take a table's rows along; export the part of the model that takes embedding(ids) as its input"
 )
-_SHARDING = "chunk is_contiguous stride"
-_AVERAGES = "_foreach_add_ _foreach_copy_ _foreach_lerp_ _foreach_mul_ _foreach_sub_ add_ addcmul_ copy_ lerp lerp_ sub"
+_COPY = "embedding.read() copies all rows to ordinary memory, embedding.read(ids) some of them"
 _RESIZE = (
     "for another number of rows (resize_token_embeddings), make a larger embedding, write these rows to it with "
     "larger.table.write(0, embedding.read()), and put it into the model (set_input_embeddings)"
 )
-_NO_PENALTY = (
-    "no penalty reaches the whole table; one on embedding(ids) shrinks the batch's rows, as weight_decay= does too. "
-    "embedding.read(ids) copies rows"
+_LOOKUP = "embedding.read(ids) copies these rows, embedding(ids) gives them with gradients"
+_PENALTY = (
+    "take it of embedding.read(), a copy of all rows, for its value. In a loss, take it of embedding(ids): no penalty "
+    "reaches the whole table, and weight_decay= too shrinks the batch's rows alone"
 )
 _UPDATE = (
     "rows are trained by an optimizer of torch.optim, or a subclass of torch.optim.Optimizer that calls "
     "super().__init__, and changed by hand with embedding.table.write and embedding.table.scatter"
 )
 _OTHERWISE = (
-    "embedding(ids) gives rows that can be trained, embedding.score(queries, k=…) the best ones of the whole table, "
-    "embedding.read(ids) a copy; embedding.table.write and .scatter change rows"
+    "embedding.read() is a copy of all rows that any function takes, embedding.read(ids) of some; embedding(ids) gives "
+    "rows that can be trained"
 )
-_REMEDIES = {
-    "new_tensor": "torch.nn.init.trunc_normal_ looks at the values that it draws, and cannot fill a table; call "
+# The remedy for each kind of use, and the functions of that kind.
+_KINDS = {
+    "embedding.score(queries, k=…) finds the best rows of the whole table, speedswap.losses has softmax over them": (
+        "T __matmul__ __rmatmul__ addmm baddbmm bmm cdist cosine_similarity dot einsum linear mT matmul mm mv t "
+        "transpose"
+    ),
+    _LOOKUP: "embedding embedding_bag gather index_select masked_select select take take_along_dim",
+    f"{_LOOKUP}; {_RESIZE}": "__getitem__",
+    'embedding.table.scatter(ids, {"weight": rows}) writes these rows, embedding.table.write(start, rows) a range': (
+        "__setitem__ index_add_ index_copy_ index_fill_ index_put_ masked_fill_ masked_scatter_ scatter_ scatter_add_"
+    ),
+    _COPY: "__array__ bfloat16 contiguous cpu cuda double float half item numpy tolist",
+    f"{_COPY}; {AVERAGE_OTHERS}": "__reduce_ex__ clone",
+    f"{_COPY}; {AVERAGE_OTHERS}; {_RESIZE}": "to",
+    _PENALTY: "_foreach_norm abs linalg_norm linalg_vector_norm mean norm pow square std sum var",
+    f"{_PENALTY}. {AVERAGE_OTHERS[0].upper()}{AVERAGE_OTHERS[1:]}": "mul",
+    f"embedding.table.write(0, rows) copies rows in; {_COPY}; {AVERAGE_OTHERS}": "copy_",
+    f"{AVERAGE_OTHERS}; {_UPDATE}": "_foreach_copy_ _foreach_lerp_ _foreach_mul_ lerp lerp_ sub",
+    f"{_UPDATE}; {AVERAGE_OTHERS}": "_foreach_add_ _foreach_sub_ add_ addcmul_ sub_",
+    "a wrapper for several processes has to leave it alone: fully_shard(model, "
+    "ignored_params=speedswap.parameters_to_ignore(model)), "
+    "DistributedDataParallel(speedswap.ignore_in_ddp(model))": "chunk is_contiguous stride",
+    "ZeroRedundancyOptimizer asks for this, which steps in a parameter on one rank alone, but each steps in rows: give "
+    "it the model's other parameters, and speedswap.parameters_to_ignore(model) to one of torch.optim": "type",
+    NOT_TAKEN_ALONG: "__dlpack__ __dlpack_device__ storage untyped_storage",
+    "it is in no graph; take gradients of embedding(ids), and put hooks there": (
+        "backward grad register_hook register_post_accumulate_grad_hook"
+    ),
+    "torch.nn.init.trunc_normal_, orthogonal_ and eye_ look at the whole matrix, and cannot fill a table; call "
     "embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.trunc_normal_, …)), or give that as init= when "
-    "the embedding is made",
-    **dict.fromkeys(
-        _SCORES.split(),
-        "embedding.score(queries, k=…) finds the best rows of the whole table, speedswap.losses has softmax over them, "
-        "embedding(ids) gives rows that can be trained",
-    ),
-    **dict.fromkeys(
-        _COPIES.split(),
-        f"embedding.read(ids) copies rows, embedding.read() all of them; {AVERAGE_OTHERS}; {_RESIZE}",
-    ),
-    **dict.fromkeys(_PENALTIES.split(), _NO_PENALTY),
-    "mul": f"{_NO_PENALTY}; {AVERAGE_OTHERS}",
-    **dict.fromkeys(_AVERAGES.split(), f"{_UPDATE}; {AVERAGE_OTHERS}"),
-    "__getitem__": f"{_OTHERWISE}; {_RESIZE}",
-    **dict.fromkeys(
-        _SHARDING.split(),
-        "a wrapper for several processes has to leave it alone: fully_shard(model, "
-        "ignored_params=speedswap.parameters_to_ignore(model)), "
-        "DistributedDataParallel(speedswap.ignore_in_ddp(model))",
-    ),
-    "type": "ZeroRedundancyOptimizer asks for this, which steps in a parameter on one rank alone, but each steps "
-    "in rows: give it the model's other parameters, and speedswap.parameters_to_ignore(model) to one of torch.optim",
-    **dict.fromkeys(_MEMORY.split(), NOT_TAKEN_ALONG),
-    **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),
+    "the embedding is made": "eye new_tensor view_as",
 }
+_REMEDIES = {name: remedy for remedy, names in _KINDS.items() for name in names.split()}
 
 
 def name_of(func: Any) -> str:

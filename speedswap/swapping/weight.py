@@ -90,7 +90,7 @@ class _Rows:
     def _detached(self) -> TableRows:
         return TableRows(self._of, self._within, self._is_one_row)
 
-    def _select(self, index: Any) -> TableRows:
+    def _select(self, index: Any, func: Any = Tensor.__getitem__) -> TableRows:
         """Return one row, or a range of rows."""
         start, stop = self._bounds
         if not self._is_one_row:
@@ -104,7 +104,7 @@ class _Rows:
             if isinstance(index, slice) and index.step in (None, 1):
                 first, last, _ = index.indices(stop - start)
                 return TableRows(self._of, (start + first, start + max(first, last)))
-        raise WeightError(refusal(Tensor.__getitem__, self._of))
+        raise WeightError(refusal(func, self._of))
 
     # ------------------------------------------------------------------ filling
 
@@ -155,7 +155,7 @@ class _Rows:
     @of_all_ranks
     def _assign(self, index: Any, value: Any) -> None:
         self._require_no_graph(Tensor.__setitem__)
-        self._select(index)._copy(value)
+        self._select(index, Tensor.__setitem__)._copy(value)
 
     def _require_no_graph(self, func: Any) -> None:
         """Raise WeightError for an in-place change that autograd would have to record, as torch does."""

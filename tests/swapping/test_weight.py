@@ -80,6 +80,14 @@ USES: dict[str, Callable[[Any], Any]] = {
     ),
     "gradients for it": lambda w: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, w),
 }
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "rows assigned": lambda w: w.data.__setitem__(torch.tensor([1, 2]), 0.0),
+    "rows filled": lambda w: w.data.index_fill_(0, torch.tensor([1]), 0.0),
+    "copied from": lambda w: torch.empty(ROWS, DIM).copy_(w),
+    "an average": lambda w: w.data.lerp_(torch.ones(ROWS, DIM), 0.1),
+    "orthogonal_": nn.init.orthogonal_,
+    "eye_": nn.init.eye_,
+}
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
@@ -106,16 +114,29 @@ def test_using_the_weight_as_a_tensor_is_an_error(use: Callable[[Any], Any], ite
     [
         ("scores of every item", r"embedding\.score\(queries"),
         ("a tied head", r"embedding\.score\(queries"),
-        ("L2 term", "no penalty reaches the whole table"),
-        ("detached, to NumPy", r"embedding\.read\(\)"),
-        ("a hook on its gradient", r"gradients of embedding\(ids\)"),
-        ("times a number", r"no penalty reaches the whole table"),
-        ("joined with another", r"embedding\(ids\) gives rows"),
+        ("rows by a tensor", r"embedding\.read\(ids\) copies these rows, embedding\(ids\) gives them with gradients"),
+        ("functional lookup", r"embedding\.read\(ids\) copies these rows, embedding\(ids\) gives them with gradients$"),
+        ("index_select", r"embedding\.read\(ids\) copies these rows, embedding\(ids\) gives them with gradients$"),
+        ("rows assigned", r"embedding\.table\.scatter\(ids, \{\"weight\": rows\}\) writes these rows"),
+        ("rows filled", r"embedding\.table\.scatter\(ids, \{\"weight\": rows\}\) writes these rows"),
+        ("L2 term", r"take it of embedding\.read\(\), .* In a loss, .*: no penalty reaches the whole table"),
+        ("L2 norm", r"take it of embedding\.read\(\), .* In a loss, .*: no penalty reaches the whole table"),
+        ("detached, to NumPy", r"embedding\.read\(\) copies all rows to ordinary memory, .*some of them$"),
+        ("a list", r"embedding\.read\(\) copies all rows to ordinary memory, .*some of them$"),
+        ("a copy", r"embedding\.read\(\) copies all rows to ordinary memory, .*; an average of a model"),
+        ("copied from", r"embedding\.table\.write\(0, rows\) copies rows in; embedding\.read\(\) copies all"),
+        ("an average", r"an average of a model over its steps is speedswap\.optim\.Averaged\(model\)"),
+        ("a hook on its gradient", r"it is in no graph; take gradients of embedding\(ids\)"),
+        ("times a number", r"take it of embedding\.read\(\), .*no penalty reaches the whole table"),
+        ("joined with another", r"embedding\.read\(\) is a copy of all rows .*embedding\(ids\) gives rows"),
+        ("compared", r"embedding\.read\(\) is a copy of all rows that any function takes"),
+        ("orthogonal_", r"torch\.nn\.init\..* call embedding\.reset_parameters\(speedswap\.init\.from_torch"),
+        ("eye_", r"torch\.nn\.init\..* call embedding\.reset_parameters\(speedswap\.init\.from_torch"),
     ],
 )
-def test_the_error_names_what_to_call_instead(use: str, remedy: str, items: Any) -> None:
-    with pytest.raises(WeightError, match=remedy):
-        USES[use](items.weight)
+def test_the_error_names_what_to_call_instead_first(use: str, remedy: str, items: Any) -> None:
+    with pytest.raises(WeightError, match=f"its rows are not on the device: {remedy}"):
+        (USES | CHANGES)[use](items.weight)
 
 
 def test_a_device_without_memory_is_refused(items: Any) -> None:
@@ -364,7 +385,7 @@ def test_initializers_that_look_at_the_whole_matrix_are_refused_before_anything_
 
 
 def test_an_initializer_that_draws_before_it_looks_is_refused_as_it_looks(items: Any) -> None:
-    with pytest.raises(WeightError, match="used in __getitem__"):
+    with pytest.raises(WeightError, match="used in __setitem__"):
         nn.init.sparse_(items.weight, 0.5)
 
 
