@@ -121,7 +121,7 @@ class _OfNumbers(Initializer):
 
     def require_fits(self, dtype: torch.dtype) -> None:
         try:
-            self.values(range(1), ColumnSpec(1, (1,), dtype, 0, 0))
+            self.values(range(2), ColumnSpec(2, (1,), dtype, 0, 0))
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"init is {self.to_json()}, which has no values of {dtype}: {error}") from error
 

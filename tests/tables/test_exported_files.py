@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import speedswap
 from speedswap import Column, IdMap, Table, init
 from speedswap.errors import TableFormatError, TableFullError
 from speedswap.tables.formats import FORMATS, pieces
@@ -263,3 +264,21 @@ def test_rows_take_no_fewer_bytes_than_the_disk_is_asked_for(dtype, suffix, tmp_
         least = least_bytes(form, rows)
     size = (tmp_path / f"rows{suffix}").stat().st_size
     assert size // 8 < least <= size
+
+
+@pytest.mark.parametrize("name", ["HEAD", "MANIFEST", "rows.log", "LOCK"])
+def test_no_file_of_a_table_or_of_a_checkpoint_is_overwritten(name, tmp_path, table):
+    """An export over a file of its own table, of another, or of a checkpoint would destroy that."""
+    own = Table.create(3, 2, path=tmp_path / "own")
+    own.write(0, torch.tensor(VALUES))
+    own.flush()
+    items = speedswap.Embedding(3, 2, table=own)
+    checkpoint = speedswap.save_checkpoint(tmp_path / "saved", items).path
+    for source in (own, table):
+        for file in (tmp_path / "own" / name, checkpoint / "CHECKPOINT"):
+            with pytest.raises(FileExistsError, match="a file of a table or a checkpoint"):
+                source.export(file, "npy", overwrite=True)
+    own.close()
+    with Table.open(tmp_path / "own") as again:
+        assert torch.equal(again.read(), torch.tensor(VALUES))
+    speedswap.load_checkpoint(checkpoint, speedswap.Embedding(3, 2))

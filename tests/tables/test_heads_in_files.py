@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 from collections import Counter
@@ -223,3 +224,15 @@ def test_a_table_that_finds_no_room_can_be_removed(tmp_path: Path) -> None:
         table.remove()
     assert table.closed
     assert not (tmp_path / "t").exists()
+
+
+def test_commits_that_are_past_leave_nothing_in_memory(tmp_path: Path) -> None:
+    with Table.create(100, 4, path=tmp_path / "items") as table:
+        sizes = []
+        for value in range(400):
+            table.write(0, torch.full((1, 4), float(value)))
+            table.flush()
+            if value % 100 == 99:
+                gc.collect()
+                sizes.append(sum(isinstance(each, set) for each in gc.get_objects()))
+    assert max(sizes[1:]) - sizes[0] < 50

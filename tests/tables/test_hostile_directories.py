@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -190,7 +191,37 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
             "starts as a copy of a copy",
         ),
         (lambda m: m["columns"][0].update(init={"kind": "copy_of", "column": {}}), "which is not a name"),
+        (
+            lambda m: m["columns"][0].update(init={"kind": "constant", "value": 1e308}),
+            "'value': 1e\\+308}, which has no values of torch.float32",
+        ),
+        (
+            lambda m: m["columns"][0].update(dtype="int8", init={"kind": "constant", "value": math.nan}),
+            "no values of torch.int8",
+        ),
+        (
+            lambda m: m["columns"][0].update(init={"kind": "uniform", "low": 0, "high": 1e308}),
+            "no values of torch.float32",
+        ),
+        (
+            lambda m: m["columns"][0].update(dtype="float16", init={"kind": "constant", "value": -(10**6)}),
+            "no values of torch.float16",
+        ),
+        (lambda m: m["columns"][0].update(init={"kind": "normal", "mean": 0, "std": 10**400}), "OverflowError"),
+        (
+            lambda m: m["columns"][0].update(
+                init={
+                    "kind": "ranges",
+                    "ranges": [
+                        {"num_rows": 10, "seed": 0, "zero_row": None, "init": {"kind": "constant", "value": 1e39}}
+                    ],
+                }
+            ),
+            "no values of torch.float32",
+        ),
         (lambda m: m["columns"][0].update(zero_row=10), "has zero_row 10"),
+        (lambda m: m["columns"][0].update(zero_row=True), "has zero_row True"),
+        (lambda m: m.update(version=True), "its version is True"),
         (lambda m: m["columns"][0].update(dtype=[]), "TypeError"),
     ],
 )

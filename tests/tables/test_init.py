@@ -120,6 +120,9 @@ def test_arguments_are_checked() -> None:
         init.normal(0, -1)
     with pytest.raises(TypeError, match=r"init is 'normal'; give one of speedswap\.init"):
         Table.create(3, 3, init="normal")  # type: ignore[arg-type]
+    for given in (init.constant(1e39), init.uniform(0, 1e39)):
+        with pytest.raises(ValueError, match=r"init is .*1e\+39.*, which has no values of torch\.float32"):
+            Table.create(3, 3, init=given)
 
 
 def test_initializers_survive_json() -> None:

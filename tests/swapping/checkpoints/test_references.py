@@ -294,3 +294,25 @@ def test_going_back_writes_the_rows_that_differ_alone(tmp_path: Path) -> None:
     assert items.table.store.log.stats()["bytes_written"] - before < 1_000_000
     assert torch.equal(items.read(some), expected)
     items.table.close()
+
+
+def test_a_table_that_a_checkpoint_needs_is_not_replaced_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither open nor closed; removing it says what is lost."""
+    items = speedswap.Embedding(40, 4, path=tmp_path / "items")
+    speedswap.save_checkpoint(tmp_path / "saved", items)
+    other = speedswap.Table.create(40, 4)
+    for _ in range(2):
+        with pytest.raises(FileExistsError, match=r"commits \[1\] checkpoints may need; .*let_go\(1\)"):
+            other.save(tmp_path / "items", overwrite=True)
+        items.table.close()
+    speedswap.load_checkpoint(tmp_path / "saved", speedswap.Embedding(40, 4))
+    with speedswap.Table.open(tmp_path / "items") as table:
+        table.commits.let_go(1)
+    other.save(tmp_path / "items", overwrite=True)
+    assert not caplog.records
+    held = speedswap.Embedding(40, 4, table=speedswap.Table.open(tmp_path / "items"))
+    speedswap.save_checkpoint(tmp_path / "saved", held)
+    held.table.remove()
+    assert "checkpoints that refer to its commits" in caplog.text
