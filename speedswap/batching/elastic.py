@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 
 from speedswap.batching.functions import require_integer
 from speedswap.batching.nested import Batch
-from speedswap.collectives import begin_step
+from speedswap.collectives import begin_batch
 from speedswap.errors import BatchError
 
 __all__ = ["ElasticSampler", "Plan", "World", "even_sizes", "plan", "plan_accumulation", "world"]
@@ -280,7 +280,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def advance(self) -> None:
         """Count one batch as trained; for loops that do not go through :meth:`batches`."""
-        begin_step("a batch of an elastic sampler")
+        begin_batch(self.epoch * len(self) + self.batch)
         self.batch += 1
         if self.batch == len(self):
             self.epoch, self.batch = self.epoch + 1, 0

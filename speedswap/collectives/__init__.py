@@ -1,7 +1,7 @@
 """Agreement between the processes of a job: rounds of numbers, votes, one error for all, and sums of gradients."""
 
 from speedswap.collectives.ahead import Ahead, Errand
-from speedswap.collectives.group import Buckets, RankGroup, begin_step, is_distributed, of_all_ranks, surround_forward
+from speedswap.collectives.group import Buckets, RankGroup, begin_batch, is_distributed, of_all_ranks, surround_forward
 from speedswap.collectives.lane import SPARE_IDS, Lane
 from speedswap.collectives.levels import Asked, Levels
 from speedswap.collectives.messages import (
@@ -38,7 +38,7 @@ __all__ = [
     "Task",
     "Way",
     "as_bytes",
-    "begin_step",
+    "begin_batch",
     "digest_of",
     "is_distributed",
     "of_all_ranks",

@@ -15,6 +15,7 @@ from speedswap.collectives.messages import ANYTHING, FAILED, NO_COUNT, OK, Kind,
 from speedswap.collectives.task import Task
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
+_PATIENCE = 3.0  # seconds for ranks that are about to announce a batch
 
 
 class Errand:
@@ -29,6 +30,7 @@ class Errand:
         kind: its kind, as sent in lines.
         failed: True if the announcements ended because of an error.
         time: when it was announced, the same on all ranks; greater than 0.
+        rounds: number of rounds of the main lane then.
         is_done: True if all ranks have done it.
         error: the exception raised in it.
         ended: the rank that announced the end instead, as torch.distributed numbers it, and whether it failed.
@@ -36,7 +38,7 @@ class Errand:
 
     kind = Kind.END
     failed = False
-    time = 0
+    time = rounds = 0
     is_done = False
     error: BaseException | None = None
     ended: tuple[int, bool] | None = None
@@ -59,18 +61,18 @@ class Errand:
         """Record that it is over."""
         self._is_over.set()
 
-    def wait(self) -> None:
-        """Wait until it is done, has failed or is cancelled."""
-        self._is_over.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is done, has failed or is cancelled, or a number of seconds; return whether it is over."""
+        return self._is_over.wait(seconds)
 
 
 class Ahead:
     """The errands of a group's ranks, which each rank's thread does in announcement order.
 
     All ranks announce the same errands, since they run the same program, unless one has left its loop. So every
-    announcement has a time, equal on all ranks: the number of rounds of the main lane, and a counter since the last of
-    them. In an errand's first round the ranks compare times. A rank with an older time than another's gives its errand
-    up, since another rank has moved past it; the others wait for the next one.
+    announcement has a time, equal on all ranks: the number of rounds of the main lane that are of one batch, and a
+    counter since the last of them. In an errand's first round the ranks compare times. A rank with an older time than
+    another's gives its errand up, since another rank has moved past it; the others wait for the next one.
 
     Args:
         lane: the errands' lane.
@@ -84,7 +86,7 @@ class Ahead:
         self._thread: EndingThread | None = None
         self._time = 0
         self._announced_end = -1
-        self._ended = -1  # rounds of the main lane when an end was announced, by any rank
+        self._ended = -1  # those rounds when an end was announced, by any rank
         weakref.finalize(self, self._queue.put, None)  # ends the thread
 
     def end(self) -> None:
@@ -99,12 +101,12 @@ class Ahead:
 
     def announce(self, errand: Errand) -> None:
         """Queue an errand after those announced before."""
-        self._time = max(self._time + 1, self._main.rounds * _PLACES + 1)
+        self._time = max(self._time + 1, self._main.met * _PLACES + 1)
         if self._thread is None:
             ask = partial(self._queue.put, None)
             self._thread = EndingThread(_do_all, self._queue, name="speedswap-ahead", ask=ask)
             self._thread.start()
-        errand.time = self._time
+        errand.time, errand.rounds = self._time, self._main.rounds
         self._queue.put((self, errand))
 
     def announce_end(self, *, failed: bool) -> None:
@@ -113,11 +115,22 @@ class Ahead:
         Args:
             failed: True if an error is the reason.
         """
-        if self._announced_end != self._main.rounds:  # else for another table
-            self._announced_end = self._main.rounds
+        if self._announced_end != self._main.met:  # else for another table
+            self._announced_end = self._main.met
             end = Errand()
             end.failed = failed
             self.announce(end)
+
+    def wait_for(self, errand: Errand) -> None:
+        """Wait until the errand of the next batch is over.
+
+        The other ranks may not have announced it yet, if this one has left batches before it met them there.
+        """
+        is_alone = errand.rounds == self._main.rounds and not self._main.pending
+        if not errand.wait(_PATIENCE if is_alone else None):
+            with self._main.task(Kind.MEET) as task:
+                task.round()
+            errand.wait()
 
     def note_end(self, errand: Errand) -> None:
         """Record that an errand has met the end, after which all ranks' counts agree again."""

@@ -212,10 +212,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def begin_step(sign: str) -> None:
-    """Record a sign that this rank begins a step, on all groups; see :meth:`Lane.begin_step`."""
+def begin_batch(number: int) -> None:
+    """Begin a batch on all groups; see :meth:`Lane.begin_batch`."""
     for group in list(_all):
-        group.main.begin_step(sign)
+        group.main.begin_batch(number)
 
 
 @atexit.register

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from speedswap.collectives.levels import Levels
-from speedswap.collectives.messages import ANYTHING, NO_COUNT, Kind, Line, Sheet, purpose_of
+from speedswap.collectives.messages import ANYTHING, IN_A_STEP, NO_COUNT, NUMBERED, Kind, Line, Sheet, purpose_of
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
 from speedswap.kernels import deferred_interrupts
@@ -49,7 +49,9 @@ class Lane:
         failures: number of tasks that failed on all ranks, or on this one with the others informed.
         rounds: number of rounds so far, equal on all ranks at the same point of the program.
         changes: number of rounds that were not of lookups, so that rows may have changed after them, and of failures.
-        step: the training step, which all ranks are in together.
+        step: number of completed training steps, which all ranks complete together.
+        met: number of rounds that are of one batch, equal on all ranks when they begin a batch of the same number.
+        has_failed: True if a task has failed since this rank began its present batch.
         tables: the objects of tasks by number; each has a name for messages.
         payloads, payload_bytes: number of payloads so far, and bytes this rank has sent to others in them.
         levels: the hosts of the ranks, if several ranks share one and there are more of them.
@@ -76,10 +78,15 @@ class Lane:
         self.rounds = 0
         self.changes = 0
         self.step = 0
+        self.met = 0
+        self.has_failed = False
         self.tables: Mapping[int, Any] = {}
         self.levels: Levels | None = None
-        self._begun: Counter[object] = Counter()  # since the last round
-        self._rounds_begun = -1
+        self._batch: int | None = None  # as the program has numbered it, until its step is completed
+        self._left = 0  # batches begun since then, and left
+        self._signs: Counter[object] = Counter()  # of the beginning of a batch, since the last round
+        self._rounds_signed = -1
+        self._signs_of_batch: set[object] = set()
         self.payloads = 0
         self.payload_bytes = 0
         self._timeout = timeout
@@ -128,6 +135,8 @@ class Lane:
             with outer.inner(kind, about):
                 yield outer
             return
+        if kind not in IN_A_STEP:
+            self._begin_signed()
         task = self._task = Task(self, kind, about, may_retry=may_retry)
         try:
             yield task
@@ -153,20 +162,43 @@ class Lane:
         name = getattr(self.tables.get(about), "name", None)
         return purpose_of(kind, about).text + ("" if name is None else f" in table {name!r}")
 
-    def begin_step(self, sign: object) -> None:
-        """Record a sign that this rank begins a step. The same sign twice, without a round between, means it left one.
+    @property
+    def ordinal(self) -> int:
+        """The number of this rank's present batch, by which ranks that left one know that they are not in the same.
 
-        Every rank gives the same signs, unless it has moved past the others, which their next round detects.
-
-        Args:
-            sign: the kind of sign.
+        A batch that the program has numbered comes after those that it has not.
         """
-        if self._rounds_begun != self.rounds:
-            self._rounds_begun = self.rounds
-            self._begun.clear()
-        most = max(self._begun.values(), default=1)
-        self._begun[sign] += 1
-        self.step += self._begun[sign] > most
+        return self.step + self._left if self._batch is None else NUMBERED + self._batch
+
+    def begin_batch(self, number: int | None) -> None:
+        """Begin a batch of a loop that numbers them, alike on all ranks; None after the last one."""
+        self._batch, self.has_failed = number, False
+        self._signs.clear()
+        self._signs_of_batch = set()
+
+    def sign_batch(self, sign: object) -> None:
+        """Record a sign that this rank may be about to begin a batch, such as ``zero_grad``.
+
+        The same sign twice, without a round between, means that it left one before the first lookup.
+        """
+        if self._rounds_signed != self.rounds:
+            self._rounds_signed = self.rounds
+            self._signs.clear()
+        most = max(self._signs.values(), default=1)
+        self._signs[sign] += 1
+        self._left += self._signs[sign] > most and not self._signs_of_batch and not self.has_failed
+
+    def _begin_signed(self) -> None:
+        """Count a batch that was left, if another begins: after a failure, or after the same sign as this one."""
+        signs = {*self._signs} if self._rounds_signed == self.rounds else set()
+        if self.has_failed or not signs.isdisjoint(self._signs_of_batch):
+            self._left += 1
+            self._signs_of_batch, self.has_failed = set(), False
+        self._signs_of_batch |= signs
+
+    def complete_step(self) -> None:
+        """Count a step that all ranks have completed."""
+        self.step, self._left, self._batch, self._signs_of_batch = self.step + 1, 0, None, set()
 
     @contextmanager
     def call(self) -> Iterator[None]:

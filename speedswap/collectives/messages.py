@@ -22,6 +22,7 @@ ANYTHING = -1  # the object's number for a task without a table or map
 OK, FAILED, TORN, CALLS = range(4)  # statuses
 NO_COUNT = -1  # the amount of a line without one
 ANYWHERE = -1  # the stage of a failed rank
+NUMBERED = 1 << 40  # and the number of a batch
 
 _EVALUATION = (
     "Ranks evaluate together: let the others make the call, too, each with ids of its own or none, such as "
@@ -79,6 +80,7 @@ class Kind(enum.IntEnum):
     PASSES = "passes without a gradient", _EVALUATION
     # A lookahead
     BEGIN = "the beginning of a lookahead"
+    MEET = "the beginning of a batch"
     ERRAND = "a lookup ahead of its step"
     END = "the end of a lookahead"
     # Keys
@@ -91,6 +93,12 @@ class Kind(enum.IntEnum):
     AGREE = "the agreement on a number"
 
 
+IN_A_STEP = {Kind.GRADIENTS, Kind.SHARES, Kind.NORM, Kind.FINITE, Kind.STEP}
+IN_ANY_BATCH = {
+    Kind.GATHER, Kind.READ, Kind.SCORE, Kind.KNOWN_KEYS, Kind.PASSES, Kind.MAKE, Kind.COMPARE, Kind.STATE, Kind.SAVE,
+    Kind.ALONE, Kind.REOPENED, Kind.PARTS, Kind.CHECKPOINT, Kind.AGREE, Kind.BEGIN,
+}  # fmt: skip
+"""What ranks may do together though they are in different batches: it changes nothing that depends on them."""
 KINDS: tuple[Kind, ...] = (*Kind,)
 """The kinds by the numbers that lines tell."""
 
@@ -109,7 +117,7 @@ class Line(NamedTuple):
         part: the nested task's kind and object, packed; 0 outside of one.
         stage: number of rounds of the task so far.
         status: the rank's status, such as failed; or that it calls the others to a lookup that they need not meet for.
-        step: the rank's count of training steps: those completed by all, and those that it began and left.
+        step: the rank's present batch: :attr:`Lane.ordinal`.
         amount: a count for the receiving rank, or NO_COUNT.
         note: a number for all ranks.
         pending: amount of work that the rank has begun and that all ranks must finish together.

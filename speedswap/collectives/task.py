@@ -17,8 +17,10 @@ from speedswap.collectives.messages import (
     ANYWHERE,
     CALLS,
     FAILED,
+    IN_ANY_BATCH,
     KINDS,
     NO_COUNT,
+    NUMBERED,
     OK,
     TORN,
     Kind,
@@ -108,7 +110,8 @@ class Task:
 
     def _place_of(self, line: Line) -> str:
         """Describe a rank's position in the program."""
-        return f"{self.lane.place(line.kind, line.about)} of step {line.step}"
+        which = f"step {line.step}" if line.step < NUMBERED else f"batch {line.step - NUMBERED}"
+        return f"{self.lane.place(line.kind, line.about)} of {which}"
 
     def round(self, counts: Sequence[int] | None = None, *, note: int = 0, ids: Tensor | None = None) -> Round:
         """Tell the other ranks that this one has arrived here, and wait for them.
@@ -302,7 +305,7 @@ class Task:
 
     def _line(self, stage: int, status: int, note: int) -> Line:
         pending = 0 if self.lane.pending is None else len(self.lane.pending)
-        return Line(self.kind, self._about, self._part, stage, status, self.lane.step, NO_COUNT, note, pending)
+        return Line(self.kind, self._about, self._part, stage, status, self.lane.ordinal, NO_COUNT, note, pending)
 
     def _meet(self, counts: Sequence[int] | None, note: int, ids: Tensor | None = None) -> list[Line] | None:
         """Run one round; return its lines, or None if :attr:`_join` and another round must follow."""
@@ -312,6 +315,16 @@ class Task:
         except PeerError:
             self.is_over = True
             raise
+        steps = [line.step for line in lines]
+        if self.kind == Kind.MEET or (len({*steps}) == 1 and any(line.kind == Kind.MEET for line in lines)):
+            self.lane.changes += 1
+            return lines if self.kind == Kind.MEET and min(steps) == self.lane.ordinal else None
+        if len({*steps}) > 1:
+            if self.kind in IN_ANY_BATCH and len({line[:5] for line in lines}) == 1:
+                lines = [line._replace(step=self.lane.ordinal) for line in lines]
+            elif self._waits(lines):
+                self.lane.changes += 1
+                return None
         call = self._call_among(lines)
         self.lane.changes += call is None and not {line.kind for line in lines} <= _LOOKUPS
         if call is not None:
@@ -328,11 +341,19 @@ class Task:
             self.is_over = True
             raise self._failure(lines)
         self._stage += 1
+        self.lane.met += self.kind == Kind.BEGIN or self.kind not in IN_ANY_BATCH
         return lines
+
+    def _waits(self, lines: Sequence[Line]) -> bool:
+        """Return whether this rank waits for others, which have left fewer batches: they raise until they come here."""
+        first = max(line.step for line in lines)
+        mine = lines[self.lane.rank]
+        is_free = (mine.step, mine.stage, mine.pending) == (first, 0, 0)
+        return is_free and all(line.status in (OK, CALLS, FAILED if line.step < first else OK) for line in lines)
 
     def _ahead(self, lines: Sequence[Line]) -> int | None:
         """Return the kind of task that finishes pending work, if some ranks begin it and the others can join."""
-        if self.lane.pending is None:
+        if self.lane.pending is None or len({line.step for line in lines}) > 1:
             return None
         kind = self.lane.pending.kind
         begun = [line.kind == kind for line in lines]
@@ -388,7 +409,7 @@ class Task:
         if self._may_retry and not are_apart and all(line.note & _MEMORY for line in lines if line.status):
             return PeerOutOfMemory(f"rank {failed[0]} has run out of memory")
         lane.failures, lane.changes = lane.failures + 1, lane.changes + 1
-        mine, step = lines[lane.rank], max(line.step for line in lines)
+        lane.has_failed, mine = True, lines[lane.rank]
         if lane.pending is not None and (are_apart or any(line.note & _DROPS for line in lines if line.status)):
             lane.pending.drop()
         apart = (place for place, line in enumerate(lines) if line[:6] != mine[:6])
@@ -396,7 +417,6 @@ class Task:
         here, there = (self._place_of(line) for line in (mine, lines[other]))
         if here == there and not failed:  # e.g. after an interrupt
             here, there = (f"{here}, part {line.part:x} and stage {line.stage}" for line in (mine, lines[other]))
-        lane.step = step  # all ranks continue from it
         may_go_on = "After zero_grad, all ranks can go on with the next batch"
         may_go_on = f"No table has changed: a{may_go_on[1:]}" if lane.tables else may_go_on
         if failed:

@@ -308,7 +308,7 @@ class RowsAhead(Prefetched):
         return kernels.places_among(every, self.route.union) >= 0
 
     def has_turn(self) -> bool:
-        self.errand.wait()
+        self._store.group.ahead.wait_for(self.errand)
         ended = self.errand.ended
         if self.is_taken or ended is None or self.place:  # one lookup of the batch reports it
             return True

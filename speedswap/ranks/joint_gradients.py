@@ -284,7 +284,7 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
             raise
         for task in agreed:
             task.finish()
-            task.lane.step += 1
+            task.lane.complete_step()
 
 
 def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, dict[str, str]]:

@@ -227,6 +227,10 @@ class ShardedStep(RowStep):
         self.group.ahead.begin()
         super().begin_lookahead(loop, depth)
 
+    def end_lookahead(self, loop: Loop) -> None:
+        super().end_lookahead(loop)
+        self.group.main.begin_batch(None)
+
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
         ours = [
             (step.number, ids) for step, ids in lookups if isinstance(step, ShardedStep) if step.group is self.group
@@ -298,8 +302,11 @@ class ShardedStep(RowStep):
             self._asked, self._answered = None, set()
         self._note_unsettled()
 
-    def begin_step(self, sign: str) -> None:
-        self.group.main.begin_step((sign, self.number))
+    def begin_batch(self, number: int) -> None:
+        self.group.main.begin_batch(number)
+
+    def sign_batch(self, sign: str) -> None:
+        self.group.main.sign_batch((sign, self.number))
 
     @property
     def is_unsettled(self) -> bool:

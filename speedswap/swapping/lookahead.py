@@ -145,8 +145,8 @@ class Lookahead(Generic[Batch]):
                 for module, given_of in self._ids.items()
                 if any(isinstance(each, TableModule) and each._step.is_sharded for each in module.modules())
             ]
-            for batch in self._loader:
-                self._begin_step(modules)
+            for number, batch in enumerate(self._loader):
+                self._begin_batch(modules, number)
                 self._expect(batch, of_ranks)
                 yield batch
             return
@@ -163,7 +163,7 @@ class Lookahead(Generic[Batch]):
                 raise
 
     def _turns(self, modules: Sequence[TableModule], loop: Loop) -> Iterator[Batch]:
-        source = iter(self._loader)
+        source, number = iter(self._loader), 0
         waiting: deque[_Turn[Batch]] = deque()
         while True:
             # An error is raised at its turn: earlier batches are trained on first.
@@ -185,11 +185,12 @@ class Lookahead(Generic[Batch]):
                     "the ids of a batch changed before its turn: the loader has overwritten a tensor that it had "
                     "yielded for it, while its rows were brought; yield new tensors (buffer.clone()), or give depth=0"
                 )
+            self._begin_batch(modules, number)
             has_turn = [module._begin_turn(loop, turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches
-            self._begin_step(modules)
             yield cast(Batch, turn.batch)
+            number += 1
 
     def _next(self, source: Iterator[Batch], modules: Sequence[TableModule]) -> _Turn[Batch]:
         try:
@@ -218,9 +219,9 @@ class Lookahead(Generic[Batch]):
             step.expect(lookups)
 
     @staticmethod
-    def _begin_step(modules: Sequence[TableModule]) -> None:
+    def _begin_batch(modules: Sequence[TableModule], number: int) -> None:
         for module in modules:
-            module._step.begin_step("a batch")
+            module._step.begin_batch(number)
 
     @staticmethod
     def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:

@@ -320,12 +320,11 @@ class RowStep(Locked):
     def settle(self) -> None:
         """Merge the gradients of all backward passes into the weight's, before it is read."""
 
-    def begin_step(self, sign: str) -> None:
-        """Record that the training loop begins another step.
+    def begin_batch(self, number: int) -> None:
+        """Record that the training loop begins a batch, which it has numbered."""
 
-        Args:
-            sign: the sign of it, such as ``zero_grad``.
-        """
+    def sign_batch(self, sign: str) -> None:
+        """Record a sign that the training loop may be about to begin a batch, such as ``zero_grad``."""
 
     def drop_gradient(self, rows: Tensor) -> None:
         """Drop the gradient, from earlier lookups, of rows that were reset in the table."""

@@ -273,7 +273,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         with as_plain():
             found: Tensor | None = _tensor.grad.__get__(self)
         if found is None and drops:
-            keeper.begin_step(_ZERO_GRAD)
+            keeper.sign_batch(_ZERO_GRAD)
         return found
 
     @grad.setter
@@ -285,7 +285,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
             return
         self._set_grad(grad)
         if grad is None and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
-            keeper.begin_step(_ZERO_GRAD)
+            keeper.sign_batch(_ZERO_GRAD)
 
     @grad.deleter
     def grad(self) -> None:

@@ -147,36 +147,48 @@ def caught(group, stage):
     return said, done, faults.mine(life), state
 
 
-def skipped(group, how):
-    """Let rank 1 skip its third batch before any lookup, and go on; return what ranks have seen.
+def skipped(group, how, where):
+    """Let rank 1 leave its third batch, and go on; return what ranks have seen, and the batches that they have trained.
 
     Args:
-        how: the loop: over a lookahead of some depth, or over the batches of an elastic sampler.
+        how: the loop: over a lookahead of some depth, over the batches of an elastic sampler, or one that begins with
+            ``zero_grad()``.
+        where: in the batch it leaves.
     """
-    group = faults.fresh(group, f"skipped-{how}")
+    group = faults.fresh(group, f"skipped-{how}-{where}")
     items = speedswap.Embedding(20, 2, storage=owned(group), name="items")
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     sampler = speedswap.batching.elastic.ElasticSampler(20 * group.size(), global_batch_size=2 * group.size())
     given = [torch.tensor([number, group.rank()]) for number in range(10)]
     loader = torch.utils.data.DataLoader(torch.arange(20 * group.size()) % 20, batch_sampler=sampler)
-    loop = (
-        sampler.batches(loader) if how == "sampler" else speedswap.lookahead(given, {items: lambda ids: ids}, depth=how)
-    )
-    said = []
+    loop = {"sampler": lambda: sampler.batches(loader), "zero_grad": lambda: given}.get(
+        how, lambda: speedswap.lookahead(given, {items: lambda ids: ids}, depth=how)
+    )()
+    said, done = [], []
+
+    def leave(here):
+        if group.rank() == 1 and (number, where) == (2, here):
+            raise ZeroDivisionError
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SW408")
         for number, ids in enumerate(loop):
-            if group.rank() != 1 and number == 9:
-                break  # the others have one batch more
             try:
-                if group.rank() == 1 and number == 2:
-                    raise ZeroDivisionError
-                items(ids).sum().backward()
+                if how == "zero_grad":
+                    optimizer.zero_grad()
+                leave("before the lookup")
+                found = items(ids).sum()
+                leave("after the lookup")
+                found.backward()
+                leave("after the backward pass")
                 optimizer.step()
-                optimizer.zero_grad()
+                done.append(number)
+                if how != "zero_grad":
+                    optimizer.zero_grad()
+                leave("after the step")
             except (SpeedswapError, ZeroDivisionError) as error:
                 said.append((number, f"{type(error).__name__}: {error}"))
-    return said
+    return said, done
 
 
 def classics(group, what):

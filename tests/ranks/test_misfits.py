@@ -51,15 +51,28 @@ def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks:
         assert all(status == "STEPPED" and not is_unsettled for status, is_unsettled in state)
 
 
-@pytest.mark.parametrize("how", [0, 1, 2, "sampler"])
-def test_batch_that_one_rank_leaves_out_before_its_lookup(ranks: RankPool, how) -> None:
-    """All raise at their next exchange, with the steps named; then each goes on with its next batch."""
-    for rank, said in enumerate(ranks.run(scenarios.skipped, 3, how)):
-        numbers, texts = zip(*said, strict=True)
-        assert numbers == ((2, 3) if rank == 1 else (2,)), said
-        assert [text.split(":")[0] for text in texts] == ["ZeroDivisionError"] * (rank == 1) + ["PeerError"]
-        assert "a training lookup in table 'items' of step 3" in texts[-1], texts
-        assert "a training lookup in table 'items' of step 2" in texts[-1], texts
+@pytest.mark.parametrize(
+    "where", ["before the lookup", "after the lookup", "after the backward pass", "after the step"]
+)
+@pytest.mark.parametrize("how", [0, 1, 2, "sampler", "zero_grad"])
+def test_batch_that_one_rank_leaves(ranks: RankPool, how, where) -> None:
+    """The ranks that are behind raise until they are in the same batch as it, and never train another with it."""
+    found = ranks.run(scenarios.skipped, 3, how, where)
+    is_begun = where in ("after the lookup", "after the backward pass")
+    wanted = {"after the step": range(10), "before the lookup": (0, 1, *range(3, 10))}.get(where, (0, 1, *range(4, 10)))
+    which = "step" if how == "zero_grad" else "batch"
+    for rank, (said, done) in enumerate(found):
+        assert done == [*wanted]
+        own = [(2, "ZeroDivisionError")] * (rank == 1)
+        peers = (
+            [(2 + (rank == 1), "PeerError"), (3, "PeerError")][: 2 - (rank == 1)] if is_begun else [(2, "PeerError")]
+        )
+        peers = peers if is_begun or rank != 1 else []
+        assert [(number, text.split(":")[0]) for number, text in said] == own + peers * (where != "after the step")
+        for number, text in said:
+            if text.startswith("PeerError"):
+                numbers = (3, 2) if number == 2 or rank == 1 else (4, 3)
+                assert all(f"of {which} {each}" in text for each in numbers), text
 
 
 @pytest.mark.parametrize(("what", "place", "remedy"), [
