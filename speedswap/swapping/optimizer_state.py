@@ -25,7 +25,7 @@ from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
-from speedswap.tables.averages import TableAverages
+from speedswap.tables.averages import TableAverages, averages_of
 from speedswap.tables.closed_steps import ClosedSteps
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.notes import IDLE_ROWS
@@ -83,7 +83,7 @@ class OptimizerState:
 
     Attributes:
         idle: the store in which rows outside the batch take each step too; None if they are not touched.
-        averages: averages of the rows, kept in the table; None without.
+        averages: those of the rows, kept in the table, that take part in the step under way.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OptimizerState:
     ) -> None:
         self.table = table
         self.idle: IdleStore | None = None
-        self.averages: TableAverages | None = None
+        self.averages: list[TableAverages] = []
         self.whole = whole or table
         self.weight = weight
         self._stored_as = state_dtype, rounding
@@ -117,7 +117,8 @@ class OptimizerState:
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
         twin = OptimizerState(table, weight, *self._stored_as)
-        twin._keep_idle(None if self.idle is None else IdleStore.over(table))
+        if self.idle is not None:
+            twin._keep_idle(IdleStore.over(table))
         twin._row_state = self._row_state
         twin._is_copied = True
         return twin
@@ -171,8 +172,9 @@ class OptimizerState:
         if steps_others and self._twin is None:
             held = [self.table.columns["weight"], *self._row_state.columns]
             self._twin = Twin(optimizer, self.weight, held, self._row_state.scalars)
-        if self.averages is not None:
-            self.averages.take(block.columns)
+        self.averages = averages_of(self.table)
+        for each in self.averages:
+            each.take(block.columns)
         if state is None:
             self.load(None)  # it was cleared
             state = optimizer.state[self.weight]
@@ -204,8 +206,8 @@ class OptimizerState:
         """
         assert self._twin is not None
         assert self._step is not None
-        if self.averages is not None:
-            self.averages.take(block.columns)
+        for each in self.averages:
+            each.take(block.columns)
         self._twin.take(block.columns, self._step, grad)
 
     def prepare_idle_step(self) -> None:
@@ -285,6 +287,7 @@ class OptimizerState:
             self._scalars.names, self._scalars.state = self._row_state.scalars, state
         commit.add(self.table)
         self._before = self._after = {}
+        self.averages = []
 
     def put_back(self) -> None:
         """Restore the optimizer's scalars from before a step that did not reach the table."""
@@ -377,15 +380,15 @@ class OptimizerState:
         Raises:
             OptimizerError: its steps cannot be taken again, or not by rows in files.
         """
-        if self.averages is not None:
+        if averages_of(self.table):
             raise ValueError(
                 f"idle_rows is 'dense', but table {self.table.name!r} has averages (speedswap.optim.Averaged), which "
                 "would need every row at every step; leave one of the two out"
             )
         if self.table.store.notes.viewed:
             raise ValueError(
-                f"idle_rows is 'dense', but Table.view() returned the memory of table {self.table.name!r}, whose rows "
-                "change without a call; use Table.read() and Table.write(), or leave one of the two out"
+                f"idle_rows is 'dense', but Table.view() returned the memory of table {self.table.name!r}, in which "
+                "rows change without a call; use Table.read() and Table.write(), or leave one of the two out"
             )
         found = found or self._probe(optimizer)
         columns = [self.table.columns["weight"], *found.columns]
@@ -393,11 +396,6 @@ class OptimizerState:
         if not twin.is_closed:
             self._require_in_memory(twin)
         return twin
-
-    def average(self, decay: float | None) -> TableAverages:
-        """Keep averages of the rows from now on; see :class:`speedswap.tables.averages.TableAverages`."""
-        self.averages = TableAverages(self.table, decay)
-        return self.averages
 
     def move_idle_rows(self, twin: Twin | None) -> None:
         """Let rows outside the batch take each step from now on, by a twin of the optimizer; or no longer."""

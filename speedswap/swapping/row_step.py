@@ -536,8 +536,8 @@ class RowStep(Locked):
             block = self._rows.block
             assert block is not None
             left, more = self.state.take(optimizer)
-            if self.state.averages is not None:
-                left += [(each, block.columns[each.name]) for each in self.state.averages.columns]
+            for averages in self.state.averages:
+                left += [(each, block.columns[each.name]) for each in averages.columns]
             values: dict[str, Tensor] = {}
             for column, value in [(self._column, self.weight.data), *left]:
                 leased = block.columns.get(column.name)
@@ -583,6 +583,9 @@ class RowStep(Locked):
             self.state.add(leaving.more)
             if self.state.idle is not None:
                 self.state.prepare_idle_step()
+        for averages in self.state.averages:
+            averages.join(self.table, commit=False)
+        if leaving.more is not None or self.state.averages:
             self.reserve()
 
     def swap_out(self, optimizer: Optimizer, leaving: Leaving, commit: Commit) -> None:

@@ -6,82 +6,135 @@ about to change the row, or when the average is read: avg ← weight + (avg - we
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedswap.tables.idle import IdleStore
-from speedswap.tables.init import zeros
+from speedswap.tables.files.damage import is_int
+from speedswap.tables.init import chunks_of, ids_of, zeros
+from speedswap.tables.notes import AVERAGES
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import Files, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
-AVERAGE, UPDATES = "average", "average_updates"
-"""The columns of a row's average, and of how many updates it has taken; the second also names the table's count."""
+
+class _Kept:
+    """The averages of a table as kept with its commits: those that are read here, and those that nobody has yet.
+
+    Args:
+        attributes: the table's, which itself would be kept alive.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.owned: dict[str, weakref.ref[TableAverages]] = {}
+        self._attributes = attributes
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the averages as plain data."""
+        return self.unowned() | {each.average.name: [each.count, each.decay] for each in self.living()}
+
+    def unowned(self) -> dict[str, Any]:
+        """Return those that were saved with the table, and that nobody has yet."""
+        noted = self._attributes.get(AVERAGES)
+        return {name: noted[name] for name in noted if name not in self.owned} if isinstance(noted, dict) else {}
+
+    def living(self) -> list[TableAverages]:
+        """Return those that are still read."""
+        return [found for reference in self.owned.values() if (found := reference()) is not None]
+
+
+def averages_of(table: Table) -> list[TableAverages]:
+    """Return the averages of a table's rows that steps have to keep."""
+    return _kept_of(table).living() if AVERAGES in table.live_attributes else []
+
+
+def _kept_of(table: Table) -> _Kept:
+    found = table.live_attributes.setdefault(AVERAGES, _Kept(table.attributes))
+    assert isinstance(found, _Kept)
+    return found
 
 
 class TableAverages:
-    """The averages of a table's rows, in columns of the table.
+    """Averages of a table's rows, in columns of the table, until nothing refers to this any more.
 
     Args:
-        table: its columns are added, unless it has them.
+        table: its columns are added when its rows are first stepped, unless :meth:`join` is called before.
+        name: the column of the averages.
         decay: the averages' share that an update keeps; None to give all updates the same weight.
+        count: the number of updates so far.
 
-    Raises:
-        ValueError: ranks own the rows, or rows outside the batch take steps too.
+    Attributes:
+        average, taken: the columns of a row's average, and of how many updates it has taken, plus one; zero for a row
+            that has had one weight since the beginning.
     """
 
-    def __init__(self, table: Table, decay: float | None) -> None:
-        if table.ranks is not None or isinstance(table.store, IdleStore):
-            why = "idle_rows is 'dense'" if table.ranks is None else "ranks own the rows"
-            raise ValueError(
-                f"table {table.name!r} cannot have averages: {why}, and a row's average is known only while its weight "
-                "stays as this process's steps leave it; leave one of the two out"
-            )
+    def __init__(self, table: Table, name: str, decay: float | None, count: int) -> None:
         weight = table.columns["weight"]
-        columns = [
-            Column(AVERAGE, weight.row_shape, weight.dtype, zeros()),
-            Column(UPDATES, (), torch.int32, zeros()),
-        ]
-        table.add_columns([each for each in columns if each.name not in table.columns])
-        self.columns = [table.columns[each.name] for each in columns]
-        self.decay = decay
-        self._attributes = table.attributes  # saved with the rows; the table itself would be kept alive
+        self.average = Column(name, weight.row_shape, weight.dtype, zeros())
+        self.taken = Column(f"{name}_updates", (), torch.int32, zeros())
+        self.decay, self.count = decay, count
+        _kept_of(table).owned[name] = weakref.ref(self)
+
+    @classmethod
+    def of(cls, table: Table, decay: float | None) -> TableAverages:
+        """Return averages that were saved with a table and that nobody has yet, of this decay; or else new ones."""
+        kept = _kept_of(table)
+        found = {name: each for name, each in kept.unowned().items() if name in table.columns}
+        for name, each in found.items():
+            if (count := _count_of(each, decay)) is not None:
+                return cls(table, name, decay, count)
+        taken = {*found, *(each.average.name for each in kept.living())}
+        name = next(name for i in itertools.count() if (name := f"average_{i}" if i else "average") not in taken)
+        new = cls(table, name, decay, 0)
+        table.reset_columns([each for each in new.columns if each.name in table.columns])  # of former ones
+        return new
+
+    def recall(self, table: Table) -> None:
+        """Take the number of updates from the attributes that a table has got from a checkpoint, if they have it."""
+        noted = table.attributes.get(AVERAGES)
+        count = _count_of(noted.get(self.average.name), self.decay) if isinstance(noted, dict) else None
+        self.count = self.count if count is None else count
 
     @property
-    def count(self) -> int:
-        """The number of updates so far."""
-        return int(self._attributes.get(UPDATES, 0))
+    def columns(self) -> tuple[Column, Column]:
+        """The columns of a row's average, and of the updates it has taken."""
+        return self.average, self.taken
 
-    @count.setter
-    def count(self, count: int) -> None:
-        self._attributes[UPDATES] = count
+    def join(self, table: Table, *, commit: bool = True) -> None:
+        """Add the columns to the table, unless it has them."""
+        if self.taken.name not in table.columns:
+            table.add_columns(self.columns, commit=commit)
 
-    def take(self, columns: Mapping[str, Tensor]) -> None:
+    def take(self, columns: dict[str, Tensor]) -> None:
         """Let rows take the updates that they have missed, in place.
 
         Args:
-            columns: weight and the averages' columns, by name, shape (n, ...), on one device.
+            columns: weight and the averages' columns, if the table has them, by name, shape (n, ...), on one device.
         """
-        weight, average, taken = columns["weight"].detach(), columns[AVERAGE], columns[UPDATES]
+        weight = columns["weight"].detach()
+        average = columns.setdefault(self.average.name, torch.zeros_like(weight))
+        taken = columns.setdefault(self.taken.name, torch.zeros_like(weight[:, 0], dtype=torch.int32))
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        if self.decay is None:
-            factor = taken.to(dtype) / max(1, self.count)
-        else:  # the first update copies
-            factor = (self.decay ** (self.count - taken).to(dtype)).masked_fill_(taken == 0, 0)
+        known = (taken - 1).to(dtype)
+        factor = known / max(1, self.count) if self.decay is None else self.decay ** (self.count - known)
+        factor.masked_fill_(known <= 0, 0).masked_fill_(known == self.count, 1)  # the first update copies
         average.copy_(torch.lerp(weight.to(dtype), average.to(dtype), factor.unsqueeze(1)))
-        taken.fill_(self.count)
+        taken.fill_(self.count + 1)
 
 
 class AveragesStore(WrappedStore):
-    """The averages of another store's rows, as weights.
+    """The averages of a table's rows, as weights.
 
     Writing an average counts as its last update.
 
     Args:
-        inner: the store that holds rows and averages.
+        table: the rows.
         averages: what rows take when they are read.
     """
 
@@ -89,11 +142,12 @@ class AveragesStore(WrappedStore):
     written_rows = RowStore.written_rows
     read, view = RowStore.read, RowStore.view
 
-    def __init__(self, inner: RowStore, averages: TableAverages) -> None:
-        super().__init__(inner)
+    def __init__(self, table: Table, averages: TableAverages) -> None:
+        super().__init__(table.store)
         self.averages = averages
-        name = f"average of {inner.facts.name}"
-        self.facts = replace(inner.facts, name=name, nbytes=None, is_borrowed=True, reads_copies=True)
+        self.table = weakref.ref(table)
+        name = f"average of {table.name}"
+        self.facts = replace(table.store.facts, name=name, nbytes=None, is_borrowed=True, reads_copies=True)
 
     @property
     def files(self) -> Files | None:
@@ -111,15 +165,51 @@ class AveragesStore(WrappedStore):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        found = self.inner.gather(rows, ("weight", AVERAGE, UPDATES), device).columns
+        names = ["weight", *(each.name for each in self.averages.columns if each.name in self.inner.columns)]
+        found = self.inner.gather(rows, names, device).columns
         self.averages.take(found)
-        into = (out or {}).get("weight")
-        return Block(rows, {"weight": found[AVERAGE] if into is None else into.copy_(found[AVERAGE])})
+        average, into = found[self.averages.average.name], (out or {}).get("weight")
+        return Block(rows, {"weight": average if into is None else into.copy_(average)})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: object = None) -> None:
-        weight = values["weight"]
-        updates = torch.full((len(weight),), self.averages.count, dtype=torch.int32, device=weight.device)
-        self.inner.scatter(Block(block.rows, {}), {AVERAGE: weight, UPDATES: updates})
+        self._put(block.rows, values["weight"], self.averages.count)
+
+    def _put(self, rows: Tensor, values: Tensor, count: int) -> None:
+        average, taken = self.averages.columns
+        if taken.name not in self.inner.columns:
+            self.inner.add_columns([average, taken])
+        counts = torch.full((len(values),), count + 1, dtype=torch.int32, device=values.device)
+        self.inner.scatter(Block(rows, {}), {average.name: values, taken.name: counts})
+
+    def update(self, weights: Callable[[int, int], Tensor], share: float) -> None:
+        """Let all averages take an update by other weights than those of the table.
+
+        Args:
+            weights: returns rows between two numbers.
+            share: the update's share of an average.
+        """
+        with self.facts.locked.lock:
+            self.notes.note_change(None)
+            for rows in chunks_of(self.facts.num_embeddings):
+                average = self.gather(ids_of(rows)).weight
+                dtype = torch.promote_types(average.dtype, torch.float32)
+                theirs = weights(rows.start, rows.stop).to(average.device, dtype)
+                self._put(
+                    ids_of(rows), average.to(dtype).lerp(theirs, share).to(average.dtype), self.averages.count + 1
+                )
+            self.averages.count += 1
+
+    def copied(self, memo: dict[int, Any]) -> Table | None:
+        """Return a copy: of a copied table's averages, or further ones of the same table; None if the table is gone."""
+        table, ours = self.table(), self.averages
+        if table is None:
+            return None
+        if (twin := memo.get(id(table))) is not None:
+            return Table(AveragesStore(twin, TableAverages(twin, ours.average.name, ours.decay, ours.count)))
+        found = AveragesStore(table, TableAverages.of(table, ours.decay))
+        found.averages.count = ours.count - 1
+        found.update(partial(self.read, "weight"), 1)
+        return Table(found)
 
     def write(self, column: str, start: int, values: Tensor) -> None:
         self.scatter(Block(torch.arange(start, start + len(values)), {}), {column: values})
@@ -131,3 +221,9 @@ class AveragesStore(WrappedStore):
 
     def close(self) -> None:
         return None
+
+
+def _count_of(noted: object, decay: float | None) -> int | None:
+    """Return the number of updates that an attribute has for averages of a decay; None if it has none."""
+    is_noted = isinstance(noted, list) and noted[1:] == [decay] and is_int(noted[0], 0, 2**31 - 2)
+    return noted[0] if is_noted else None

@@ -25,6 +25,9 @@ IDLE_STEPS = "idle_steps"
 IDLE_ROWS = "idle_rows"
 """The attribute that says how the optimizer that trained the rows last was attached; absent if lazily."""
 
+AVERAGES = "averages"
+"""The attribute for averages of the rows: updates and decay, by the name of their column."""
+
 
 @dataclass(eq=False)
 class Notes:

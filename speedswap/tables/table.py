@@ -27,6 +27,7 @@ from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
+from speedswap.tables.notes import AVERAGES
 from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
 from speedswap.tables.store import Commits, JointRows, RowStore
@@ -458,6 +459,7 @@ class Table:
         with self._held():
             twin = type(self)(copy_rows(self.store))
             twin.local_to_rank = self.local_to_rank
+            twin.attributes.pop(AVERAGES, None)  # as in torch, a copied model has none
             return twin
 
     # ------------------------------------------------------------------ batches of rows
@@ -734,12 +736,13 @@ class Table:
         Raises:
             ValueError: a column of that name exists, its zero_row is not a row, or it should start as a copy of a
                 column that does not exist or has another row shape.
+            TypeError: one is no :class:`Column`. In all cases nothing was changed.
         """
         with self._held(writing=True):
+            self._check_columns(columns)
             for column in columns:
                 if column.name in self.columns:
                     raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
-            self._check_columns(columns)
             if columns:
                 if commit:
                     self.store.flush()  # so that the columns are committed at once
@@ -754,18 +757,20 @@ class Table:
             columns: names and initial values; everything else is taken from the table's columns.
 
         Raises:
-            ValueError: as for :meth:`add_columns`.
+            ValueError, TypeError: as for :meth:`add_columns`.
         """
         with self._held(writing=True):
+            self._check_columns(columns)
             for column in columns:
                 self.column_of(column.name)
-            self._check_columns(columns)
             if columns:
                 self.note_change(None)
                 self.store.reset_columns(columns)
 
     def _check_columns(self, columns: Sequence[Column]) -> None:
         for column in columns:
+            if not isinstance(column, Column):
+                raise TypeError(f"columns has {a_kind(column)}; give speedswap.Column(…)")
             _require_zero_row(column.zero_row, self.num_embeddings)
         require_sources(columns, self.columns, self.name)
 

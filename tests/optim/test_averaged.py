@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -273,9 +274,10 @@ def dense_first(items: speedswap.Embedding, optimizer: torch.optim.Optimizer) ->
 
 
 def averages_first(items: speedswap.Embedding, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    Averaged(items)
+    averaged = Averaged(items)
     yield
     speedswap.attach(optimizer, items, idle_rows="dense")
+    del averaged
 
 
 @pytest.mark.parametrize("order", [dense_first, averages_first])
@@ -285,3 +287,174 @@ def test_idle_rows_that_move_are_refused(order: Any) -> None:
     next(calls)
     with pytest.raises(ValueError, match=r"idle_rows is 'dense'.*leave one of the two out"):
         next(calls)
+
+
+def plain_pair(path: Path | None = None) -> tuple[nn.Module, nn.Module, Any, Any]:
+    """Return a model over a table and the same one over a dense tensor, each with an optimizer without memory."""
+    ours, theirs = (
+        nn.Sequential(each, nn.Linear(2, 1, dtype=torch.float64))
+        for each in (speedswap.Embedding(6, 2, dtype=torch.float64, path=path), nn.Embedding(6, 2, dtype=torch.float64))
+    )
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs)]
+    return ours, theirs, *optimizers
+
+
+def train(pair: Any, count: int, *averages: Any, first: int = 0) -> None:
+    """Take steps of a row each; after each, let both averages of a pair take the pair's models."""
+    for step in range(count):
+        for model, optimizer in zip(pair[:2], pair[2:], strict=True):
+            optimizer.zero_grad()
+            model(torch.tensor([(first + step) % 6])).square().sum().backward()
+            optimizer.step()
+        for both in averages:
+            for averaged, model in zip(both, pair[:2], strict=True):
+                averaged.update_parameters(model)
+
+
+def averages_of(pair: Any, decay: float | None = DECAY) -> tuple[Averaged, AveragedModel]:
+    multi_avg_fn = None if decay is None else get_ema_multi_avg_fn(decay)
+    return Averaged(pair[0], decay), AveragedModel(pair[1], multi_avg_fn=multi_avg_fn)
+
+
+def require_same(averages: tuple[Averaged, AveragedModel]) -> None:
+    ours, theirs = (each.module for each in averages)
+    torch.testing.assert_close(ours[0].read(), theirs[0].weight.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours[1].weight, theirs[1].weight, rtol=1e-12, atol=1e-12)
+    assert int(averages[0].n_averaged) == int(averages[1].n_averaged)
+
+
+@pytest.mark.parametrize("decay", [DECAY, 0.0, 1.0, None])
+def test_steps_before_the_first_update_leave_the_average_as_it_was_made(decay: float | None) -> None:
+    pair = plain_pair()
+    averages = averages_of(pair, decay)
+    train(pair, 3)
+    require_same(averages)
+    train(pair, 4, averages, first=2)
+    require_same(averages)
+
+
+def test_a_model_has_several_averages() -> None:
+    pair = plain_pair()
+    one, other = averages_of(pair), averages_of(pair, 0.5)
+    train(pair, 4, one, other)
+    later = averages_of(pair)
+    train(pair, 3, one, later, first=3)
+    for averages in (one, other, later):
+        require_same(averages)
+
+
+def test_a_new_average_begins_anew_in_the_columns_of_one_that_is_gone() -> None:
+    pair = plain_pair()
+    averages = averages_of(pair)
+    train(pair, 3, averages)
+    columns = [*pair[0][0].table.columns]
+    del averages
+    averages = averages_of(pair)
+    train(pair, 2, averages, first=2)
+    require_same(averages)
+    assert [*pair[0][0].table.columns] == columns
+
+
+def test_several_averages_on_disk_go_on_after_a_restart_by_their_decay(tmp_path: Path) -> None:
+    pair = plain_pair(tmp_path / "items")
+    one, other = averages_of(pair), averages_of(pair, 0.5)
+    train(pair, 4, one, other)
+    layers = [each[0].module[1].state_dict() for each in (one, other)]
+    pair[0][0].table.close()
+    pair[0][0] = speedswap.Embedding(6, 2, table=speedswap.Table.open(tmp_path / "items"))
+    pair = (*pair[:2], torch.optim.SGD(pair[0].parameters(), lr=0.1), pair[3])
+    other, one, third = (Averaged(pair[0], 0.5), other[1]), (Averaged(pair[0], DECAY), one[1]), averages_of(pair, 0.3)
+    for averages, layer in zip((one, other), layers, strict=True):
+        averages[0].module[1].load_state_dict(layer)
+    train(pair, 4, one, other, third, first=3)
+    for averages in (one, other, third):
+        require_same(averages)
+
+
+def test_averages_are_copied_with_their_model_or_alone() -> None:
+    for order in ("model first", "averages first", "alone"):
+        pair = plain_pair()
+        averages = averages_of(pair)
+        train(pair, 3, averages)
+        kept = pair
+        if order == "alone":
+            copied = copy.deepcopy(averages[0]), copy.deepcopy(averages[1])
+        elif order == "model first":
+            ours, theirs = (copy.deepcopy((pair[i], pair[i + 2], averages[i])) for i in (0, 1))
+            pair, copied = (ours[0], theirs[0], ours[1], theirs[1]), (ours[2], theirs[2])
+        else:
+            ours, theirs = (copy.deepcopy((averages[i], pair[i], pair[i + 2])) for i in (0, 1))
+            pair, copied = (ours[1], theirs[1], ours[2], theirs[2]), (ours[0], theirs[0])
+        train(pair, 3, copied, first=2)
+        require_same(copied)
+        if order != "alone":
+            require_same(averages)
+        train(kept, 2, averages, first=4)
+        require_same(averages)
+        require_same(copied)
+
+
+def test_a_copied_model_has_no_averages() -> None:
+    pair = plain_pair()
+    train(pair, 3, averages_of(pair))
+    ours, theirs = copy.deepcopy(pair[:2])
+    copied = ours, theirs, *(torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs))
+    averages = averages_of(copied)
+    train(copied, 2, averages)
+    require_same(averages)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rows_that_were_frozen_are_averaged_once_they_are_trained(tmp_path: Path, depth: int) -> None:
+    for path in (None, tmp_path / "items"):
+        pair = plain_pair(path)
+        for model in pair[:2]:
+            model[0].weight.requires_grad_(False)
+        averages = averages_of(pair)
+        train(pair, 2, averages)
+        assert [*pair[0][0].table.columns] == ["weight"]
+        for model in pair[:2]:
+            model[0].weight.requires_grad_(True)
+        steps: Any = range(8)
+        if depth:
+            steps = speedswap.lookahead(steps, {pair[0][0]: lambda step: torch.tensor([step % 6])}, depth=depth)
+        for step in steps:
+            train(pair, 1, averages, first=step)
+        require_same(averages)
+
+
+def test_averages_take_the_parameters_of_other_models() -> None:
+    pair, other = plain_pair(), plain_pair()
+    averages = averages_of(pair)
+    for step in range(3):
+        train(pair, 2, averages, first=step)
+        train(other, 1, averages, first=step + 1)
+        for each in averages:
+            each.update_parameters(other[1])  # torch's layers
+    train(pair, 2, averages)
+    require_same(averages)
+    with pytest.raises(ValueError, match=r"model has a parameter of shape \(3, 2\) in place of \(6, 2\)"):
+        averages[0].update_parameters(nn.Linear(2, 3))
+    require_same(averages)
+
+
+def test_several_averages_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    pair = plain_pair()
+    one, other = averages_of(pair), averages_of(pair, 0.5)
+    train(pair, 4, one, other)
+    speedswap.save_checkpoint(tmp_path / "saved", pair[0], pair[2])
+    expected = [each[0].module[0].read() for each in (one, other)]
+    train(pair, 3, one, other)
+    speedswap.load_checkpoint(tmp_path / "saved", pair[0], pair[2])
+    for averages, rows in zip((one, other), expected, strict=True):
+        assert torch.equal(averages[0].module[0].read(), rows)
+
+
+def test_rows_for_lookup_only_are_shared() -> None:
+    items = speedswap.Embedding(6, 2, stored_dtype=torch.int8)
+    averaged = Averaged(items)
+    averaged.update_parameters(items)
+    assert torch.equal(averaged.module.read(), items.read())
+    with pytest.raises(ValueError, match="cannot have averages: its weights are for lookup only"):
+        averaged.update_parameters(nn.Embedding(6, 2))

@@ -50,6 +50,7 @@ from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Block, Column, Table
+from speedswap.tables.averages import averages_of
 from speedswap.tables.files.damage import require
 from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.notes import IDLE_STEPS
@@ -429,6 +430,8 @@ class TableToLoad:
             own.attributes.update(attributes)
             if commits is None and lack_steps:
                 own.store.notes.adopted += 1  # the steps are those of the attributes
+            for averages in () if keeps_state else averages_of(own):
+                averages.recall(own)
             if (joint := table.joint) is not None:
                 joint.torn = None
 
@@ -473,7 +476,7 @@ class TableToLoad:
         found = [source.shard.table.store for source in self._sources]
         logs = [source.saved.attributes.get(IDLE_STEPS) for source in self._sources]
         is_same = all(isinstance(each, IdleStore) for each in found) and logs.count(logs[0]) == len(logs)
-        is_whole = {*names} == {*self.columns} and self.module._step.state.averages is None
+        is_whole = {*names} == {*self.columns} and not averages_of(table)
         return is_same and is_whole and bool(logs[0] and (logs[0]["steps"] or isinstance(table.store, IdleStore)))
 
     def _apply(self, delta: Delta, source: Shard, target: Shard, names: list[str]) -> None:
