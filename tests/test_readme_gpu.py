@@ -19,6 +19,7 @@ MACHINE = {
     "torch": "9.9",
     "engine": {"CuPy": "8.8"},
     "commit": "abc",
+    "date": "2030-01-02",
 }
 
 
@@ -64,7 +65,10 @@ def test_without_files_it_says_that_nothing_was_measured(tmp_path):
 def test_readme_names_the_gpu_that_was_measured(tmp_path):
     assert readme_gpu.status(tmp_path).startswith(readme_gpu.NOTHING)
     write(tmp_path, "ceilings", {"rows": POINTS})
-    assert readme_gpu.status(tmp_path).startswith("Measured on made-up GPU: see [benchmarks/README.md]")
+    ran = "Run on a GPU: made-up GPU (3 processors, driver 1.2.3, torch 9.9, CuPy 8.8) on 2030-01-02, at commits abc."
+    assert readme_gpu.status(tmp_path).startswith(ran)
+    write(tmp_path, "gpu_check", {"parts": [{"name": "tests", "result": "1234 passed, 5 skipped in 3s"}]})
+    assert "1,234 tests that ask for a device passed, 5 were skipped." in readme_gpu.ran(tmp_path).replace("\n", " ")
 
 
 def test_readme_shows_the_steps_over_full_tables_beside_the_published_ones(tmp_path):

@@ -28,7 +28,8 @@ OF_PAGE = {
 }
 """The sections that a page has."""
 PLACES_PAGE = "docs/which-place.md"
-PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, PLACES_PAGE, *OF_PAGE)
+GPU_PAGES = ("docs/gpu-status.md", "docs/gpu.md", "docs/index.md")
+PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, PLACES_PAGE, *GPU_PAGES, *OF_PAGE)
 RANKS, RANK_COUNTS = RESULTS / "ranks-cpu.json", RESULTS / "rank_counts-cpu.json"
 Figures = dict[str, Any]
 Rows = Iterator[tuple[str, str, str, str]]
@@ -39,6 +40,8 @@ def blocks(page: str) -> dict[str, str]:
     """Return the text between each pair of marks of a page, by the name in the marks."""
     if page == "README.md":
         return {"chosen": chosen(), "GPU status": readme_gpu.status(RESULTS)}
+    if page in GPU_PAGES:
+        return {"GPU runs": readme_gpu.ran(RESULTS)}
     if page == PLACES_PAGE:
         return {"places": places()}
     if page == readme_ranks.PAGE:

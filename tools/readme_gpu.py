@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["status", "table"]
+__all__ = ["ran", "status", "table"]
 
 NOTHING = "Nothing has been measured on a GPU yet."
 STEPS = {
@@ -87,16 +89,36 @@ def status(results: Path) -> str:
     Args:
         results: the folder with the files.
     """
-    found = sorted(results.glob("*-cuda.json"))
-    gpus = {json.loads(file.read_text())["machine"]["gpu"]: None for file in found}
-    if not gpus:
-        return f"{NOTHING} [docs/gpu-status.md](docs/gpu-status.md) says what has been checked instead."
     said = [
-        f"Measured on {', '.join(gpus)}: see [benchmarks/README.md](benchmarks/README.md#on-a-gpu).",
-        "[docs/gpu-status.md](docs/gpu-status.md) lists which paths have run.",
+        ran(results),
+        "[GPU status](docs/gpu-status.md) lists the paths, and "
+        "[benchmarks/README.md](benchmarks/README.md#on-a-gpu) has all figures.",
     ]
     tables = results / "tables-cuda.json"
     return "\n".join([*said, *(_steps(json.loads(tables.read_text())["results"]) if tables.exists() else [])])
+
+
+def ran(results: Path) -> str:
+    """Return what has run on which GPU, and when: the one statement about it, which pages have in the same words.
+
+    Args:
+        results: the folder with the files.
+    """
+    found = [json.loads(file.read_text()) for file in sorted(results.glob("*-cuda.json"))]
+    if not found:
+        return NOTHING
+    gpus: dict[str, None] = {}
+    for one in (document["machine"] for document in found):
+        software = f"driver {one.get('driver')}, torch {one['torch']}, CuPy {one['engine'].get('CuPy')}"
+        gpus[f"{one['gpu']} ({one['cores']} processors, {software}) on {one['date']}"] = None
+    commits = sorted({document["machine"]["commit"][:7] for document in found})
+    parts = [part for document in found for part in document["results"].get("parts", ()) if part["name"] == "tests"]
+    passed = [re.match(r"(\d+) passed, (\d+) skipped", part["result"]) for part in parts]
+    tests = "".join(
+        f" {int(one[1]):,} tests that ask for a device passed, {one[2]} were skipped." for one in passed if one
+    )
+    said = f"Run on a GPU: {'; '.join(gpus)}, at commits {', '.join(commits)}.{tests}"
+    return textwrap.fill(f"{said} What was changed since has not run on a GPU.", 120)
 
 
 def _steps(found: dict[str, Any]) -> list[str]:

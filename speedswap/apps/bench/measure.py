@@ -125,6 +125,7 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "speedswap": speedswap.__version__,
         "engine": capabilities(),
+        "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
     }
 
