@@ -16,7 +16,7 @@ from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.dlrm import cli as dlrm
 from speedswap.apps.doctor import cli as doctor
-from speedswap.apps.errors import names_as_options
+from speedswap.apps.errors import AS_OPTIONS
 from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.ranks import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.running import Ended, ending_signals, word_for
@@ -68,8 +68,9 @@ def run_command(command: Callable[[], int]) -> int:
         130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 if the reader of its output, such as ``head``, has
         exited.
     """
+    named_before = AS_OPTIONS.set(True)
     try:
-        with ending_signals(), names_as_options():
+        with ending_signals():
             status = command()
             sys.stdout.flush()
     except PeerError as error:
@@ -96,6 +97,8 @@ def run_command(command: Callable[[], int]) -> int:
             is_first_to_say(repr(error))
             raise
         return _say(f"out of memory: {error}; ask for less at once", 2)
+    finally:
+        AS_OPTIONS.reset(named_before)
     return status
 
 

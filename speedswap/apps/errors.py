@@ -5,13 +5,12 @@ All but ``OutputError`` and ``WrongResultError`` are raised before the run has w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 from speedswap.errors import CheckpointError, SpeedswapError
 
 __all__ = [
+    "AS_OPTIONS",
     "BenchmarkError",
     "CheckpointError",
     "CorpusError",
@@ -24,25 +23,15 @@ __all__ = [
     "UnknownUserError",
     "WrongResultError",
     "named",
-    "names_as_options",
 ]
 
-_AS_OPTIONS: ContextVar[bool] = ContextVar("_AS_OPTIONS", default=False)
+AS_OPTIONS: ContextVar[bool] = ContextVar("AS_OPTIONS", default=False)
+"""True in a command, whose user knows settings by their options."""
 
 
 def named(setting: str) -> str:
     """Return the name of a setting as the user writes it: Python's, or in a command the option's."""
-    return f"-{'-' * (len(setting) > 1)}{setting.replace('_', '-')}" if _AS_OPTIONS.get() else setting
-
-
-@contextmanager
-def names_as_options() -> Iterator[None]:
-    """Have errors name settings by the options of a command."""
-    token = _AS_OPTIONS.set(True)
-    try:
-        yield
-    finally:
-        _AS_OPTIONS.reset(token)
+    return f"-{'-' * (len(setting) > 1)}{setting.replace('_', '-')}" if AS_OPTIONS.get() else setting
 
 
 class SettingsError(SpeedswapError, ValueError):

@@ -765,10 +765,9 @@ def _device_of_weights(device: torch.device | str | None) -> torch.device:
     """Return the device of a module's parameters, even if accelerate has moved them to meta."""
     module = nn.Module()
     try:
-        place = device if device is None else torch.device(device)
+        module.weight = nn.Parameter(torch.empty(0, device=device))
     except RuntimeError as error:
-        raise RuntimeError(f"device is {device!r}; give one of torch's, such as 'cpu' or 'cuda'") from error
-    module.weight = nn.Parameter(torch.empty(0, device=place))
+        raise RuntimeError(f"device is {device!r}; give one that torch has here, such as 'cpu' ({error})") from error
     return module.weight.device
 
 

@@ -111,5 +111,5 @@ def test_interrupt_saves_the_results_so_far(sent, status, word, tmp_path, start_
 def test_cuda_without_a_gpu_points_to_what_is_missing(capsys):
     """The owner of a GPU needs the reason why torch does not see it."""
     assert main(["digits", "--device", "cuda"]) == 2
-    said = "speedswap: device is 'cuda': give one of cpu; speedswap info says why there is no cuda\n"
+    said = "speedswap: --device is 'cuda': give one of cpu; speedswap info says why there is no cuda\n"
     assert capsys.readouterr().err == said

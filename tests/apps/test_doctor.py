@@ -502,7 +502,7 @@ def test_a_wrong_argument_is_one_line(short, words, said, capsys):
 def test_a_full_disk_is_one_line(short, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**21}))
     assert main(["doctor", "--path", str(tmp_path)]) == 2
-    assert f"--path is {tmp_path}, with 2.0 MiB free: give a directory with 1 GiB" in capsys.readouterr().err
+    assert f"--path is {tmp_path}, with 2.0 MiB free: give one with 1 GiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dim", [1, 4000])

@@ -53,8 +53,7 @@ def built(target: str) -> nn.Module:
         says, *_ = str(error).splitlines() or [""]
         raise SettingsError(
             f"{named('model')} is {target!r}, which raises {type(error).__name__}{place}: {says}; give "
-            "module:function or path.py:function, called without arguments under torch.device('meta') to return a "
-            "torch.nn.Module"
+            "module:function or path.py:function, which returns a torch.nn.Module under torch.device('meta')"
         ) from error
     return model
 

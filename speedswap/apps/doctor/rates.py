@@ -109,9 +109,7 @@ def measured(spec: TableSpec, folder: Path) -> Rates:
         SettingsError: the folder's disk has too little room.
     """
     if (free := shutil.disk_usage(folder).free) < _LEAST_FREE:
-        raise SettingsError(
-            f"{named('path')} is {folder}, with {size_in_words(free)} free: give a directory with 1 GiB"
-        )
+        raise SettingsError(f"{named('path')} is {folder}, with {size_in_words(free)} free: give one with 1 GiB")
     has_gpu = kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none")
     places = ("device", "pinned", "pageable") if has_gpu else ("pageable",)
     seconds = {place: _step_seconds(spec, place, "cuda" if has_gpu else "cpu") for place in places}

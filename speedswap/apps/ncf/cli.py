@@ -46,11 +46,10 @@ def run(args: argparse.Namespace) -> int:
 def recommend(args: argparse.Namespace) -> int:
     """Print the best items for the users that are known, and then refuse the others; return the exit status."""
     with loaded_model(args, load) as model:
-        ids = model.user_ids
-        known = [user for user in args.user if ids.row(user) is not None]
+        known = [user for user in args.user if model.user_ids.row(user) is not None]
         found = model.recommend(known, k=args.k, exclude_seen=not args.include_seen)
     lines = csv.writer(sys.stdout, delimiter="\t", lineterminator="\n")  # quotes ids with tabs and newlines
     for user, items, scores in zip(known, found.items, found.scores, strict=True):
         lines.writerows((user, item, f"{score:.4f}") for item, score in zip(items, scores, strict=True))
-    rows_of(args.user, ids, named("user"))
+    rows_of(args.user, model.user_ids, named("user"))
     return 0

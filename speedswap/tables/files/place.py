@@ -74,12 +74,11 @@ class Place:
         """Raise FileExistsError if anything is at the path of a new table."""
         if not os.path.lexists(self.shown):
             return
+        remedy = "it is no table: give a path where nothing is yet"
         if os.path.lexists(self.shown / "MANIFEST"):
             remedy = "open it with Table.open, or remove it first"
         elif os.path.lexists(self.shown / "LOCK"):
             remedy = "it is a table without its MANIFEST, never finished or damaged: remove it first"
-        else:
-            remedy = "it is no table: give a path where nothing is yet"
         raise FileExistsError(f"path is {str(self.shown)!r}, which exists; {remedy}")
 
     # ------------------------------------------------------------------ making a table

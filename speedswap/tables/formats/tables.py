@@ -263,9 +263,7 @@ def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[st
     """Return the columns to read: the given ones, or ``weight``, or the only one. The first becomes the weight."""
     known = [*rows.columns]
     if columns is None and "weight" not in known and len(known) > 1:
-        raise ValueError(
-            f"{what} has columns {', '.join(known)}; say which is the weight with columns=[...] (--columns)"
-        )
+        raise ValueError(f"{what} has columns {', '.join(known)}; say which is the weight: columns=[...] (--columns)")
     if columns is None:
         columns = ["weight" if "weight" in known else known[0]]
     missing = [name for name in columns if name not in known]

@@ -43,7 +43,10 @@ MISTAKES = {
         ["good.txt", "--generate", "100"],
         "samples is good.txt and --generate is 100: give one of",
     ),
-    "ids beside files": (["good.txt", "g*.txt", "--ids", "9"], "samples is good.txt,g*.txt and ids is 9: give one of"),
+    "ids beside files": (
+        ["good.txt", "g*.txt", "--ids", "9"],
+        "samples is good.txt,g*.txt and --ids is 9: give one of",
+    ),
     "dim 0": (["--dim", "0"], "dim is 0"),
     "unknown eviction": (["--evict", "all"], "evict is 'all': give one of none, lru, lfu"),
     "bad optimizer": (["--optimizer", "adamm"], "optimizer is 'adamm'"),

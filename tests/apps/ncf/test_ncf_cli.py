@@ -33,12 +33,15 @@ MISTAKES = {
     ),
     "columns that are none": (
         ["wrong.csv", "--columns", "item"],
-        "columns is 'item': give each column once, as in user=",
+        "--columns is 'item': give each once, as in user=",
     ),
     "columns of nothing": (["--columns", "item=sku"], "columns is given, but no ratings"),
     "missing neither": (["wrong.csv", "--missing", "guess"], "missing is 'guess': give one of skip, error"),
     "a number beside a file": (["u.data", "--users", "10"], "ratings is u.data and --users is 10: give one of the two"),
-    "interactions beside one": (["u.data", "--interactions", "9"], "ratings is u.data and interactions is 9: give one"),
+    "interactions beside one": (
+        ["u.data", "--interactions", "9"],
+        "ratings is u.data and --interactions is 9: give one",
+    ),
     "factors 0": (["--factors", "0"], "factors is 0"),
     "unknown model": (["--model", "svd"], "model is 'svd': give one of gmf, mlp, neumf"),
     "bad optimizer": (["--optimizer", "adamm"], "optimizer is 'adamm'"),
