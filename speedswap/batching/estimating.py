@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -143,12 +143,12 @@ class MemoryEstimate:
     gradients: int
     optimizer_state: int
     context: int
-    _inputs: Curves
-    _activations: Curves
-    _sizes: Sequence[int]  # that were tried
-    _peaks: Sequence[Curves]  # for each neighbouring two of them, the bytes alive at each operation
-    _held: Curves  # bytes left of a pass while the next one runs: the loss, or the outputs
-    _step: int
+    _inputs: Curves = field(repr=False)
+    _activations: Curves = field(repr=False)
+    _sizes: Sequence[int] = field(repr=False)  # that were tried
+    _peaks: Sequence[Curves] = field(repr=False)  # for each neighbouring two of them, the bytes alive at each operation
+    _held: Curves = field(repr=False)  # bytes left of a pass while the next one runs: the loss, or the outputs
+    _step: int = field(repr=False)
 
     def inputs(self, micro_batch_size: int) -> int:
         """Return the bytes of a micro-batch itself."""

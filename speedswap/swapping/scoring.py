@@ -205,6 +205,9 @@ class Scored(NamedTuple):
     values: Tensor
     ids: Tensor
 
+    def __repr__(self) -> str:
+        return f"Scored(values and ids of shape {tuple(self.values.shape)})"
+
 
 @torch.no_grad()
 def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,6 +67,9 @@ class LoadedCheckpoint(NamedTuple):
     """As it was saved, with tensors on the CPU; of objects their ``state_dict()``."""
     path: Path
     """Its folder."""
+
+    def __repr__(self) -> str:
+        return f"LoadedCheckpoint(step={self.step}, extra={reprlib.repr(self.extra)}, path={str(self.path)!r})"
 
 
 @of_all_ranks
