@@ -10,7 +10,7 @@
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
 #   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/;
 #                    `make bench figures RESULTS=benchmarks/results` renews all that the pages show
-#   make docs        the documentation as a site, notebooks executed, links checked; open build/site/index.html
+#   make docs        the documentation as a site, links checked, without compiling anything; open build/site/index.html
 #   make figures     rewrite the tables of README.md and benchmarks/README.md, and the pictures, from benchmarks/results/
 #   make lint | format | clean
 #
@@ -129,8 +129,9 @@ bench: $(VENV)/.stamp-demo
 figures: $(VENV)/.stamp-demo
 	$(BIN)/python tools/readme_figures.py
 
-docs: $(VENV)/.stamp-dev
-	$(BIN)/sphinx-build -W --keep-going -c docs -d build/site.doctrees . build/site
+# Notebooks keep the outputs that they have: `make test-all` executes them.
+docs: $(VENV)/.stamp-docs-packages
+	PYTHONPATH=. $(BIN)/sphinx-build -W --keep-going -c docs -d build/site.doctrees . build/site
 	$(BIN)/python tools/site_links.py build/site
 
 gpu-check:
@@ -180,6 +181,11 @@ $(VENV)/.stamp-dev-packages: $(TORCH_STAMP) pyproject.toml tools/packages.py
 	$(BIN)/python tools/packages.py $(CUDA_EXTRA) demo dev docs > $@.txt
 	$(INSTALL) --quiet $(TORCH) --requirement $@.txt
 	@touch $(VENV)/.stamp-demo-packages $@
+
+$(VENV)/.stamp-docs-packages: $(TORCH_STAMP) pyproject.toml tools/packages.py
+	$(BIN)/python tools/packages.py docs > $@.txt
+	$(INSTALL) --quiet $(TORCH) --requirement $@.txt
+	@touch $@
 
 $(VENV)/.stamp-demo: $(VENV)/.stamp-build $(VENV)/.stamp-demo-packages
 	@touch $@

@@ -23,14 +23,14 @@ INTERNAL = {"collectives", "kernels", "ranks", "swapping", "tables.shards"}  # w
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, as ``make docs`` builds it, but with the notebooks' stored outputs."""
+    """The site, as ``make docs`` builds it."""
     missing = [
         name for name in ("sphinx", "furo", "myst_nb", "sphinx_design", "sphinx_copybutton") if not find_spec(name)
     ]
     if missing:
         pytest.skip(f"needs the packages of the extra docs: {', '.join(missing)}")
     out = tmp_path_factory.mktemp("site")
-    quick = ["-D", "nb_execution_mode=off", "-D", "toc_object_entries=0", "-d", str(out / "doctrees")]
+    quick = ["-D", "toc_object_entries=0", "-d", str(out / "doctrees")]
     words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", *quick, "-c", "docs", ".", str(out / "html")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
