@@ -192,9 +192,9 @@ def test_what_is_needed_is_given_as_a_sum(monkeypatch, tmp_path):
     spec = TableSpec(10**8, 128, "adam", 65_536)
     options = advised(monkeypatch, tmp_path, 2**30, 2**30, spec=spec)
     assert options["pageable"].why == "1.25 × 143.0 = 178.8 GiB needed, 1.0 free"
-    assert options["disk"].why == "3 × 143.0 = 429.1 GiB needed as rows change, 1.0 free"
+    assert options["disk"].why == "3 × 143.0 = 429.1 GiB needed, 1.0 free"
     size, *_ = doctor._of_places(TableAdvice(spec, [*options.values()]))
-    assert size.strip() == (
+    assert size.strip().replace("\n", " ") == (
         "100,000,000 rows × (512 bytes of weights + 1,024 of adam's state) = 143.0 GiB; a step of 65,536 ids:"
     )
 

@@ -41,7 +41,7 @@ MISTAKES = {
     "gzip by name only": (["plain.gz"], "is not a whole gzip file"),
     "binary file": (["binary"], "is not UTF-8 text"),
     "one-word corpus": (["one-word"], "has one word only, 'word'"),
-    "vocabulary emptied": (["rare"], "min_count=5 leaves 0 of the 4 words"),
+    "vocabulary emptied": (["rare"], "--min-count=5 leaves 0 of the 4 words"),
     "dim 0": (["good", "--dim", "0"], "dim is 0"),
     "bad optimizer": (["good", "--optimizer", "adamm"], "optimizer is 'adamm': give one of rowwise_adagrad"),
     "optimizer that mixes rows": (["good", "--optimizer", "muon"], "Muon"),

@@ -112,7 +112,8 @@ def _of_places(table: TableAdvice) -> Iterator[str]:
     spec = table.spec
     weights = spec.dim * spec.dtype.itemsize
     parts = f"{weights:,} bytes of weights + {spec.record_bytes - weights:,} of {spec.optimizer}'s state"
-    yield f"\n{spec.rows:,} rows × ({parts}) = {in_gib(spec.nbytes)} GiB; a step of {spec.batch:,} ids:"
+    size = f"{spec.rows:,} rows × ({parts}) = {in_gib(spec.nbytes)} GiB"
+    yield "\n" + textwrap.fill(f"{size}; a step of {spec.batch:,} ids:", _WIDTH)
     for each in table.options:
         mark = "→" if each is table.best else " "
         yield f"{mark} {each.name:<10}{'yes' if each.fits else 'no':<5}{_in_ms(each.seconds):>18}  {each.why}"

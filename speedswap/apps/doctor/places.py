@@ -92,8 +92,7 @@ def estimate(spec: TableSpec, rates: Rates, folder: Path, taken: Counter[str]) -
     for name, seconds in _step_seconds(spec, rates).items():
         (free, used), times = room[name], _TIMES_ON_DISK if name == "disk" else _TIMES_IN_MEMORY
         needed, left = int(times * spec.nbytes), max(0, free - int(times * used))
-        says = "needed as rows change" if name == "disk" else "needed"
-        why = f"{times:g} × {in_gib(spec.nbytes)} = {in_gib(needed)} GiB {says}, {in_gib(left)} free"
+        why = f"{times:g} × {in_gib(spec.nbytes)} = {in_gib(needed)} GiB needed, {in_gib(left)} free"
         code = f"speedswap.{name.title()}({repr(str(path)) if name == 'disk' else ''})"
         yield PlaceEstimate(name, needed <= left, why, seconds, code)
     machines = math.ceil(_TIMES_IN_MEMORY * (spec.nbytes + on_host + taken["ranks"]) / max(1, host))

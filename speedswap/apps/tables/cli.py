@@ -193,5 +193,4 @@ def _refusals() -> Iterator[None]:
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         if isinstance(error, SpeedswapError):
             raise
-        said = re.sub(r"^(columns|keys)(?= is )", lambda name: named(name[0]), str(error))
-        raise SettingsError(said) from error
+        raise SettingsError(re.sub(r"^(columns|keys)(?= is )", lambda name: named(name[0]), str(error))) from error
