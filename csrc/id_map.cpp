@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kAhead = 24;              // keys between asking for memory and using it
 constexpr int64_t kFewestCandidates = 256;  // else a 32nd of the rows, which costs a byte per row
 constexpr int64_t kCandidateShare = 32;
+constexpr int64_t kMostPlaces = INT32_MAX;
 
 }  // namespace
 
@@ -20,7 +21,8 @@ IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict)
       admit_after_(admit_after),
       evict_(evict),
       rows_(capacity, exact, evict == Evict::lfu),
-      probation_(admit_after > 1 ? capacity : 1, exact, false) {}
+      num_places_(std::min(capacity + capacity / 4 + 1, kMostPlaces)),
+      probation_(admit_after > 1 ? num_places_ : 1, exact, false) {}
 
 uint32_t IdMap::count(bool on_probation, int64_t cell) const {
     if (on_probation) return sightings_[cell];
@@ -75,6 +77,8 @@ void IdMap::begin_batch(Undo& undo) {
     undo.used = used_;
     undo.probation_used = probation_used_;
     undo.cursor = cursor_;
+    undo.on_probation = on_probation_;
+    undo.oldest = oldest_;
     undo.cells.clear();
     undo.touches.clear();
     undo.text_bytes[0] = undo.text_bytes[1] = 0;
@@ -122,17 +126,7 @@ bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, i
 bool IdMap::is_admitted(const Key& key, Undo* undo) {
     int64_t cell = probation_.find(key);
     if (cell == 0) {
-        cell = cursor_ % capacity_ + 1;
-        sightings_.reserve(cell + 1);
-        changed_.reserve(cell / kTogether + 1);
-        const bool taken = sightings_[cell] != 0;
-        save(undo, true, cell, taken);
-        probation_.make_room(cell, key, saved_text(undo, true));
-        cursor_ = cell;
-        if (taken) probation_.remove(cell);
-        probation_.place(cell, key);
-        sightings_[cell] = 0;
-        probation_used_ = std::max(probation_used_, cell);
+        cell = place_on_probation(key, undo);
     } else {
         save(undo, true, cell, true);
     }
@@ -140,7 +134,73 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
     if (++sightings_[cell] < admit_after_) return false;
     probation_.remove(cell);
     sightings_[cell] = 0;
+    --on_probation_;
     return true;
+}
+
+// Puts a key behind all others on probation, the first of which is forgotten if they are as many as there are rows.
+int64_t IdMap::place_on_probation(const Key& key, Undo* undo) {
+    if (on_probation_ == capacity_) forget_oldest(undo);
+    if (is_taken(after(cursor_))) close_gaps(undo);
+    const int64_t cell = after(cursor_);
+    sightings_.reserve(cell + 1);
+    changed_.reserve(cell / kTogether + 1);
+    save(undo, true, cell, false);
+    probation_.make_room(cell, key, saved_text(undo, true));
+    if (oldest_ == cell) oldest_ = after(cell);
+    cursor_ = cell;
+    probation_.place(cell, key);
+    sightings_[cell] = 0;
+    probation_used_ = std::max(probation_used_, cell);
+    ++on_probation_;
+    return cell;
+}
+
+void IdMap::forget_oldest(Undo* undo) {
+    while (!is_taken(oldest_))
+        oldest_ = after(oldest_);
+    save(undo, true, oldest_, true);
+    probation_.remove(oldest_);
+    sightings_[oldest_] = 0;
+    changed_[oldest_ / kTogether] = clock_;
+    oldest_ = after(oldest_);
+    --on_probation_;
+}
+
+// Moves the keys on probation to the first places, in order. The ring has come round since this was done last, so that it
+// costs a few places per key.
+void IdMap::close_gaps(Undo* undo) {
+    struct Waiting {
+        uint64_t number;
+        std::string text;
+        uint32_t sightings;
+    };
+    std::vector<Waiting> keys;
+    keys.reserve(size_t(on_probation_));
+    int64_t text_bytes = 0;
+    for (int64_t i = 0, place = after(cursor_); i < num_places_; ++i, place = after(place)) {
+        if (!is_taken(place)) continue;
+        save(undo, true, place, true);
+        const Key key = probation_.key_of(place);
+        keys.push_back({key.number, {key.text, size_t(key.length)}, sightings_[place]});
+        text_bytes += key.length;
+    }
+    const int64_t count = int64_t(keys.size());
+    for (int64_t place = 1; undo != nullptr && place <= count; ++place)
+        undo->cells.push_back({true, place, false, 0, {}, 0, 0});
+    probation_.make_room_for_text(text_bytes + saved_text(undo, true));
+    for (int64_t place = 1; place <= probation_used_; ++place) {  // nothing below throws
+        if (sightings_[place] != 0) probation_.remove(place);
+        sightings_[place] = 0;
+        changed_[place / kTogether] = clock_;
+    }
+    for (int64_t place = 1; place <= count; ++place) {
+        const Waiting& each = keys[size_t(place - 1)];
+        probation_.place(place, {each.number, each.text.data(), int64_t(each.text.size())});
+        sightings_[place] = each.sightings;
+    }
+    cursor_ = count;
+    oldest_ = after(count);
 }
 
 // Returns the row that a key is given, 0 if there is none. If it throws, no row has lost its key or come without one.
@@ -303,6 +363,8 @@ void IdMap::undo(Undo& undo) {
     renewed_.clear();
     probation_used_ = undo.probation_used;
     cursor_ = undo.cursor;
+    on_probation_ = undo.on_probation;
+    oldest_ = undo.oldest;
     forget_candidates();
 }
 
@@ -371,6 +433,8 @@ void IdMap::restore(const Cursor& cursor) {
     clock_ = uint32_t(cursor.clock);
     probation_used_ = cursor.probation_used;
     cursor_ = cursor.cursor;
+    on_probation_ = 0;
+    oldest_ = after(cursor_);
     sightings_.reserve(probation_used_ + 1);
     changed_.reserve(probation_used_ / kTogether + 1);
 }
@@ -382,6 +446,7 @@ bool IdMap::restore(bool on_probation, int64_t cell, const Key& key, uint32_t la
     if (on_probation) {
         sightings_.reserve(cell + 1);
         sightings_[cell] = count;
+        ++on_probation_;
     }
     if (!on_probation && evict_ != Evict::none) {
         last_.reserve(cell + 1);

@@ -41,6 +41,8 @@ class IdMap {
         int64_t used = 0;
         int64_t probation_used = 0;
         int64_t cursor = 0;
+        int64_t on_probation = 0;
+        int64_t oldest = 0;
         std::vector<Cell> cells;
         std::vector<Touch> touches;
         int64_t text_bytes[2] = {};  // of the cells' exact strings, by on_probation
@@ -94,6 +96,11 @@ class IdMap {
     void touch(const Keys& keys, const int64_t* rows, Undo* undo);
     bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows, Undo* undo);
     bool is_admitted(const Key& key, Undo* undo);
+    int64_t place_on_probation(const Key& key, Undo* undo);
+    void forget_oldest(Undo* undo);
+    void close_gaps(Undo* undo);
+    int64_t after(int64_t place) const { return place % num_places_ + 1; }
+    bool is_taken(int64_t place) const { return place <= probation_used_ && sightings_[place] != 0; }
     int64_t give_row(const Key& key, Undo* undo);
     int64_t victim();
     void choose_candidates();
@@ -115,11 +122,15 @@ class IdMap {
     Cells<uint32_t> last_;    // by row: the last batch that had the key; unless evict is none
     Cells<uint32_t> counts_;  // by row: how often the key was seen; for lfu
 
-    // Keys that have been seen less than admit_after times, in a ring: as many as there are rows, and then the one that
-    // came first is forgotten.
+    // Keys that have been seen less than admit_after times, in a ring, in the order in which they came: as many as there
+    // are rows, and then the one that came first is forgotten. Admitted keys leave gaps, for which the ring has a quarter
+    // more places; when it has come round, the gaps are closed.
+    int64_t num_places_;
     KeyTable probation_;
     int64_t probation_used_ = 0;
-    int64_t cursor_ = 0;
+    int64_t cursor_ = 0;        // the last place that was assigned
+    int64_t on_probation_ = 0;  // keys
+    int64_t oldest_ = 1;        // no place from the one after the cursor up to this has a key
     Cells<uint32_t> sightings_;  // by cell, 0 for one without a key
     Cells<uint32_t> changed_;    // by kTogether neighbouring cells: the last batch that changed one of them
     static constexpr int64_t kTogether = 16;

@@ -122,6 +122,7 @@ py::tuple texts_of(const py::sequence& strings) {
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(fast.ptr());
     PyObject** const items = PySequence_Fast_ITEMS(fast.ptr());
     std::string bytes;
+    py::object encoded;
     Buffer offsets((count + 1) * int64_t(sizeof(int64_t)));
     for (Py_ssize_t i = 0; i < count; ++i) {
         offsets.as<int64_t>()[i] = int64_t(bytes.size());
@@ -129,7 +130,14 @@ py::tuple texts_of(const py::sequence& strings) {
         const char* text = nullptr;
         if (PyUnicode_Check(items[i])) {
             text = PyUnicode_AsUTF8AndSize(items[i], &length);
-            if (text == nullptr) throw py::error_already_set();
+            if (text == nullptr) {  // a lone surrogate, in three bytes as in NumPy's strings
+                PyErr_Clear();
+                encoded = py::reinterpret_steal<py::object>(
+                    PyUnicode_AsEncodedString(items[i], "utf-8", "surrogatepass"));
+                if (!encoded) throw py::error_already_set();
+                text = PyBytes_AS_STRING(encoded.ptr());
+                length = PyBytes_GET_SIZE(encoded.ptr());
+            }
         } else if (PyBytes_Check(items[i])) {
             text = PyBytes_AS_STRING(items[i]);
             length = PyBytes_GET_SIZE(items[i]);

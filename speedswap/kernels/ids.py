@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.lookups import FeatureTable, merge, number
@@ -16,6 +17,11 @@ from speedswap.kernels.host import address, as_ids, empty, get_num_threads, ids_
 
 def require_id_dtype(ids: Tensor, name: str = "ids") -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"{name} is {a_kind(ids)}; pass a tensor, as torch.as_tensor makes one; keys, such as strings, are for an "
+            "embedding with id_map=speedswap.IdMap(…)"
+        )
     require_dense(ids, name)
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")

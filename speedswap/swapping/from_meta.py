@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedswap._warnings import warn
 from speedswap.swapping.weight import MetaWeight, TableWeight
 from speedswap.tables import TensorFiles
 
@@ -19,13 +18,11 @@ class Loads(NamedTuple):
         files: the checkpoint.
         names: for each tensor to be loaded, all of its names in the model, and its name in the checkpoint.
         problems: the reasons why it cannot be loaded.
-        left: names of buffers on meta that are not part of a checkpoint.
     """
 
     files: TensorFiles
     names: list[tuple[list[str], str]]
     problems: list[str]
-    left: list[str]
 
 
 def planned(model: nn.Module, files: TensorFiles) -> Loads:
@@ -36,7 +33,7 @@ def planned(model: nn.Module, files: TensorFiles) -> Loads:
         TableFormatError: a file of the checkpoint is damaged.
     """
     found: dict[int, tuple[Tensor, list[str]]] = {}
-    loads = Loads(files, [], [], [])
+    loads = Loads(files, [], [])
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or isinstance(tensor, TableWeight) or not tensor.is_meta:
@@ -45,7 +42,10 @@ def planned(model: nn.Module, files: TensorFiles) -> Loads:
             if isinstance(tensor, MetaWeight) and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 loads.problems.append(f"{path}: is of a collection on meta; call its load_state_dict first")
             elif name in module._non_persistent_buffers_set:
-                loads.left.append(full)
+                loads.problems.append(
+                    f"{full}: is a buffer on meta that no checkpoint has; set it first, or build the model under "
+                    "accelerate.init_empty_weights(), which leaves buffers where they are"
+                )
             else:
                 found.setdefault(id(tensor), (tensor, []))[1].append(full)
     if not found and not loads.problems:
@@ -90,9 +90,3 @@ def load(model: nn.Module, loads: Loads) -> None:
             vars(new).update(vars(before))
         for module, attribute in holders:
             (module._parameters if attribute in module._parameters else module._buffers)[attribute] = new
-    if loads.left:
-        warn(
-            "SW503",
-            f"{', '.join(loads.left)}: not part of a checkpoint, and left on meta; set them, or build the model with "
-            "its buffers on a device, as accelerate's init_empty_weights does",
-        )

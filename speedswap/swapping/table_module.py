@@ -347,15 +347,16 @@ class TableModule(nn.Module):
         self.table.reset_columns([replace(self.table.columns["weight"], init=values)])
 
     @of_all_ranks
-    def read(self, ids: Tensor | int | None = None) -> Tensor:
+    def read(self, ids: Any = None) -> Tensor:
         r"""Copy rows out of the table, without a gradient; :meth:`forward` is for training.
 
         Args:
-            ids: a tensor of any integer dtype and shape, on any device; or one number; by default all rows.
+            ids: a tensor of any integer dtype and shape, on any device; or one number; by default all rows. With an id
+                map these are rows too, and keys are given as a list, an array or a column, or as one string.
 
         Returns:
-            Shape (\*ids.shape, embedding_dim) on the ids' device; (embedding_dim,) for one number; for all rows
-            (num_embeddings, embedding_dim) in ordinary memory. Changing it does not change the table.
+            Shape (\*ids.shape, embedding_dim) on the ids' device; (embedding_dim,) for one number or string; for all
+            rows (num_embeddings, embedding_dim) in ordinary memory. Changing it does not change the table.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -367,7 +368,12 @@ class TableModule(nn.Module):
             >>> items.read(torch.tensor([1, 1])).tolist()
             [[3.0, 4.0], [3.0, 4.0]]
         """
-        return read_rows(self.table, ids)
+        keyed = self._keyed
+        if keyed is None or ids is None or isinstance(ids, Tensor | int):
+            return read_rows(self.table, ids)
+        one = isinstance(ids, str | bytes)
+        rows = of_one_commit([keyed], lambda: read_rows(self.table, keyed.id_map.lookup([ids] if one else ids)))
+        return rows[0] if one else rows
 
     @of_all_ranks
     def score(self, queries: Tensor, k: int = 10, *, chunk: int | None = None, exclude: Exclude = None) -> Scored:
@@ -388,7 +394,8 @@ class TableModule(nn.Module):
                 (n,) for all queries; (q, m) per query, padded with -1; or a list of q tensors of ids.
 
         Returns:
-            ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. Ties go
+            ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. With an
+            id map they are rows too: row r has the key r - 1 of :meth:`speedswap.IdMap.row_keys`. Ties go
             to the lower id, whatever ``chunk`` is. (A product is rounded as torch's matrix product rounds it, whose
             last bit may depend on the shape.) The row of ``padding_idx`` is not returned. If fewer than k rows are
             left, the result is filled up with id -1 and value -inf; a row whose product is -inf counts as excluded. NaN

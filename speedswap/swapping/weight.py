@@ -148,6 +148,7 @@ class _Rows:
         values = source.detach().reshape(stop - start, table.embedding_dim)
         table.reserve_rows(range(start, stop))
         require_alike(table, values, "values of")
+        table.columns["weight"].require_storable(values, start)  # before the first piece is written
         for first in range(0, stop - start, init.CHUNK_ROWS):
             put(table, start + first, values[first : first + init.CHUNK_ROWS].to("cpu", table.dtype))
         return self

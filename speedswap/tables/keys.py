@@ -118,8 +118,9 @@ def _refuse_missing(place: Iterable[Any], count: int = 1) -> NoReturn:
 
 def _as_numbers(keys: Any) -> Keys:
     if isinstance(keys, (list, tuple, range, int)) or (isinstance(keys, np.ndarray) and keys.dtype.kind == "O"):
-        keys = np.asarray(keys.tolist() if isinstance(keys, np.ndarray) else keys)
-        keys = keys if keys.size else keys.astype(np.int64)
+        given = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        keys = np.asarray(given)
+        keys = _unsigned(keys, given) if keys.size else keys.astype(np.int64)
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu":
         keys = keys.astype(keys.dtype.newbyteorder("="), copy=False)
         keys = keys.view(np.int64) if keys.dtype == np.uint64 else keys
@@ -130,6 +131,15 @@ def _as_numbers(keys: Any) -> Keys:
     if keys.is_floating_point() or keys.is_complex() or keys.dtype in (torch.bool, torch.uint64):
         raise TypeError(f"keys has dtype {keys.dtype}; give integers, int64 or narrower")
     return Keys(kernels.as_ids(keys.detach()).reshape(-1), tuple(keys.shape), keys.device)
+
+
+def _unsigned(keys: NDArray[Any], given: Any) -> NDArray[Any]:
+    """Return whole numbers as unsigned ones, which NumPy makes floats if some alone are above int64's; or ``keys``."""
+    if keys.dtype == np.float64:
+        whole = np.asarray(given, dtype=object)
+        if all(isinstance(each, int | np.integer) and each >= 0 for each in whole.flat):
+            return whole.astype(np.uint64)
+    return keys
 
 
 def _refuse_numbers(keys: Any) -> NoReturn:

@@ -22,6 +22,7 @@ from speedswap.tables.init import ColumnSpec, Initializer, zero_row_in
 _LINE_BYTES = (128, 64, 32, 16, 8, 4, 2, 1)
 _WORD_BYTES = 16
 _MAX_PADDING = 8
+_ROWS_AT_ONCE = 1 << 16
 
 STORED_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 ROUNDINGS = ("nearest", "stochastic")
@@ -132,6 +133,20 @@ class Column:
     def as_read(self, values: torch.Tensor) -> torch.Tensor:
         """Return rows of this column, in host memory, as they read back after being written: rounded to nearest."""
         return self.decode(self._alone(values)) if self.compact else values
+
+    def require_storable(self, values: torch.Tensor, first_row: int = 0) -> None:
+        """Raise ValueError if a value of rows from ``first_row`` on would become infinite in the stored dtype."""
+        if not self.compact or self.stored == torch.int8:
+            return
+        for start in range(0, len(values), _ROWS_AT_ONCE):
+            some = values[start : start + _ROWS_AT_ONCE].detach()
+            lost = (some.to(self.stored).isinf() & some.isfinite()).nonzero()
+            if len(lost):
+                row, value = first_row + start + int(lost[0, 0]), float(some[tuple(lost[0])])
+                raise ValueError(
+                    f"row {row} of column {self.name!r} has the value {value:g}, but is stored as {self.stored}, up to "
+                    f"{torch.finfo(self.stored).max:g}; store it in another dtype (stored_dtype), or scale the rows"
+                )
 
     def _alone(self, values: torch.Tensor) -> torch.Tensor:
         """Return rows as records of this column alone, as bytes in host memory."""

@@ -158,6 +158,8 @@ class Table:
                 f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
             )
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
+        for rows in weight.init.given():
+            weight.require_storable(rows)
         return cls._at(place, place.create(num_embeddings, weight, seed=seed, name=name))
 
     @classmethod
@@ -975,6 +977,7 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
     """
     with table.lock:
         table.check_open(writing=True)
+        table.columns[column].require_storable(values, start)
         table.note_change(range(start, start + len(values)))
         table.store.write(column, start, values)
 

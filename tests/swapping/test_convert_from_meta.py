@@ -116,11 +116,14 @@ def test_only_what_is_on_meta_is_loaded(theirs: Model, folder: Path) -> None:
     assert torch.equal(ours.encoder["item"].read(), theirs.encoder["item"].weight)
 
 
-def test_buffers_that_no_checkpoint_has_are_named(folder: Path) -> None:
+def test_a_buffer_on_meta_that_no_checkpoint_has_is_refused(folder: Path) -> None:
     ours = on_meta()
     ours.register_buffer("angles", torch.zeros(3, device="meta"), persistent=False)
-    with pytest.warns(SpeedswapWarning, match="angles: not part of a checkpoint, and left on meta"):
+    with pytest.raises(ConversionError, match=r"angles: is a buffer on meta .*init_empty_weights"):
         convert(ours, checkpoint=folder)
+    assert ours.encoder["item"].weight.is_meta
+    ours.angles = torch.ones(3)
+    assert torch.equal(convert(ours, checkpoint=folder).angles, torch.ones(3))
 
 
 def test_an_embedding_alone_gets_its_rows(tmp_path: Path) -> None:
@@ -330,3 +333,34 @@ def test_places_that_do_not_fit_change_nothing(case: str, tmp_path: Path) -> Non
         speedswap.convert(model, min_rows=ROWS, **settings(tmp_path))
     assert type(model.bags) is nn.EmbeddingBag
     assert not [*tmp_path.iterdir()]
+
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("name", ["Bert", "Llama"])
+def test_transformers_models_compute_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Position ids and rotary frequencies are in no checkpoint."""
+    transformers, accelerate = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
+    config, cls = getattr(transformers, f"{name}Config")(**SMALL), getattr(transformers, f"{name}Model")
+    theirs = cls(config).eval()
+    theirs.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        refused = cls(config)
+    with pytest.raises(ConversionError, match=r"(position_ids|inv_freq): is a buffer on meta"):
+        speedswap.convert(refused, min_rows=300, checkpoint=tmp_path)
+    with accelerate.init_empty_weights():
+        ours = cls(config).eval()
+    assert all(each.is_meta for each in ours.parameters())
+    ours = speedswap.convert(ours, min_rows=300, checkpoint=tmp_path)
+    assert sum(isinstance(each, speedswap.Embedding) for each in ours.modules()) == 1
+    ids = torch.randint(300, (2, 7))
+    with torch.no_grad():
+        assert torch.equal(ours(ids)[0], theirs(ids)[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -99,3 +100,25 @@ def test_rows_of_a_step_are_seen_at_once(device: str) -> None:
         expected[ids.cpu()] -= 1
         assert torch.equal(items.read(ids).cpu(), expected[ids.cpu()])
         assert torch.equal(items.read(), expected)
+
+
+def test_keys_are_read_where_an_id_map_has_them() -> None:
+    words = speedswap.Embedding(9, 2, id_map=speedswap.IdMap(9, keys="hashed"))
+    words(["a", "b"])
+    rows = words.table.read()
+    assert torch.equal(words.read(["b", "a", "none"]), rows[[2, 1, 0]])
+    assert torch.equal(words.read("b"), rows[2])
+    assert torch.equal(words.read(np.array([["b"], ["a"]])), rows[[[2], [1]]])
+    assert torch.equal(words.read(torch.tensor([2, 1])), words.read([*"ba"]))  # a tensor has rows
+    config = speedswap.EmbeddingConfig(
+        name="w", num_embeddings=9, embedding_dim=2, id_map=speedswap.IdMap(9, keys="exact")
+    )
+    tables = speedswap.EmbeddingCollection([config])
+    tables({"w": ["a", "b"]})
+    assert torch.equal(tables.embeddings["w"].read(["b"]), tables.tables["w"].read()[2:3])
+    assert len(words.id_map) == 2  # nothing was added
+
+
+def test_keys_without_an_id_map_are_refused_with_its_name() -> None:
+    with pytest.raises(TypeError, match=r"ids is a list; pass a tensor.* an embedding with id_map=speedswap.IdMap"):
+        speedswap.Embedding(1000, 8)(["a"])

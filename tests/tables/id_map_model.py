@@ -26,9 +26,7 @@ class Model:
     evict: str | None
     rows: dict[int, Row] = field(default_factory=dict)
     places: dict[Any, int] = field(default_factory=dict)
-    ring: list[Any] = field(default_factory=list)  # keys on probation by place, None for an empty one
-    sightings: dict[Any, int] = field(default_factory=dict)
-    last_place: int = -1
+    sightings: dict[Any, int] = field(default_factory=dict)  # of keys on probation, in the order in which they came
     clock: int = 0
 
     def lookup(self, keys: Sequence[Any]) -> list[int]:
@@ -70,16 +68,12 @@ class Model:
         if self.admit_after == 1:
             return True
         if key not in self.sightings:
-            self.last_place = (self.last_place + 1) % self.capacity
-            if len(self.ring) == self.last_place:
-                self.ring.append(None)
-            forgotten, self.ring[self.last_place] = self.ring[self.last_place], key
-            self.sightings.pop(forgotten, None)
+            if len(self.sightings) == self.capacity:
+                del self.sightings[next(iter(self.sightings))]
             self.sightings[key] = 0
         self.sightings[key] += 1
         if self.sightings[key] < self.admit_after:
             return False
-        self.ring[self.ring.index(key)] = None
         del self.sightings[key]
         return True
 

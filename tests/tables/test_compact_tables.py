@@ -282,3 +282,74 @@ def test_a_manifest_that_lies_is_refused(
     rewrite(tmp_path / "t", change)
     with pytest.raises(TableFormatError, match=message):
         Table.open(tmp_path / "t")
+
+
+# ---------------------------------------------------------------------- values out of range
+
+
+def of_row_70000(value: float) -> Tensor:
+    rows = torch.zeros(70_001, 2)
+    rows[70_000, 1] = value
+    return rows
+
+
+def converted(rows: Tensor, stored: torch.dtype) -> None:
+    speedswap.convert(torch.nn.Embedding(*rows.shape, _weight=rows), 1, stored_dtype=stored)
+
+
+def loaded(rows: Tensor, stored: torch.dtype, way: str) -> None:
+    items = speedswap.Embedding(*rows.shape, stored_dtype=stored, init=speedswap.init.zeros())
+    try:
+        if way == "write":
+            items.table.write(0, rows)
+        elif way == "copy_":
+            items.weight.data.copy_(rows)
+        elif way == "fill_":
+            items.weight.data.fill_(float(rows[-1, 1]))
+        else:
+            items.load_state_dict({"weight": rows})
+    finally:
+        assert torch.equal(items.read(), torch.zeros_like(rows))  # also the rows before
+
+
+WAYS: dict[str, Callable[[Tensor, torch.dtype], object]] = {
+    "from_pretrained": lambda rows, stored: speedswap.Embedding.from_pretrained(rows, stored_dtype=stored),
+    "convert": converted,
+    **{
+        way: lambda rows, stored, way=way: loaded(rows, stored, way)  # type: ignore[misc]
+        for way in ("write", "copy_", "fill_", "load_state_dict")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("stored", "value"), [(torch.float16, 1e6), (torch.float16, -65520.0), (torch.bfloat16, 3.4e38)]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_value_that_would_become_infinite_is_refused(way: str, stored: torch.dtype, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"row \d+ of column 'weight' has the value .*, but is stored as {stored}"):
+        WAYS[way](of_row_70000(value), stored)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_the_largest_values_and_infinite_ones_are_stored_as_torch_stores_them(stored: torch.dtype) -> None:
+    largest = torch.finfo(stored).max if stored != torch.int8 else torch.finfo(torch.float32).max
+    rows = torch.tensor([[largest, -1.0], [-largest, 0.0]])
+    assert torch.equal(speedswap.Embedding.from_pretrained(rows, stored_dtype=stored).read(), through(rows, stored))
+    if stored != torch.int8:
+        rows[0, 0], rows[1, 0] = torch.inf, torch.nan
+        found = speedswap.Embedding.from_pretrained(rows, stored_dtype=stored).read()
+        torch.testing.assert_close(found, rows.to(stored).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_import_of_a_value_that_would_become_infinite_is_refused(tmp_path: Path) -> None:
+    rows = of_row_70000(1e6)
+    with Table.create(70_001, 2) as table:
+        table.write(0, rows)
+        table.export(tmp_path / "rows.safetensors")
+    with pytest.raises(TableFormatError, match=r"row 70000: 'weight' has a value that is not finite, as torch.float16"):
+        Table.from_file(tmp_path / "rows.safetensors", stored_dtype=torch.float16, path=tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+    assert torch.equal(
+        Table.from_file(tmp_path / "rows.safetensors", stored_dtype=torch.bfloat16).read(), rows.bfloat16()
+    )

@@ -420,6 +420,47 @@ def test_keys_of_another_kind(kind: str, keys: Any, message: str) -> None:
     assert len(users) == 0
 
 
+@pytest.mark.parametrize(
+    "wrap", [list, tuple, lambda keys: np.array(keys, object), lambda keys: pd.Series(keys, dtype=object)]
+)
+def test_unsigned_numbers_of_64_bits_in_any_container(wrap: Callable[[list[int]], Any]) -> None:
+    """Also small ones beside numbers above int64's, of which NumPy makes floats."""
+    keys = [2**63 + 1, 3, 2**64 - 1, 0]
+    users = speedswap.IdMap(9)
+    assert users.add(wrap(keys))[0].tolist() == [1, 2, 3, 4]
+    assert users.lookup(np.array(keys, np.uint64)).tolist() == [1, 2, 3, 4]
+    for wrong in ([2**63 + 1, -1], [2**63 + 1, 1.5], [2**64, 1]):
+        with pytest.raises(TypeError, match=r"keys has dtype (float64|object)"):
+            users.add(wrap(wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["hashed", "exact"])
+def test_a_lone_surrogate_is_the_same_key_in_any_container(kind: str) -> None:
+    keys = ["a\ud800", "a\ud801", "a?", "a\ufffd"]
+    words = speedswap.IdMap(9, keys=kind)
+    assert words.add(keys)[0].tolist() == [1, 2, 3, 4]
+    for wrap in (np.array, tuple, lambda keys: np.array(keys, object), lambda keys: pd.Series(keys, dtype=object)):
+        assert words.lookup(wrap(keys)).tolist() == [1, 2, 3, 4]
+
+
+def test_a_place_on_probation_is_free_again_once_its_key_is_admitted() -> None:
+    users = speedswap.IdMap(3, admit_after=2)
+    users.add(torch.tensor([1, 2, 3]))
+    users.add(torch.tensor([2]))
+    users.add(torch.tensor([4]))  # the third on probation
+    assert len(users) == 1
+    assert users.add(torch.tensor([1]))[0].tolist() == [2]
+    users.add(torch.tensor([5, 6]))  # the fourth: 3 is forgotten, and nothing else
+    assert users.lookup(torch.tensor([2, 1, 3])).tolist() == [1, 2, 0]
+    users.add(torch.tensor([4]))
+    assert users.lookup(torch.tensor([4])).tolist() == [3]
+    ends = speedswap.IdMap(9, admit_after=2)
+    ends.add(torch.arange(9))
+    ends.add(torch.arange(1, 9, 2))  # every other one is admitted
+    ends.add(torch.arange(20, 24))
+    assert (ends.add(torch.tensor([0, 2, 20]))[0] > 0).all()  # nothing was forgotten
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 

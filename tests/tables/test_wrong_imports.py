@@ -10,6 +10,7 @@ import zipfile
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,3 +183,37 @@ def test_damaged_files_are_read_or_refused_and_leave_nothing(suffix, tmp_path):
         file.unlink()
 
     damage()
+
+
+FLOAT8 = [
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_is_read_where_a_wider_dtype_is_asked_for(dtype, tmp_path):
+    """Its scales are in another tensor, which tells nobody that they are needed."""
+    rows = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    names = {torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}
+    name = names.get(dtype, str(dtype).removeprefix("torch.").replace("float8_", "F8_").replace("fn", "FN", 1).upper())
+    name = {"F8_E4M3FN": "F8_E4M3"}.get(name, name)
+    header = {
+        "weight": {"dtype": name, "shape": [2, 2], "data_offsets": [0, 4]},
+        "other": {"dtype": "F32", "shape": [2, 2], "data_offsets": [4, 20]},
+    }
+    raw = bytes(rows.to(dtype).view(torch.uint8).flatten().tolist()) + rows.numpy().tobytes()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(tensors(header, raw))
+    with pytest.raises(TableFormatError, match=r"has 'weight' as torch.float8.*give dtype=torch.float32"):
+        Table.from_file(path)
+    assert torch.equal(Table.from_file(path, dtype=torch.float32).read(), rows)
+    assert torch.equal(Table.from_file(path, columns=["other"]).read(), rows)
+
+
+def test_a_dtype_that_is_not_read_is_not_called_damage(tmp_path):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(tensors({"weight": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}, b"ab"))
+    with pytest.raises(TableFormatError, match=r"w.safetensors: tensor 'weight' has dtype 'F4', which is not read"):
+        Table.from_file(path)

@@ -316,7 +316,7 @@ class TableInGroup(nn.Module):
         Raises:
             IdError, LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
         """
-        group, keyed = self.group, self.group.keyed.get(self.config.name)
+        group, keyed = self.group, self._keyed
         if keyed is None:
             return look_up(*self._look_up(input))
         device = input.device if isinstance(input, Tensor) else group.weight.device
@@ -353,6 +353,10 @@ class TableInGroup(nn.Module):
     def _take_rows(self, rows: Tensor) -> bool:
         self.group._make_table(rows.device)
         return False
+
+    @property
+    def _keyed(self) -> KeyedRows | None:
+        return self.group.keyed.get(self.config.name)
 
     @property
     def id_map(self) -> IdMap | None:

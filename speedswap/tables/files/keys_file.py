@@ -221,7 +221,7 @@ def _settings(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cursor(header: dict[str, Any]) -> Cursor:
-    most = header["capacity"] if header["admit_after"] > 1 else 0
+    most = header["capacity"] * 5 // 4 + 1 if header["admit_after"] > 1 else 0  # the ring's places
     limits = {"used": header["capacity"], "clock": 2**32 - 1, "probation_used": most}
     limits["last_place"] = header["probation_used"]
     for name, limit in limits.items():

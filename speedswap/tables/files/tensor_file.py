@@ -34,11 +34,15 @@ DTYPES = {
 _ONLY_READ = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "U16": torch.uint16,
     "U32": torch.uint32,
     "U64": torch.uint64,
 }
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()} | _ONLY_READ
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _OF_NAME["F8_E8M0"] = torch.float8_e8m0fnu
 _MAX_HEADER = 8 << 20
 _MAX_DIMS = 64
 _PIECE = 4 << 20
@@ -125,6 +129,8 @@ class TensorReader:
         self.nbytes = os.fstat(file.fd).st_size
         try:
             self.places = self._read_header()
+        except TableFormatError as error:
+            raise TableFormatError(f"{what}: {error}") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise TableFormatError(f"{what} is damaged: {error}") from None
 
@@ -166,8 +172,10 @@ class TensorReader:
 def _place(name: str, entry: Any, first: int) -> TensorPlace:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     sizes = [begin, end, *shape]
-    if dtype not in _OF_NAME or len(shape) > _MAX_DIMS:
-        raise ValueError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r} and {len(shape)} dimensions")
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"tensor {name[:100]!r} has {len(shape)} dimensions")
+    if dtype not in _OF_NAME:
+        raise TableFormatError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r}, which is not read; save another")
     if not all(is_int(size, 0, 2**63 - 1) for size in sizes):
         raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
     return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin)

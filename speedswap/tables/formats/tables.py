@@ -231,6 +231,12 @@ def import_table(
             raise ValueError(f"keys is {os.fspath(keys)!r}, but the rows of {source} have no keys; leave it out")
         first_row = 1 if has_keys and keys == "map" else 0  # row 0 is for keys without a row
         weight = rows.columns[wanted[0]]
+        for column in wanted if dtype is None else wanted[1:]:
+            if (held := rows.columns[column].dtype).is_floating_point and held.itemsize == 1:
+                raise TableFormatError(
+                    f"{what} has {column!r} as {held}, whose scales are in another tensor, if any; for a weight that "
+                    "has none give dtype=torch.float32 (--dtype float32), or save the products in a wider dtype"
+                )
 
         def filled(at: Storage) -> Table:
             with nullcontext() if vocabulary is None else write_whole(vocabulary) as lines:
@@ -293,7 +299,8 @@ def _fill(table: Table, rows: Incoming, columns: list[str], first_row: int, sink
             found = table.columns[names[column]]
             values = values.to(found.dtype).reshape(-1, *found.row_shape)
             if finite:
-                _check_finite(values, column, piece.start, finite)
+                is_narrower = found.compact and found.stored_dtype.is_floating_point
+                _check_finite(values.to(found.stored_dtype) if is_narrower else values, column, piece.start, finite)
             table.write(first_row + piece.start, values, column=found.name)
         if sink is not None:
             assert piece.keys is not None
@@ -304,7 +311,8 @@ def _fill(table: Table, rows: Incoming, columns: list[str], first_row: int, sink
 
 def _check_finite(values: Tensor, column: str, start: int, what: str) -> None:
     if values.is_floating_point() or values.is_complex():
-        wrong = (~values.isfinite().reshape(len(values), -1).all(1)).nonzero()
+        readable = values.float() if values.dtype.itemsize == 1 else values  # float8 lacks isfinite
+        wrong = (~readable.isfinite().reshape(len(values), -1).all(1)).nonzero()
         if len(wrong):
             raise TableFormatError(
                 f"{what}, row {start + int(wrong[0])}: {column!r} has a value that is not finite, as {values.dtype}; "
