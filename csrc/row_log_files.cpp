@@ -30,8 +30,8 @@ int duplicate(int fd) {
 
 }  // namespace
 
-// The disk is looked at first, so that nothing is taken in vain: ext4 fills it up before it refuses. What a quota or the
-// system keeps from this user is found out by allocating.
+// The disk is looked at first, since ext4 fills it up before it refuses. What a quota or the system keeps from this user
+// is found out by allocating.
 void allocate(int fd, int64_t at, int64_t bytes) {
     constexpr int64_t kBlockOfStat = 512;
     struct stat before;

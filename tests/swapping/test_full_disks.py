@@ -243,6 +243,40 @@ def test_a_step_whose_id_map_finds_no_room_in_its_commit_moves_nothing(disk: Dis
         assert torch.equal(opened.read(), theirs[0][0].table.read())
 
 
+def test_a_switcher_finds_room_before_the_model_is_stepped(disk: Disk) -> None:
+    """Rows and state are in two collections, which are written after the optimizer's step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1, 64), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    places = [speedswap.Disk(disk.path / name, commit_every=1, cache_bytes=1 << 16) for name in ("rows", "state")]
+    rows = speedswap.ModelFactory(model[0], ROWS, 64, storage=places[0])
+    rows.normalDistributionInit(0, 1)
+    state = speedswap.OptimizerFactory(optimizer, ROWS, 64, model, "0", storage=places[1])
+    state.optInit()
+
+    def train(number: int) -> None:
+        ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(number))[:BATCH]
+        optimizer.zero_grad()
+        rows.beforeForwardPass(ids)
+        state.beforeForwardPass(ids)
+        model(torch.arange(BATCH)).square().sum().backward()
+        optimizer.step()
+        rows.afterOptimizerStep(ids)
+        state.afterOptimizerStep(ids)
+
+    train(1)
+    disk.fill(8192)
+    with pytest.raises(TableFullError):  # noqa: PT012
+        for number in range(2, 1000):
+            before = [rows.table.read(), state.table.read(), model[1].weight.detach().clone()]
+            train(number)
+    assert are_equal(before, [rows.table.read(), state.table.read(), model[1].weight])
+    disk.make_room()
+    train(number)
+    rows.table.close()
+    state.table.close()
+
+
 # ---------------------------------------------------------------------------- whole tables
 
 MANY = 500_000  # of which the disk has room for a few

@@ -176,9 +176,12 @@ class ModelFactory(Collection):
             retrievedNegIndexes: further indexes; their rows follow.
 
         Raises:
-            IdError: an index is negative or not below ``total_classes``. Nothing was changed.
+            IdError: an index is negative or not below ``total_classes``.
+            TableFullError: in training, the disk has no room for the rows after their step. Nothing was changed.
         """
         ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        if torch.is_grad_enabled():
+            self.table.reserve_rows(len(ids))
         weight = _weight_of(self.model_variable)
         _replace_rows(weight, self.gather(ids, weight.device)["weight"])
 

@@ -129,11 +129,13 @@ class OptimizerFactory(Collection):
             retrievedPosIndexes, retrievedNegIndexes: as for :meth:`ModelFactory.beforeForwardPass`.
 
         Raises:
-            IdError: an index is negative or not below ``total_classes``. Nothing was changed.
+            IdError: an index is negative or not below ``total_classes``.
+            TableFullError: the disk has no room for the rows after their step. Nothing was changed.
         """
         ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self.fields:
             return  # SGD without momentum, for one
+        self.table.reserve_rows(len(ids))
         rows = self.gather(ids, self._weight.device)
         state = self.given_optimizer.state[self._weight]
         if self._row_state.from_gradient and not self._stepped and not state:

@@ -190,7 +190,7 @@ class LogStore(LogColumns, Commits):
             num_rows = min(num_rows + log.log.touched * max(size, log.manifest.group_rows), self.num_embeddings)
         self._with_room(lambda: self._cache.reserve(num_rows), num_rows)
         try:
-            for rows in (some for piece in copied_singly() for some in piece.split(self._cache.most_rows)):
+            for rows in (some for piece in copied_singly() for some in torch.split(piece, self._cache.most_rows)):
                 if log is not None and log is source:
                     self.put(rows, log._cache.bytes_of(rows, columns))
                 else:
