@@ -26,35 +26,27 @@ _TEXTS = re.compile(
     "|".join(
         [
             r"\b(CPU|CUDA|HIP|XPU|NPU|MLU|MUSA|HPU) out of memory",
-            r"MPS backend out of memory",
-            r"^Invalid buffer size: |kIOGPUCommandBufferCallbackErrorOutOfMemory",  # MPS
+            r"MPS backend out of memory|^Invalid buffer size: |kIOGPUCommandBufferCallbackErrorOutOfMemory",
             r"(CUDA|HIP|XPU)( driver)? error: out of memory",
             r"(CUDA|HIP) runtime error \(2\)|cudaSuccess \(2 vs\. 0\)",  # torch before 1.5, and Caffe2
             r"Triton Error \[\w+\]:.*out of memory",  # not its OutOfResources: one block's shared memory
-            r"(cuda|hip)Error(MemoryAllocation|OutOfMemory)",
-            r"(CUDA|HIP|NVRTC|HIPRTC)_ERROR_OUT_OF_MEMORY",
-            r"(CUDA|HIP) failure (2 )?'out of memory'",  # NCCL and RCCL
-            r"Failed to (CUDA|HIP) (host )?(calloc|malloc)",  # likewise
+            r"(cuda|hip)Error(MemoryAllocation|OutOfMemory)|(CUDA|HIP|NVRTC|HIPRTC)_ERROR_OUT_OF_MEMORY",
+            r"(CUDA|HIP) failure (2 )?'out of memory'|Failed to (CUDA|HIP) (host )?(calloc|malloc)",  # NCCL and RCCL
             r"NVML_SUCCESS == .*CUDACachingAllocator",  # the allocator, where it cannot say how much memory there is
             r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # its workspace did not fit
             r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
             r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|HIPSOLVER|HIPSPARSE|MIOPEN)_STATUS_ALLOC_FAILED",
             r"(CURAND|HIPRAND)_STATUS_ALLOCATION_FAILED|MAGMA_ERR_(DEVICE|HOST)_ALLOC",
-            r"get_temporary_buffer failed",  # Thrust
-            r"(CUFFT|HIPFFT)_ALLOC_FAILED",
-            r"rocblas_status_memory_error",
-            r"miopenStatusAllocFailed",
+            r"(CUFFT|HIPFFT)_ALLOC_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed",
             r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN answers to a batch beyond its limits
             r"Unable to find a valid cuDNN algorithm",  # none fits into the memory left for workspaces
             r"(UR_RESULT|PI|ZE_RESULT|VK)_ERROR_OUT_OF_(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
             r"\bCL_(MEM_OBJECT_ALLOCATION_FAILURE|OUT_OF_(HOST_MEMORY|RESOURCES))",
-            r"PT_DEVMEM Allocation failed",  # Gaudi
-            r"RESOURCE_EXHAUSTED",  # XLA
-            r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",
+            r"PT_DEVMEM Allocation failed|RESOURCE_EXHAUSTED|HSA_STATUS_ERROR_OUT_OF_RESOURCES",  # Gaudi, XLA, ROCm
             r"DefaultCPUAllocator: can't allocate memory|not enough memory: you tried to allocate",
             r"Failed to allocate memory for requested buffer of size",  # ONNX Runtime
             r"could not (create|execute) a primitive(?! descriptor)",  # oneDNN, without room for code or workspace
-            r"std::bad_alloc|^bad allocation$",
+            r"std::bad_alloc|^bad allocation$|get_temporary_buffer failed",  # the last of Thrust
             r"Cannot allocate memory",  # ENOMEM, as of shared memory
         ]
     ),

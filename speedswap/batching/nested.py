@@ -18,10 +18,7 @@ from speedswap.errors import BatchError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_OTHERWISE = (
-    "nested with layout=torch.jagged, or wrap it in speedswap.batching.Whole if it belongs to no sample; a list with "
-    "one tensor for each sample is passed in speedswap.batching.PerSample"
-)
+_OTHERWISE = "nested with layout=torch.jagged, or wrap it in Whole, or a list with one tensor per sample in PerSample"
 _METHODS = ("keys", "values", "lengths", "stride", "weights_or_none")
 
 
@@ -176,7 +173,7 @@ class Batch:
 
     def _check(self, may_be_empty: bool, first: int) -> int:
         size, where = -1, ""
-        for path, leading, value in _leading_sizes(*self._given, first):
+        for path, leading, value in _leading_sizes(*self._given, first=first):
             if size < 0:
                 size, where, self._first = leading, path, value
             elif leading != size:

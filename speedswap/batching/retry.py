@@ -184,7 +184,7 @@ class Search(Attempts):
         self, function: Callable[..., R], tensor: Tensor, dimension: int, /, *args: Any, **kwargs: Any
     ) -> list[R]:
         """Call ``function(chunk, start, stop, *args, **kwargs)`` for chunk after chunk of a tensor, which are views."""
-        require_chunks(function, tensor)
+        require_strided(f"the first argument of {name_of(function)}", tensor, remedy=_CUT)
 
         def piece(start: int, stop: int) -> R:
             return function(tensor.narrow(dimension, start, stop - start), start, stop, *args, **kwargs)
@@ -192,11 +192,7 @@ class Search(Attempts):
         return self.run_range(piece, 0, tensor.shape[dimension])
 
 
-def require_chunks(function: Callable[..., Any], tensor: Any) -> None:
-    """Raise if a function's tensor cannot be cut."""
-    require_strided(f"the first argument of {name_of(function)}", tensor, remedy="or cut it in the function")
-
-
+_CUT = "or cut it in the function"
 Join = Callable[[list[Any]], Any]
 
 _limits = Limits()
@@ -306,7 +302,7 @@ class RetriedChunks(RetriedRange):
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         options = self._options
-        require_chunks(self._function, tensor)
+        require_strided(f"the first argument of {self._name}", tensor, remedy=_CUT)
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= options.dimension < tensor.dim():
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(type(tensor))
             raise BatchError(f"dimension is {options.dimension}, but the first argument of {self._name} is {what}")

@@ -116,12 +116,12 @@ def parts_of_fields(text: TextIO, form: RatingsForm, wrong: dict[int, str]) -> I
     wanted = {role: names[place] for role, place in form.places.items()}
     separator = MARK if form.separator in ("::", ratings.BLANK) else form.separator
     skipped: list[Any] = []
-    parse = csv.ParseOptions(
-        delimiter=separator,
-        quote_char=False,
-        ignore_empty_lines=False,
-        invalid_row_handler=lambda row: skipped.append(row) or "skip",
-    )
+
+    def skip(row: Any) -> str:
+        skipped.append(row)
+        return "skip"
+
+    parse = csv.ParseOptions(delimiter=separator, quote_char=False, ignore_empty_lines=False, invalid_row_handler=skip)
     convert = csv.ConvertOptions(column_types=dict.fromkeys(names, TEXT), include_columns=[*wanted.values()])
     while block := text.read(BLOCK_BYTES) + text.readline():
         if form.quotes and '"' in block:

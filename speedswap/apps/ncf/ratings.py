@@ -31,12 +31,9 @@ NO_COLUMN = "-"
 """Given for a role, it has no column."""
 SEPARATORS = ("::", "\t", ";", "|", ",")
 """Of equally good ones the first is taken."""
-BLANK = " "
-"""Stands for one or several blanks or tabs, where nothing else separates."""
+BLANK = " "  # or several, or tabs, where nothing else separates
 JSON_LINES, PARQUET_ROWS = "JSON lines", "Parquet"
-USUALLY_QUOTED = (",", ";")
-"""Separators of files in which quotes stand around fields, unless the first lines show something else."""
-UNQUOTED = ("::", BLANK)
+UNQUOTED, USUALLY_QUOTED = ("::", BLANK), (",", ";")
 QUOTED = '"(?:[^"]|"")*"'
 COMMENTS = "#%"
 FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|', commas or blanks, or as JSON lines"
@@ -267,7 +264,9 @@ def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsFor
                 f"name, say {named('columns')} user={user},item={item}; if not, by number, user=1,item=2"
             )
     places, quotes = find_places(heading, sample, columns, path), "" if is_json else quotes_of(lines, separator)
-    return RatingsForm(path, separator, heading and tuple(heading), len(first), max(first_line, 1), places, quotes)
+    return RatingsForm(
+        path, separator, tuple(heading) if heading else None, len(first), max(first_line, 1), places, quotes
+    )
 
 
 def json_values(line: str) -> dict[str, str]:
@@ -310,7 +309,7 @@ def quotes_of(lines: Sequence[str], separator: str) -> str:
 def quoted_rows(lines: Iterable[str], separator: str, width: int) -> Iterator[tuple[list[str], list[str]]]:
     """Yield each row's fields, and its lines.
 
-    A line whose quotes are wrong is a row by itself, without fields. So is the first of several with ``width`` fields
+    A line whose quotes are wrong is a row of its own, without fields. So is the first of several with ``width`` fields
     each, since a quote in it that belongs to a field seems to end in another line.
     """
     source, again, taken = iter(lines), deque[str](), list[str]()
@@ -418,7 +417,7 @@ def role_of(name: str) -> str | None:
 
 
 def is_value(text: str) -> bool:
-    """Return whether a field is a number or a date, so that its line is no heading."""
+    """Return whether a field is a number or a date, which no heading has."""
     return is_number(text) or DATE.fullmatch(text) is not None
 
 

@@ -60,9 +60,9 @@ class NcfSettings(TableSettings):
 
     ratings: Path | None = option(
         None,
-        "lines of user, item, rating and time, divided by tabs, '::', ';', '|' or commas, with a heading or without, "
-        "or JSON lines, plain or gzip, as MovieLens' u.data, ratings.dat and ratings.csv (default: interactions are "
-        "made up)",
+        "lines of user, item, rating and time, divided by tabs, '::', ';', '|', commas or blanks, with a heading or "
+        "without, or JSON lines, plain or gzip, or Parquet, as MovieLens' u.data, ratings.dat and ratings.csv (default: "
+        "interactions are made up)",
         nargs="?",
         metavar="RATINGS",
     )
@@ -93,7 +93,7 @@ class NcfSettings(TableSettings):
     )
     missing: str = option(
         "skip",
-        "lines that lack a value: skip leaves them out and counts them, error refuses the first",
+        "lines that lack a value or are malformed: skip leaves them out and counts them, error refuses them",
         check=one_of(MISSING),
     )
 

@@ -160,7 +160,7 @@ QUOTES = {
 @pytest.mark.parametrize("heading", [True, False])
 @pytest.mark.parametrize("name", QUOTES)
 def test_quotes_that_belong_to_fields_stay_and_end_nothing(name, heading, separator, tmp_path, monkeypatch):
-    """Where all lines have the same fields without a look at quotes, and some quotes have no other half."""
+    """Lines have the same number of fields without a look at quotes, and some quotes have no other half."""
     monkeypatch.setattr(module, "BLOCK_BYTES", 20)
     items = [item.replace(" ", "-") if separator == " " else item for item in QUOTES[name]]
     rows = [(str(number), item, "5") for number, item in enumerate(items)]
