@@ -617,7 +617,7 @@ class OptimizerState:
 
     def is_loaded(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer, attached or not, has state of these rows other than its constructor's."""
-        held = optimizer.state.get(self.weight)
+        held = optimizer.state.get(self.weight, {})
         return bool(held) and self.is_trainable and not any(map(_is_made_of_weight, held.values()))
 
     def resume(self, optimizer: Optimizer, *, initial: bool) -> None:

@@ -343,8 +343,8 @@ def _run(
                 toy.grad = grad.clone()
                 step_unnoticed(clone, *([_closure(toy, grad)] if needs_closure(step) else []))
         state, moved = clone.state[toy], toy.detach().clone()
-        if callable(getattr(clone, "eval", None)):
-            clone.eval()
+        if callable(evaluate := getattr(clone, "eval", None)):
+            evaluate()
     except Exception as error:
         raise _refusal(optimizer, weight, values, error) from error
     first = state.first if isinstance(state, _FirstValues) else {}

@@ -717,7 +717,8 @@ class TableModule(nn.Module):
         def take(_: nn.Module, found: dict[str, Any], *rest: Any) -> None:
             given.update({key: found.pop(key) for key in keys if key in found})
 
-        last = self.register_load_state_dict_pre_hook(take)  # after all others, which may change what is loaded
+        register: Callable[..., Any] = self.register_load_state_dict_pre_hook
+        last = register(take)  # after all others, which may change what is loaded
         try:
             nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
         finally:

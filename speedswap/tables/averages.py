@@ -25,7 +25,7 @@ from speedswap.tables.table import Table
 
 
 class _Kept:
-    """The averages of a table as kept with its commits: those that are read here, and those that nobody has yet.
+    """The averages of a table as kept with its commits: those read here, and those not taken up yet.
 
     Args:
         attributes: the table's, which itself would be kept alive.
@@ -40,7 +40,7 @@ class _Kept:
         return self.unowned() | {each.average.name: [each.count, each.decay] for each in self.living()}
 
     def unowned(self) -> dict[str, Any]:
-        """Return those that were saved with the table, and that nobody has yet."""
+        """Return those that were saved with the table and not taken up yet."""
         noted = self._attributes.get(AVERAGES)
         return {name: noted[name] for name in noted if name not in self.owned} if isinstance(noted, dict) else {}
 
@@ -83,7 +83,7 @@ class TableAverages:
 
     @classmethod
     def of(cls, table: Table, decay: float | None) -> TableAverages:
-        """Return averages that were saved with a table and that nobody has yet, of this decay; or else new ones."""
+        """Return averages of this decay that were saved with a table and not taken up yet; or new ones."""
         kept = _kept_of(table)
         found = {name: each for name, each in kept.unowned().items() if name in table.columns}
         for name, each in found.items():
@@ -225,5 +225,6 @@ class AveragesStore(WrappedStore):
 
 def _count_of(noted: object, decay: float | None) -> int | None:
     """Return the number of updates that an attribute has for averages of a decay; None if it has none."""
-    is_noted = isinstance(noted, list) and noted[1:] == [decay] and is_int(noted[0], 0, 2**31 - 2)
-    return noted[0] if is_noted else None
+    if isinstance(noted, list) and noted[1:] == [decay] and is_int(noted[0], 0, 2**31 - 2):
+        return int(noted[0])
+    return None
