@@ -184,8 +184,8 @@ void bind_row_log(py::module_& module) {
         },
         arg("log_fd"), arg("head_fd"), arg("salt"), arg("head"));
     module.def(
-        "allocate", [](int fd, int64_t at, int64_t count) { without_gil([&] { allocate(fd, at, count); }); },
-        arg("fd"), arg("at"), arg("count"));
+        "allocate", [](int fd, int64_t at, int64_t count) { without_gil([&] { allocate(fd, at, count); }); }, arg("fd"),
+        arg("at"), arg("count"));
     module.def(
         "crc32c", [](const py::bytes& data) { return crc32c(0, PyBytes_AS_STRING(data.ptr()), py::len(data)); },
         arg("data"));

@@ -30,8 +30,8 @@ int duplicate(int fd) {
 
 }  // namespace
 
-// The disk is looked at first, since ext4 fills it up before it refuses. What a quota or the system keeps from this user
-// is found out by allocating.
+// The disk is looked at first, since ext4 fills it up before it refuses. What a quota or the system keeps from this
+// user is found out by allocating.
 void allocate(int fd, int64_t at, int64_t bytes) {
     constexpr int64_t kBlockOfStat = 512;
     struct stat before;
@@ -39,8 +39,7 @@ void allocate(int fd, int64_t at, int64_t bytes) {
     if (fstat(fd, &before) != 0) raise(errno, "fstat");
     const int64_t needed = std::min(bytes, at + bytes - int64_t(before.st_blocks) * kBlockOfStat);
     // A disk without blocks has no size that is known: tmpfs may have no limit.
-    if (needed > 0 && fstatvfs(fd, &disk) == 0 && disk.f_blocks > 0 &&
-        uint64_t(needed) / disk.f_frsize > disk.f_bfree)
+    if (needed > 0 && fstatvfs(fd, &disk) == 0 && disk.f_blocks > 0 && uint64_t(needed) / disk.f_frsize > disk.f_bfree)
         raise(ENOSPC, "fstatvfs");
     int error;
     do
