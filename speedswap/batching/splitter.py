@@ -21,6 +21,7 @@ from speedswap.batching.packing import Alone, SamplePacking, costs_of
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.reserve import Reserve
 from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import BatchError, CoupledLossError
 
 
@@ -186,6 +187,7 @@ class BatchSplitter:
     True
     """
 
+    @of_all_ranks
     def __init__(
         self,
         model: nn.Module | Iterable[nn.Module] | None = None,

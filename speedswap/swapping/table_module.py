@@ -649,6 +649,7 @@ class TableModule(nn.Module):
     def _rows_repr(self) -> str:
         return "no rows yet, on meta" if self._is_on_meta else f"table={self.table!r}"
 
+    @of_all_ranks
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._is_on_meta:
             after = fn(torch.empty(1, dtype=self.weight.dtype, device="meta"))

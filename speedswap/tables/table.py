@@ -870,6 +870,7 @@ class Table:
         """
         export_table(self, path, format, columns=columns, keys=keys, overwrite=overwrite)
 
+    @of_all_ranks
     def flush(self) -> None:
         """Commit everything written so far, and wait until it is durable (tables on disk; a no-op for others).
 
@@ -878,6 +879,7 @@ class Table:
         with self._held():
             self.store.flush()
 
+    @of_all_ranks
     def close(self) -> None:
         """Flush, and release memory, files and lock. Closing twice is harmless, and completes an interrupted close.
 
@@ -893,6 +895,7 @@ class Table:
                 if self.closed:
                     self._flush_at_end.detach()
 
+    @of_all_ranks
     def remove(self) -> None:
         """Close the table and remove its files; log a warning if checkpoints may need them."""
         if self.store.facts.part_name:

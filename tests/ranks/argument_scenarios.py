@@ -62,6 +62,7 @@ def calls(group, folder):
     switcher = speedswap.ModelFactory(nn.Embedding(4, 2), 9, 2, storage=owned(group))
     switcher.zerosInit()
     switcher.saveCupy(f"{folder}/switched.npy")
+    spare = speedswap.Embedding(9, 2, storage=owned(group)).table
     column = speedswap.Column("more", (DIM,), torch.float32, speedswap.init.zeros())
 
     def gradient():
@@ -199,6 +200,15 @@ def calls(group, folder):
             optimizer.load_state_dict, ({**optimizer.state_dict(), "param_groups": []},), (optimizer.state_dict(),)
         ),
         "attach": one_by_one(speedswap.attach, (torch.optim.SGD([torch.ones(1)]), rows), (optimizer, rows)),
+        "flush": one_by_one(table.flush, (7,), ()),
+        "close": one_by_one(spare.close, (7,), ()),
+        "remove": one_by_one(spare.remove, (7,), ()),
+        "dtype": [(lambda to=to: nn.Sequential(rows).to(to), lambda: None) for to in (torch.half, torch.float64)],
+        "making a splitter": [
+            (lambda given=given: speedswap.BatchSplitter(model, **given), lambda: speedswap.BatchSplitter(model))
+            for given in ({"micro_batch_size": -1}, {"reduction": "max"}, {"none": 1})
+        ],
+        "making an average": one_by_one(speedswap.optim.Averaged, (model, 2.0), (nn.Linear(2, 2),)),
         "save": one_by_one(table.save, (folder,), (f"{folder}/saved",)),
         "export": one_by_one(table.export, (f"{folder}/a.none",), (f"{folder}/a.npy",)),
         "norm": [

@@ -61,8 +61,8 @@ class NcfSettings(TableSettings):
     ratings: Path | None = option(
         None,
         "lines of user, item, rating and time, divided by tabs, '::', ';', '|', commas or blanks, with a heading or "
-        "without, or JSON lines, plain or gzip, or Parquet, as MovieLens' u.data, ratings.dat and ratings.csv (default: "
-        "interactions are made up)",
+        "without, or JSON lines, plain or gzip, or Parquet, as MovieLens' u.data, ratings.dat and ratings.csv "
+        "(default: interactions are made up)",
         nargs="?",
         metavar="RATINGS",
     )
