@@ -173,7 +173,8 @@ class Batch:
 
     def _check(self, may_be_empty: bool, first: int) -> int:
         size, where = -1, ""
-        for path, leading, value in _leading_sizes(*self._given, first=first):
+        args, kwargs = self._given
+        for path, leading, value in _leading_sizes(args, kwargs, first):
             if size < 0:
                 size, where, self._first = leading, path, value
             elif leading != size:
