@@ -78,7 +78,7 @@ def test_parquet_of_other_programs(tmp_path, piece_bytes):
         {"key": pa.array([7, -1, 2**62]), "a": pa.array(values, pa.list_(pa.float64(), 2)), "b": [1, 2, 3]}
     )
     parquet.write_table(numbers, tmp_path / "numbers.parquet")
-    with pytest.raises(ValueError, match=r"columns a, b; say which is the weight with columns="):
+    with pytest.raises(ValueError, match=r"columns a, b; say which is the weight: columns="):
         Table.from_file(tmp_path / "numbers.parquet")
     table = Table.from_file(tmp_path / "numbers.parquet", columns=["a", "b"], dtype=torch.bfloat16)
     assert table.dtype == torch.bfloat16

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import speedswap
-from speedswap import Column, Table, init
+from speedswap import Column, Embedding, Table, init
 from speedswap.errors import TableTooLargeError
 
 LATE = Column("late", (1,), torch.float32, init.zeros())
@@ -211,3 +211,14 @@ def test_nothing_is_made_inside_a_tables_directory(what: str, by: str, tmp_path:
     table.close()
     with Table.open(path) as again:
         assert (again.read() == 3.0).all()
+
+
+def test_what_is_in_the_way_of_a_new_table_is_told_apart(tmp_path: Path) -> None:
+    """Opening helps with a table alone."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    Table.create(3, 2, path=tmp_path / "table").close()
+    for name, remedy in {"folder": "give a path where", "file": "give a path where", "table": "open it with"}.items():
+        for make in (Embedding, Table.create):
+            with pytest.raises(FileExistsError, match=f"{name}', which exists; .*{remedy}"):
+                make(3, 2, path=tmp_path / name)

@@ -74,7 +74,7 @@ class Place:
         """Raise FileExistsError if anything is at the path of a new table."""
         if not os.path.lexists(self.shown):
             return
-        remedy = "it is no table: give a path where nothing is yet"
+        remedy = "it is not a table: give a path where nothing is yet"
         if os.path.lexists(self.shown / "MANIFEST"):
             remedy = "open it with Table.open, or remove it first"
         elif os.path.lexists(self.shown / "LOCK"):
