@@ -228,6 +228,8 @@ class AllRows(NamedTuple):
                 between = [each.rows_between(chunk.start, chunk.stop, queries.device) for each in self.tables]
                 parts = [held.enter_context(each).to(queries.dtype) for each in between]
                 weights = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+                if weights.shape[1] == 1:  # a sum over items that lie apart, as they do in memory, has other last bits
+                    weights = weights.contiguous()
                 for j, some in enumerate(self.pieces.groups()):
                     scores = torch.mm(queries[some], weights.T)
                     excluded.blank(scores, i, j)

@@ -391,3 +391,25 @@ def test_a_step_that_fails_among_its_chunks_is_not_committed(tmp_path: Path, mon
     table.close()
     with speedswap.Table.open(tmp_path / "items", "r") as again:
         assert torch.equal(again.read(), before)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_results_do_not_depend_on_where_rows_are(tmp_path: Path, dim: int) -> None:
+    """To the bit: rows lie apart in memory, and in one piece when they come from files."""
+
+    def trained(**settings: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        items, layer = speedswap.Embedding(500, dim, seed=3, **settings), nn.Linear(dim, dim)
+        optimizer = torch.optim.RMSprop([*items.parameters(), *layer.parameters()], lr=0.01, momentum=0.5)
+        for _ in range(8):
+            ids = torch.randint(500, (3,))
+            full_softmax(layer(items(ids)), ids.flip(0), items).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [items.read(), layer.weight.detach()]
+
+    expected = trained(storage="pageable")
+    for cache_bytes in (1 << 14, 1 << 24):
+        found = trained(storage=speedswap.Disk(tmp_path / str(cache_bytes), cache_bytes=cache_bytes))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
