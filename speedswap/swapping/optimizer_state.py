@@ -34,6 +34,7 @@ _log = logging.getLogger("speedswap")
 
 # Key of a table's attributes under which the scalars are kept.
 _ATTRIBUTE = "optimizer"
+_DTYPES = {str(each): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(eq=False)
@@ -60,7 +61,8 @@ class Scalars:
             return None
         found = {name: self.state[name] for name in self.names if name in self.state}
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in found.items()}
-        return {"class": self.optimizer, "scalars": plain}
+        dtypes = {name: str(value.dtype) for name, value in found.items() if isinstance(value, Tensor)}
+        return {"class": self.optimizer, "scalars": plain, "dtypes": dtypes}
 
 
 class FoundState(NamedTuple):
@@ -356,7 +358,7 @@ class OptimizerState:
                     f"{type(optimizer).__name__}, that goes with it: the state starts over; the weights are kept"
                 )
             if resumes:
-                self._recall_scalars(optimizer, noted["scalars"])
+                self._recall_scalars(optimizer, noted)
             self._take_state_of(optimizer)
 
     def add(self, found: FoundState, optimizer: Optimizer | None = None) -> list[Column]:
@@ -490,10 +492,13 @@ class OptimizerState:
     def _recall_scalars(self, optimizer: Optimizer, noted: dict[str, Any]) -> None:
         state = optimizer.state[self.weight]
         fresh = any(_is_made_of_weight(value) for value in state.values())  # by the optimizer's constructor
-        for key, value in noted.items():
+        for key, value in noted["scalars"].items():
             if key in self._row_state.scalars and (fresh or key not in state):
                 initial = self._row_state.scalars[key]
-                state[key] = torch.full_like(initial, value) if isinstance(initial, Tensor) else value
+                if isinstance(initial, Tensor):  # a load_state_dict may have cast it
+                    dtype = _DTYPES.get(str(noted.get("dtypes", {}).get(key)), initial.dtype)
+                    value = torch.full_like(initial, value, dtype=dtype)
+                state[key] = value
         self._remember(state)
 
     def _take_state_of(self, optimizer: Optimizer) -> None:
@@ -694,7 +699,9 @@ def _are_scalars(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("class"), str):
         return False
     scalars = value.get("scalars")
-    return isinstance(scalars, dict) and all(each is None or isinstance(each, int | float) for each in scalars.values())
+    if not isinstance(scalars, dict) or not isinstance(value.get("dtypes", {}), dict):
+        return False
+    return all(each is None or isinstance(each, int | float) for each in scalars.values())
 
 
 def _copy(value: Any) -> Any:

@@ -223,7 +223,7 @@ class AveragesStore(WrappedStore):
         return None
 
 
-def _count_of(noted: object, decay: float | None) -> int | None:
+def _count_of(noted: Any, decay: float | None) -> int | None:
     """Return the number of updates that an attribute has for averages of a decay; None if it has none."""
     if isinstance(noted, list) and noted[1:] == [decay] and is_int(noted[0], 0, 2**31 - 2):
         return int(noted[0])

@@ -234,7 +234,8 @@ def test_a_closed_table_writes_no_scalars_into_what_another_has_opened(tmp_path:
 
 
 @pytest.mark.parametrize("said", [[1], {"class": "Adam"}, {"class": "Adam", "scalars": []}, {"class": 1, "scalars": {}},
-                                  {"class": "Adam", "scalars": {"step": "x"}}])  # fmt: skip
+                                  {"class": "Adam", "scalars": {"step": "x"}},
+                                  {"class": "Adam", "scalars": {}, "dtypes": []}])  # fmt: skip
 def test_attributes_that_are_no_scalars_are_none(said: object, tmp_path: Path) -> None:
     """The state starts over from files with any content."""
     with speedswap.Table.create(4, 2, path=tmp_path / "t") as table:
@@ -245,6 +246,29 @@ def test_attributes_that_are_no_scalars_are_none(said: object, tmp_path: Path) -
         items(torch.tensor([1])).sum().backward()
         optimizer.step()
         assert optimizer.state[items.weight]["step"] == 1
+
+
+def test_scalars_that_were_loaded_keep_their_dtype_in_files(tmp_path: Path) -> None:
+    """torch casts NAdam's product of momenta to the weight's dtype."""
+    found = []
+    for reopens in (False, True):
+        items = speedswap.Embedding(4, 2, seed=1, dtype=torch.float64, path=tmp_path / str(reopens))
+        optimizer = torch.optim.NAdam(items.parameters())
+        for step in range(4):
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if step == 3 and reopens:
+                items.table.close()
+                items = speedswap.Embedding(4, 2, table=speedswap.Table.open(tmp_path / str(reopens)))
+                optimizer = torch.optim.NAdam(items.parameters())
+            optimizer.zero_grad()
+            items(torch.tensor([step % 2])).square().sum().backward()
+            optimizer.step()
+        found.append((items.read(), optimizer.state[items.weight]["mu_product"]))
+        items.table.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[0][1].dtype == found[1][1].dtype == torch.float64
 
 
 def test_a_loaded_state_that_the_disk_has_no_room_for_leaves_the_step_count(tmp_path: Path) -> None:
