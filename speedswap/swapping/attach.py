@@ -43,9 +43,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
     """Store an optimizer's row state in the tables whose rows it trains.
 
     An optimizer that holds an embedding's weight is attached automatically at its first step; attaching it beforehand
-    lets weight and state share records, and refuses an unsuitable optimizer at once. Adagrad creates its state in its
-    constructor; once attached, its ``state_dict`` has the table's state instead, into which
-    torch.distributed.checkpoint can load before the first step.
+    lets weight and state share records, and refuses an unsuitable optimizer at once.
 
     A training step that does not reach a table raises :class:`~speedswap.errors.LostUpdateError` in the next training
     forward pass: the weight is in no optimizer although some optimizer has stepped, or it was changed in place without
