@@ -41,7 +41,7 @@ class Keys(NamedTuple):
         return len(self.numbers)
 
     def copied(self) -> Keys:
-        """Return the same keys, as numbers in memory that nobody else writes."""
+        """Return the same keys, with their numbers in separate memory."""
         return Keys(self.numbers.clone(), self.shape, self.device, self.texts)
 
 

@@ -136,16 +136,16 @@ class Column:
 
     def require_storable(self, values: torch.Tensor, first_row: int = 0) -> None:
         """Raise ValueError if a value of rows from ``first_row`` on would become infinite in the stored dtype."""
-        if not self.compact or self.stored == torch.int8:
+        if not self.compact or not self.stored_dtype.is_floating_point:
             return
         for start in range(0, len(values), _ROWS_AT_ONCE):
             some = values[start : start + _ROWS_AT_ONCE].detach()
-            lost = (some.to(self.stored).isinf() & some.isfinite()).nonzero()
+            lost = (some.to(self.stored_dtype).isinf() & some.isfinite()).nonzero()
             if len(lost):
                 row, value = first_row + start + int(lost[0, 0]), float(some[tuple(lost[0])])
                 raise ValueError(
                     f"row {row} of column {self.name!r} has the value {value:g}, but is stored as {self.stored}, up to "
-                    f"{torch.finfo(self.stored).max:g}; store it in another dtype (stored_dtype), or scale the rows"
+                    f"{torch.finfo(self.stored_dtype).max:g}; store it in another dtype (stored_dtype), or scale the rows"
                 )
 
     def _alone(self, values: torch.Tensor) -> torch.Tensor:

@@ -223,7 +223,7 @@ def replaced(pair: Pair) -> None:
 
 
 def unscaled(pair: Pair) -> None:
-    """Raises no version counter, as all below."""
+    """Change it without a version counter, as all below do."""
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(pair.optimizer)

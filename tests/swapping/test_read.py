@@ -108,7 +108,7 @@ def test_keys_are_read_where_an_id_map_has_them() -> None:
     rows = words.table.read()
     assert torch.equal(words.read(["b", "a", "none"]), rows[[2, 1, 0]])
     assert torch.equal(words.read("b"), rows[2])
-    assert torch.equal(words.read(np.array([["b"], ["a"]])), rows[[[2], [1]]])
+    assert torch.equal(words.read(np.array([["b"], ["a"]])), rows[torch.tensor([[2], [1]])])
     assert torch.equal(words.read(torch.tensor([2, 1])), words.read([*"ba"]))  # a tensor has rows
     config = speedswap.EmbeddingConfig(
         name="w", num_embeddings=9, embedding_dim=2, id_map=speedswap.IdMap(9, keys="exact")

@@ -79,7 +79,7 @@ WRONG = {
     "more.safetensors": (tensors({"weight": ONE}, bytes(9)), "damaged"),
     "overlap.safetensors": (tensors({"weight": ONE, "b": ONE}, ROW), "damaged"),
     "size.safetensors": (tensors({"weight": ONE | {"shape": [2**62, 2**62]}}, ROW), "damaged"),
-    "dtype.safetensors": (tensors({"weight": ONE | {"dtype": "Q4"}}, ROW), "damaged"),
+    "dtype.safetensors": (tensors({"weight": ONE | {"dtype": "Q4"}}, ROW), "which is not read"),
     "nan.safetensors": (tensors({"weight": ONE}, NAN_ROW), "row 0: 'weight' has a value that is not finite"),
     "empty.txt": (b"", "begins with b''"),
     "glove.txt": (b"the 0.1 0.2\nof 0.3 0.4\n", "put that line in front of vectors of another program"),
