@@ -75,16 +75,19 @@ class Folder(NamedTuple):
             directory = OpenDirectory(self.path)
         return Manifest.read(directory), TensorsOf(directory)
 
-    def judge(self) -> Verdict:
+    def judge(self, logs: set[tuple[int, int]]) -> Verdict:
         """Read all of it, and log why it is not good.
 
         Rows that it refers to in a table on disk are not read: they are the table's, whatever refers to them.
+
+        Args:
+            logs: as in :class:`Folders`.
         """
         try:
             manifest, files = self.open()
             files.check(manifest.tensors.values())
             for part in (part for table in manifest.tables for part in table.parts):
-                verify_part(part, files, manifest.token)
+                verify_part(part, files, manifest.token, logs)
             return Verdict.GOOD
         except (CheckpointError, MemoryError) as error:
             _log.warning("%s is not one of the checkpoints to keep: %s", self.path, error)
@@ -117,13 +120,18 @@ class Folders:
 
     Args:
         path: the directory; it need not exist.
+
+    Attributes:
+        verified: the token of a checkpoint of which this object's save has read everything.
+        logs: the logs of copied tables that it has read, which other checkpoints share, by device and inode number.
     """
 
     known_sound: ClassVar[str] = ""
     """The token of the checkpoint that this process has loaded or saved last, which checks all of it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.verified = path, ""
+        self.logs: set[tuple[int, int]] = set()
 
     @staticmethod
     def name(number: int, step: int) -> str:
@@ -249,23 +257,21 @@ class Folders:
         with suppress(OSError):  # it has other files
             self.path.rmdir()
 
-    def tidy(
-        self, task: Task, tables: Sequence[Table], keep: int | Collection[int] | None, verified: str = ""
-    ) -> Found:
+    def tidy(self, task: Task, tables: Sequence[Table], keep: int | Collection[int] | None) -> Found:
         """Remove leftovers, the checkpoints that ``keep`` leaves out, and the commits held for them; return the others.
 
         Args:
             task: that of the ranks, all of which call this; the first holds the directory's lock.
             tables: this rank's.
             keep: as for :func:`save_checkpoint`.
-            verified: the token of a checkpoint that was just verified. Without one, before a save, checkpoints are only
-                removed where a killed process has not: if this one has loaded or saved the newest.
+                Before a save, they are only removed where a killed process has not: if this one has loaded or saved the
+                newest.
         """
         found = self.read()
         if task.lane.rank == 0:
             for leftover in found.leftovers:
                 _log.warning("%s was left behind by a process that was killed, and is removed", leftover)
-            for path in self._beyond(found, keep, verified):
+            for path in self._beyond(found, keep):
                 # One with links was set aside, and may need its commits: without its token it is not known to be gone.
                 has_links = path.is_symlink() or os.stat(path / MANIFEST).st_nlink > 1
                 tokens = [manifest.token for manifest, folder in found.manifests if folder == path and not has_links]
@@ -279,23 +285,23 @@ class Folders:
             _clear(found.leftovers)
         return found
 
-    def _beyond(self, found: Found, keep: int | Collection[int] | None, verified: str) -> list[Path]:
+    def _beyond(self, found: Found, keep: int | Collection[int] | None) -> list[Path]:
         """Return the folders to remove: none unless those that stay are proven good."""
         newest_first = self.entries()[::-1]
-        is_due = verified or (newest_first and newest_first[0].path == found.folder_of(Folders.known_sound))
+        is_due = self.verified or (newest_first and newest_first[0].path == found.folder_of(Folders.known_sound))
         if keep is None or not is_due or len(newest_first) <= (keep if isinstance(keep, int) else 1):
             return []
         if found.unknown:
             _log.warning("no checkpoint in %s is removed: %s", self.path, "; ".join(found.unknown))
             return []
-        kept, beyond, newest = set[int](), list[Path](), found.folder_of(verified)
+        kept, beyond, newest = set[int](), list[Path](), found.folder_of(self.verified)
         for folder in newest_first:
             if isinstance(keep, int):
                 is_kept, of = len(kept) < keep, folder.number
             else:
                 is_kept = folder is newest_first[0] or (folder.step in keep and folder.step not in kept)
                 of = folder.step
-            verdict = Verdict.GOOD if not is_kept or folder.path == newest else folder.judge()
+            verdict = Verdict.GOOD if not is_kept or folder.path == newest else folder.judge(self.logs)
             if verdict is Verdict.UNKNOWN:
                 return []
             if not is_kept:
@@ -364,15 +370,22 @@ def release(table: Table, here: Found, after: int = 0) -> bool:
     return any(commit > after for commit in commits.held)
 
 
-def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
+def verify_part(part: SavedTable, files: TensorsOf, token: str, logs: set[tuple[int, int]]) -> None:
     """Read a table's copy and changed rows, or open it as of the commit that a checkpoint refers to.
+
+    Args:
+        part: the table's description.
+        files, token: the checkpoint's.
+        logs: as in :class:`Folders`; those in it are not read again.
 
     Raises:
         CheckpointError: it is damaged or unknown.
     """
     table = open_part(part, files.folder, token)
-    if part.copy:
+    log = os.stat(table.path / "rows.log") if part.copy and table.path else None
+    if log is not None and (log.st_dev, log.st_ino) not in logs:
         verify_rows(table, files.folder)
+        logs.add((log.st_dev, log.st_ino))
     table.close()
     for delta in part.deltas:
         files.check(delta.tensors)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -149,7 +150,7 @@ def save_checkpoint(
                 task.round()
                 files = NewFiles(require_shared(folder, folders.path))
                 encoder, suffix = Encoder(), "" if is_first else f"-{lane.rank}"
-                saving = TablesToSave(files, number, step, token, existing, suffix, copies=tables == "copy")
+                saving = TablesToSave(folders, files, number, step, token, existing, suffix, copies=tables == "copy")
                 with all_locked(modules):
                     saved = tuple(
                         saving.save(index, name, module, encoder)
@@ -167,7 +168,7 @@ def save_checkpoint(
                     written.check(each for each in (*tensors.values(), *changes) if each.file in files.new)
                     for part in saved:
                         if part.copy in files.new:
-                            verify_part(part, written, token)
+                            verify_part(part, written, token, folders.logs)
                 description = Manifest(token, step, content, tensors, saved)
                 parts = task.share([asdict(description), files.bytes_written])
                 bytes_written = sum(nbytes for _, nbytes in parts)
@@ -182,10 +183,10 @@ def save_checkpoint(
                 if saving is not None:
                     saving.give_up()
                 raise
-        Folders.known_sound = token
+        Folders.known_sound = folders.verified = token
         task.round()  # the folder has its name
         saving.published()
-        found = folders.tidy(task, own, keep, verified=token)
+        found = folders.tidy(task, own, keep)
         for module in modules.values():
             table, owners, _ = own_shard(module.table)
             if module._step.is_sharded and table.path is not None and is_first:
@@ -243,6 +244,7 @@ class TablesToSave:
     """The tables of a model being saved to a checkpoint.
 
     Args:
+        folders: the directory's checkpoints.
         files: the checkpoint's files.
         number, step, token: the checkpoint's.
         existing: the existing checkpoints, each with its folder, oldest first.
@@ -252,6 +254,7 @@ class TablesToSave:
 
     def __init__(
         self,
+        folders: Folders,
         files: NewFiles,
         number: int,
         step: int,
@@ -261,7 +264,8 @@ class TablesToSave:
         *,
         copies: bool,
     ) -> None:
-        self._files, self._number, self._step, self._token, self._suffix = files, number, step, token, suffix
+        self._folders, self._files, self._token, self._suffix = folders, files, token, suffix
+        self._number, self._name = number, folders.name(number, step)
         self._previous, self._copies = existing[-1] if existing else None, copies
         self._changes: dict[RowStore, ChangedRows | None] = {}
         self._held: list[tuple[Table, Commits, int]] = []
@@ -300,15 +304,11 @@ class TablesToSave:
     def _held_by(self, table: Table) -> dict[str, Any]:
         """Begin a held commit of a table on disk; return its path and number, or nothing if it must be copied."""
         commits = table.commits
-        if self._copies or table.path is None or commits is None:
+        if self._copies or table.path is None or commits is None or len(commits.held) >= _MOST_HELD:
             return {}
-        if len(commits.held) >= _MOST_HELD:
-            return {}
-        checkpoints = self._files.folder.parent
-        keeper = os.path.join(
-            path_from(table.path, checkpoints, checkpoints.parent), Folders.name(self._number, self._step)
-        )
-        table.attributes.update({TOKEN: self._token, KEEPER: keeper})
+        checkpoints = self._folders.path
+        keeper = path_from(table.path, checkpoints, checkpoints.parent)
+        table.attributes.update({TOKEN: self._token, KEEPER: f"{keeper}/{self._name}"})
         commit = commits.hold()
         self._held.append((table, commits, commit))
         return {"path": path_from(checkpoints, table.path, checkpoints.parent), "commit": commit}
@@ -341,11 +341,9 @@ class TablesToSave:
             exact = all(column.stored_dtype != torch.int8 or not column.compact for column in stored.columns.values())
             rows = len(changed) + sum(delta.rows for delta in before.deltas)
             names = [before.copy, *(delta.file for delta in before.deltas)]
-            if (
-                exact
-                and rows * row_bytes <= _MOST_DELTAS * stored.nbytes
-                and self._files.link(self._previous[1], names, lambda files: verify_part(before, files, self._token))
-            ):
+            verify = partial(verify_part, before, token=self._token, logs=self._folders.logs)
+            few = exact and rows * row_bytes <= _MOST_DELTAS * stored.nbytes
+            if few and self._files.link(self._previous[1], names, verify):
                 more = (self._delta(stored, changed, index),) if len(changed) else ()
                 return {"copy": before.copy, "deltas": (*before.deltas, *more)}
         copy = f"table-{self._number}-{index}{shard}"

@@ -247,7 +247,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damaged_ones_do_not_count_and_stay_until_there_are_good_ones(what: str, keep: str, tmp_path: Path) -> None:
     run = Run(tmp_path, on_disk=False)
-    run.model[1].requires_grad_(True)  # so that each has tensors of its own
+    run.model[1].requires_grad_(True)  # so that each has other tensors
 
     def save(step: int, kept: Any) -> Path:
         with torch.no_grad():
