@@ -158,7 +158,7 @@ class RowStep(Locked):
         if trains:
             self.before_forward()
         columns = None if trains else _WEIGHT
-        leased = None if self.announced is None else self._announced_lease(Request.of(request), columns)
+        leased = None if self._announced is None else self._announced_lease(Request.of(request), columns)
         block, local = leased or self.lease(request, columns)
         weight = block.columns["weight"]
         if not trains:
@@ -186,9 +186,10 @@ class RowStep(Locked):
         Returns:
             None if the lookup has no ids, or was not announced.
         """
-        if not any(each.numel() for each in request.given):
+        announced = self.announced
+        if announced is None or not any(each.numel() for each in request.given):
             return None
-        for lookup in self.announced or ():
+        for lookup in announced:
             if lookup.matches(request.given, request.device):
                 return lookup.take() or self.lease(lookup.ids.to(request.device), columns)
         if columns is None:
@@ -567,7 +568,7 @@ class RowStep(Locked):
             found = f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
         elif not kernels.has_memory(value):
             found = "a tensor without memory for its items"
-        elif self.lookaheads and value.untyped_storage().nbytes() > value.nbytes and not self._rows.contain(value):
+        elif self._loops and value.untyped_storage().nbytes() > value.nbytes and not self._rows.contain(value):
             return value.clone()  # other users of that memory may write to all of it
         else:
             return value
@@ -600,7 +601,7 @@ class RowStep(Locked):
             block = self._rows.block
             assert block is not None
             try:
-                later = commit if self.lookaheads > 0 else None
+                later = commit if self._loops else None
                 if self.state.idle is None and not self._rows.of_all:
                     self.table.give_back(block, leaving.values, later)
                 else:
