@@ -145,7 +145,7 @@ class Column:
                 row, value = first_row + start + int(lost[0, 0]), float(some[tuple(lost[0])])
                 raise ValueError(
                     f"row {row} of column {self.name!r} has the value {value:g}, but is stored as {self.stored}, up to "
-                    f"{torch.finfo(self.stored_dtype).max:g}; store it in another dtype (stored_dtype), or scale the rows"
+                    f"{torch.finfo(self.stored_dtype).max:g}; give another stored_dtype, or scale the rows"
                 )
 
     def _alone(self, values: torch.Tensor) -> torch.Tensor:
