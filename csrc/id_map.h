@@ -122,15 +122,15 @@ class IdMap {
     Cells<uint32_t> last_;    // by row: the last batch that had the key; unless evict is none
     Cells<uint32_t> counts_;  // by row: how often the key was seen; for lfu
 
-    // Keys that have been seen less than admit_after times, in a ring, in the order in which they came: as many as there
-    // are rows, and then the one that came first is forgotten. Admitted keys leave gaps, for which the ring has a quarter
-    // more places; when it has come round, the gaps are closed.
+    // Keys that have been seen less than admit_after times, in a ring, in the order in which they came: as many as
+    // there are rows, and then the one that came first is forgotten. Admitted keys leave gaps, for which the ring has a
+    // quarter more places; when it has come round, the gaps are closed.
     int64_t num_places_;
     KeyTable probation_;
     int64_t probation_used_ = 0;
-    int64_t cursor_ = 0;        // the last place that was assigned
-    int64_t on_probation_ = 0;  // keys
-    int64_t oldest_ = 1;        // no place from the one after the cursor up to this has a key
+    int64_t cursor_ = 0;         // the last place that was assigned
+    int64_t on_probation_ = 0;   // keys
+    int64_t oldest_ = 1;         // no place from the one after the cursor up to this has a key
     Cells<uint32_t> sightings_;  // by cell, 0 for one without a key
     Cells<uint32_t> changed_;    // by kTogether neighbouring cells: the last batch that changed one of them
     static constexpr int64_t kTogether = 16;
