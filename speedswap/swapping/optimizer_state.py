@@ -28,7 +28,7 @@ from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages, averages_of
 from speedswap.tables.closed_steps import ClosedSteps
 from speedswap.tables.idle import IdleStore
-from speedswap.tables.notes import IDLE_ROWS
+from speedswap.tables.notes import AVERAGES, IDLE_ROWS
 
 _log = logging.getLogger("speedswap")
 
@@ -174,7 +174,7 @@ class OptimizerState:
         if steps_others and self._twin is None:
             held = [self.table.columns["weight"], *self._row_state.columns]
             self._twin = Twin(optimizer, self.weight, held, self._row_state.scalars)
-        self.averages = averages_of(self.table)
+        self.averages = averages_of(self.table) if AVERAGES in self.table.live_attributes else []
         for each in self.averages:
             each.take(block.columns)
         if state is None:

@@ -57,3 +57,34 @@ def trained(group, name, folder, depth):
         with speedswap.Table.open(speedswap.Ranks(speedswap.Disk(path), group)) as table:
             found.append(table.read())
     return found
+
+
+def averaged(group):
+    """Return the errors of averages of rows that ranks own, trained and frozen, and whether training goes on."""
+    model, optimizer = made(group, "AdamW", None)
+    speedswap.attach(optimizer, model, idle_rows="lazy")
+    found = []
+    for trains in (True, False):
+        model.weight.requires_grad_(trains)
+        try:
+            speedswap.optim.Averaged(model)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    model.weight.requires_grad_(True)
+    train(model, optimizer, [each[group.rank()] for each in batches(2)], 0)
+    return found
+
+
+def resumed(group, name, folder):
+    """Return the rows of a training that was saved, and of one that goes on from there with fresh modules in memory."""
+    steps, found = [each[group.rank()] for each in batches(20)], []
+    model, optimizer = made(group, name, f"{folder}/items")
+    for part in (steps[:8], steps[8:12]):
+        train(model, optimizer, part, 0)
+        speedswap.save_checkpoint(f"{folder}/saved", model, optimizer, tables="copy")
+    train(model, optimizer, steps[12:], 0)
+    found.append(model.table.read())
+    model, optimizer = made(group, name, None)
+    speedswap.load_checkpoint(f"{folder}/saved", model, optimizer)
+    train(model, optimizer, steps[12:], 0)
+    return [*found, model.table.read()]

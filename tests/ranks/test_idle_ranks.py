@@ -41,3 +41,16 @@ def test_rows_of_ranks_on_disk_are_those_of_dense_training(ranks: RankPool, tmp_
     for name in ("items", "copy"):
         with speedswap.Table.open(tmp_path / name, "r") as table:
             assert relative_error(table.read(), wanted) <= 1e-12
+
+
+def test_ranks_go_on_from_a_checkpoint_to_the_same_bits(ranks: RankPool, tmp_path) -> None:
+    for saved, resumed in ranks.run(scenarios.resumed, 3, "AdamW", str(tmp_path)):
+        assert torch.equal(saved, resumed)
+
+
+def test_averages_of_rows_that_ranks_own_are_refused(ranks: RankPool) -> None:
+    for found in ranks.run(scenarios.averaged, 2):
+        for kind, message in found:
+            assert kind == "ValueError", message
+            assert "cannot have averages: ranks own the rows" in message
+        assert len(found) == 2
