@@ -167,8 +167,8 @@ void IdMap::forget_oldest(Undo* undo) {
     --on_probation_;
 }
 
-// Moves the keys on probation to the first places, in order. The ring has come round since this was done last, so that it
-// costs a few places per key.
+// Moves the keys on probation to the first places, in order. The ring has come round since this was done last, so that
+// it costs a few places per key.
 void IdMap::close_gaps(Undo* undo) {
     struct Waiting {
         uint64_t number;

@@ -132,8 +132,8 @@ py::tuple texts_of(const py::sequence& strings) {
             text = PyUnicode_AsUTF8AndSize(items[i], &length);
             if (text == nullptr) {  // a lone surrogate, in three bytes as in NumPy's strings
                 PyErr_Clear();
-                encoded = py::reinterpret_steal<py::object>(
-                    PyUnicode_AsEncodedString(items[i], "utf-8", "surrogatepass"));
+                encoded =
+                    py::reinterpret_steal<py::object>(PyUnicode_AsEncodedString(items[i], "utf-8", "surrogatepass"));
                 if (!encoded) throw py::error_already_set();
                 text = PyBytes_AS_STRING(encoded.ptr());
                 length = PyBytes_GET_SIZE(encoded.ptr());

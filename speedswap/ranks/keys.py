@@ -279,11 +279,7 @@ class ShardedIdMap(IdMap):
         def is_own(numbers: Tensor) -> Tensor:
             return owners_of_keys(numbers, size) == rank
 
-        waiting = part.probation.numbers
-        if part.probation.counts is not None:  # otherwise no key is on probation
-            waiting = waiting[part.probation.counts.long() > 0]
-        is_own_part = part.own_rows is not None and bool(is_own(torch.cat([part.rows.numbers, waiting])).all())
-        return part if is_own_part else selected(part, is_own)
+        return selected(part, is_own)
 
     @contextmanager
     def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
@@ -299,7 +295,7 @@ class ShardedIdMap(IdMap):
             require(self._last_in_parts == sum(self._used_by), "the keys of some rows are missing")
         share = self._own_share()
         own = [part for part in parts if part.cursor.used or part.cursor.probation_used]
-        if len(own) == 1 and _fits_ring(own[0], share):  # as this rank saved it, including probation slots
+        if len(own) == 1:  # as this rank saved it
             saved = own[0]._replace(free_rows_are_stale=any(part.free_rows_are_stale for part in parts))
         else:
             saved = joined(parts, self.capacity)
@@ -352,12 +348,6 @@ def _held(maps: Sequence[ShardedIdMap], *, changing: bool) -> Iterator[None]:
 
 def _shaped(rows: Sequence[Tensor], keys: Sequence[Keys]) -> list[Tensor]:
     return [own.long().view(some.shape).to(some.device) for own, some in zip(rows, keys, strict=True)]
-
-
-def _fits_ring(part: SavedMap, share: int) -> bool:
-    """Return whether the keys on probation can keep their slots in a ring of a given size."""
-    used = part.cursor.probation_used
-    return used == share or used == part.cursor.last_place < share
 
 
 def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:

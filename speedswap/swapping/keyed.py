@@ -83,6 +83,10 @@ class KeyPass:
             yield later
             later = later.following
 
+    def renewed_after(self) -> list[Tensor]:
+        """Return the rows that were reset for later lookups."""
+        return [rows for later in self.after() for rows in later.renewed]
+
     def counted_after(self) -> dict[KeyedRows, Tensor]:
         """Return the keys' numbers of later lookups, by id map."""
         asked = [each for later in self.after() for each in later.asked]
@@ -189,7 +193,7 @@ class KeyedRows:
             )
             return None
         rows = found[0][1]
-        renewed = [some for each, _ in found for later in each.after() for some in later.renewed]
+        renewed = [some for each, _ in found for some in each.renewed_after()]
         lost = torch.isin(torch.cat([rows.cpu().reshape(-1)[:0], *renewed]), rows.cpu() + self.first_row)
         if lost.any() or not all(torch.equal(own, rows) for _, own in found):
             raise IdMapError(

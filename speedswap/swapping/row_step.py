@@ -281,10 +281,11 @@ class RowStep(Locked):
             grad = grad.detach()
         if self.padding.rows:
             self.padding.zero(grad, block.rows)
-        for later in leaf.key_pass.after():  # type: ignore[attr-defined]
-            for rows in later.renewed:
+        key_pass: KeyPass = leaf.key_pass  # type: ignore[attr-defined]
+        if key_pass.following is not None:
+            for rows in key_pass.renewed_after():
                 drop(grad, block.rows, rows)
-        leaf.key_pass.is_answered = True  # type: ignore[attr-defined]
+        key_pass.is_answered = True
         with self.lock:
             self._take(block, version, grad, BatchRows.steps_anywhere)
 
