@@ -348,14 +348,10 @@ class TableToLoad:
                 f"{self._where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has "
                 f"{saved.num_embeddings}; make the model with the same"
             )
-<<<<<<< ours
         if self.trainer is not None:
             self.module._step.state.warn_of_idle_rows(self.trainer, self._sources[0].saved.attributes)
-        goes_on = self.trainer is not None and not saved.is_initial  # else columns may be initial ones
-=======
         has_state = not saved.is_initial or not self.columns.keys().isdisjoint(self.module._step.state.names)
         goes_on = self.trainer is not None and has_state  # else the table was frozen, and starts with initial state
->>>>>>> theirs
         self.check_columns(each for each in table.columns.values() if goes_on or each.name in self.columns)
         if saved.id_maps.keys() != maps.keys():
             raise CheckpointError(
