@@ -14,8 +14,9 @@ struct Lines {
 };
 
 // Reads lines of tab-separated numbers. Column c has decimal ones, with an optional minus, where bases[c] is 'd';
-// hexadecimal ones of up to 16 digits but 2^64 - 1, the bits of an int64, where it is 'x'; and 0 or 1, never empty, where it is 'b'. Row r of column c goes
-// to values[c * stride + r]; another empty field becomes missing[c]. Blank lines are skipped.
+// hexadecimal ones of up to 16 digits but 2^64 - 1, the bits of an int64, where it is 'x'; and 0 or 1, never empty,
+// where it is 'b'. Row r of column c goes to values[c * stride + r]; another empty field becomes missing[c]. Blank
+// lines are skipped.
 //
 // Stops after `most` rows, at a line of another form, or at the last line if it lacks its newline.
 Lines read_lines(const char* text, int64_t bytes, const std::string& bases, const int64_t* missing, int64_t* values,
