@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -199,11 +199,19 @@ class LookupsTogether(LookupsAhead):
 
     Args:
         group: the ranks.
+        forget: called if other ranks know of others, or an id is outside its table.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, forget: Callable[[], None]) -> None:
         super().__init__(group)
+        self._forget = forget
         self.end()
+
+    def _fetch(self, task: Task, lookups: list[RowsAhead]) -> bool:
+        is_fetched = super()._fetch(task, lookups)
+        if not is_fetched:
+            self._forget()
+        return is_fetched
 
 
 class RowsAhead(Prefetched):
