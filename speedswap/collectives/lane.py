@@ -216,6 +216,7 @@ class Lane:
         except BaseException as error:
             is_ours = os.getpid() == self._process and self._task is None  # not in a fork, nor in another thread
             if is_ours and self.failures == failures:
+                self._begin_signed()  # as the others have, whose call has begun a task
                 Task(self, Kind.CALL, ANYTHING).give_up(error)
             raise
         finally:

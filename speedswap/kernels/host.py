@@ -102,7 +102,7 @@ def have_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two dense tensors of one dtype have the same items; a NaN is the same as itself."""
     if one.shape != other.shape:
         return False
-    mine, others = (as_read(each.detach()).reshape(-1).view(torch.uint8) for each in (one, other))
+    mine, others = (as_read(each.detach()).contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(mine, others)
 
 

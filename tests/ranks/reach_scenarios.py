@@ -155,15 +155,12 @@ def refused(group):
     for call in (
         lambda: speedswap.Embedding(ROWS, DIM, storage=owned(group, reduction="max")),
         lambda: speedswap.Embedding(ROWS, DIM, storage=replace(owned(group), local_to_rank=True)),
-        lambda: speedswap.Embedding(ROWS, DIM, table=items.table, local_to_rank=True),
         lambda: speedswap.Embedding(ROWS, DIM, table=items.table, storage=owned(group)),
         lambda: speedswap.Embedding(ROWS + group.rank(), DIM, storage=owned(group)),
         lambda: copy.deepcopy(items),
     ):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                call()
+            call()
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
         else:

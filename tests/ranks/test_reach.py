@@ -57,8 +57,8 @@ def test_filled_and_written_rows(ranks: RankPool) -> None:
 
 def test_arguments_that_do_not_fit(ranks: RankPool) -> None:
     for said in ranks.run(scenarios.refused, 2):
-        both = "local_to_rank is True, but the ranks own the rows"
-        wanted = ["reduction is 'max'", both, both, "storage is Ranks(", "num_embeddings", "copied"]
+        local = "local_to_rank is True, but the ranks own the rows"
+        wanted = ["reduction is 'max'", local, "storage is Ranks(", "num_embeddings", "copied"]
         assert all(word in text for word, text in zip(wanted, said, strict=True)), said
 
 

@@ -226,7 +226,7 @@ def test_a_checkpoint_without_its_tables_is_refused(storage, tmp_path):
     run(small(generate=300), output=tmp_path / "out")
     (tables,) = (tmp_path / "out").glob("checkpoints/*/table-*")
     tables.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"cannot be read \(path is .*\)"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*No such file or directory.*\)"):
         run(small(generate=300, storage=storage), output=tmp_path / "out", resume=True)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(tmp_path / "out", storage=storage)

@@ -135,7 +135,7 @@ def test_an_optimizer_that_mixes_rows_is_refused():
 
 
 def test_too_few_samples_to_test_on_are_an_error(criteo, tmp_path):
-    with pytest.raises(SamplesError, match="has 9 samples, and none is set apart to test on: give more, or test files"):
+    with pytest.raises(SamplesError, match="has 9 samples, and none is set apart to test on: give more, or files"):
         run(small(samples=criteo(9)))
     (tmp_path / "empty").touch()
     with pytest.raises(SamplesError, match=r"test .* has no samples: give other files"):
