@@ -102,8 +102,14 @@ def have_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two dense tensors of one dtype have the same items; a NaN is the same as itself."""
     if one.shape != other.shape:
         return False
-    mine, others = (as_read(each.detach()).contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(mine, others)
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = as_read(tensor.detach()).reshape(-1)
+    if flat.stride(0) != 1:  # contiguous() would leave a single item as it is
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def as_ids(ids: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from speedswap.collectives import of_all_ranks
 from speedswap.swapping.row_step import RowStep, step_of
 from speedswap.swapping.weight import with_tables
 from speedswap.tables import Table
@@ -58,6 +58,7 @@ class Averaged(AveragedModel):
         torch.Size([2, 1])
     """
 
+    @of_all_ranks
     def __init__(self, model: nn.Module, decay: float | None = 0.999, *, use_buffers: bool = False) -> None:
         if decay is not None and not 0 <= decay <= 1:
             raise ValueError(f"decay is {decay}; give a number from 0 to 1, or None for the mean of all updates")
@@ -66,11 +67,10 @@ class Averaged(AveragedModel):
         steps = [step for each in with_tables(model).parameters() if (step := step_of(each)) is not None]
         for step in steps:
             if (why := _why_not(step)) and (_is_trained(step) or step.is_sharded):
-                with nullcontext() if step.group is None else step.group.call():  # which tells the others
-                    raise ValueError(
-                        f"table {step.table.name!r} cannot have averages: {why}, and a row's average is known only "
-                        "while its weight stays as this process's steps leave it; leave one of the two out"
-                    )
+                raise ValueError(
+                    f"table {step.table.name!r} cannot have averages: {why}, and a row's average is known only while "
+                    "its weight stays as this process's steps leave it; leave one of the two out"
+                )
         memo: dict[int, Any] = {id(step.table): step.table for step in steps}  # what cannot be averaged is shared
         for step in steps:
             if not _why_not(step):

@@ -393,19 +393,18 @@ def step_again(group, how, size):
 
 
 def fail_once(items, optimizer, *, fails):
-    """Take a step in which this rank may run out of room just before the ranks agree to write."""
-    own = items.table.store.own
+    """Take a step in which this rank may run out of memory just before the ranks agree to write."""
 
-    def full(rows):
+    def full(leaving):
         raise MemoryError("no room")
 
     if fails:
-        own.reserve_rows = full
+        items._step.add_columns = full
     try:
         optimizer.step()
     finally:
         if fails:
-            del own.reserve_rows
+            del items._step.add_columns
 
 
 def other_columns(group, what):
