@@ -125,6 +125,7 @@ def test_a_step_waits_once(form: str, ahead: bool, gpu: str) -> None:
         for _ in range(2):
             step(collection, optimizer, next(loop))
         waits[kind, groups, shared] = waits_of(lambda args=(collection, optimizer): step(*args, next(loop)))  # noqa: B023
+        assert len([*loop]) == 1  # writes of a loop that is left would arrive while the next case is counted
     assert waits == dict.fromkeys(CASES, 1)
 
 
