@@ -23,7 +23,7 @@ from batching.overhead import measure_overhead, measure_recovery
 from batching.rungs import measure_rungs
 from batching.searches import measure_searches
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.bench.measure import find_peer, show_peers
 
 BATCHES = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.bench.measure import find_peer, show_peers
 from speedswap.apps.errors import BenchmarkError
 from speedswap.losses import UniformSampler, full_softmax

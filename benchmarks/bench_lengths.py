@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.bench.measure import find_peer, show_peers
 from speedswap.batching import Padded
 from speedswap.batching.memory import is_out_of_memory, limited

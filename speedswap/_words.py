@@ -1,10 +1,17 @@
-"""Wording of messages."""
+"""Wording of messages: kinds, sizes, warnings with codes, installation commands."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import shlex
+import sys
+import threading
+import warnings
 
-__all__ = ["AVERAGE_OTHERS", "a_kind", "size_in_words"]
+from speedswap.errors import SpeedswapWarning
+
+__all__ = ["AVERAGE_OTHERS", "a_kind", "pip_install", "size_in_words", "warn", "warn_once"]
 
 AVERAGE_OTHERS = (  # of AveragedModel, EMA and SWA
     "an average of a model over its steps is speedswap.optim.Averaged(model); or average a module without the "
@@ -38,3 +45,76 @@ def size_in_words(nbytes: int) -> str:
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):.1f} {unit}"
     return f"{nbytes} bytes"
+
+
+_said: set[str] = set()
+_said_lock = threading.Lock()
+
+
+def warn(code: str, message: str, category: type[Warning] = SpeedswapWarning) -> None:
+    """Warn; this is the only place where the package does.
+
+    Args:
+        code: the warning's, such as ``"SW401"``, which docs/warnings.md explains. The message begins with it.
+        message: the event in detail, and the remedy.
+        category: the class of the warning.
+    """
+    warnings.warn(category(f"{code}: {message}"), stacklevel=_users_level())
+
+
+def warn_once(code: str, message: str) -> None:
+    """Warn, the first time in this process that a code has this message."""
+    with _said_lock:
+        if code + message in _said:
+            return
+        _said.add(code + message)
+    warn(code, message)
+
+
+def _users_level() -> int:
+    """Return the caller's stacklevel of the innermost frame that is neither torch's nor this package's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "speedswap"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def pip_install(*packages: str, extra: str) -> str:
+    """Return the command that installs packages of an extra, in the versions that the extra requires.
+
+    It names the packages themselves: ``speedswap[extra]`` would be looked up in a package index, where speedswap may be
+    missing, and the folder it was installed from may be gone. A package that the installed metadata does not list is
+    named without a version.
+
+    Args:
+        packages: names of distributions.
+        extra: the extra of speedswap that includes them.
+
+    Returns:
+        One line for a shell.
+
+    Example:
+        >>> pip_install("matplotlib", "tqdm", extra="demo")
+        "pip install 'matplotlib>=3.8' 'tqdm>=4.66'"
+    """
+    required = _requirements(extra)
+    return shlex.join(["pip", "install", *(required.get(_plain(name), name) for name in packages)])
+
+
+def _requirements(extra: str) -> dict[str, str]:
+    """Return the requirements of an extra by name, such as ``{"tqdm": "tqdm>=4.66"}``."""
+    try:
+        lines = importlib.metadata.requires("speedswap") or []
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return {}
+    found = {}
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        name = re.match(r"[\w.-]+", requirement)
+        if name is not None and re.search(rf"extra == .{re.escape(extra)}\b", marker):
+            found[_plain(name[0])] = requirement.strip()
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 
 
 def test_command_names_packages_in_the_versions_of_the_extra():

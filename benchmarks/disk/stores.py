@@ -15,7 +15,7 @@ from torch import Tensor
 
 import speedswap
 from disk.workload import Shape
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.bench.measure import Peer, find_peer
 from speedswap.tables import Block
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, BinaryIO
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.errors import OutputError, named
 from speedswap.errors import SpeedswapError
 from speedswap.tables.files import whole

@@ -13,9 +13,8 @@ import torch
 
 import speedswap
 from speedswap import kernels
-from speedswap._install import pip_install
 from speedswap._machine import available_bytes, lockable_bytes, pages, physical_bytes
-from speedswap._words import size_in_words
+from speedswap._words import pip_install, size_in_words
 
 # The CuPy distribution for each CUDA, and the extra of speedswap that installs it.
 EXTRA_OF_CUPY = {"cupy-cuda12x": "cuda12", "cupy-cuda13x": "cuda13"}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, SettingsError, named
 from speedswap.apps.files import remove_leftovers, says_unwritable, write_whole
 from speedswap.apps.options import AppSettings

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from speedswap._install import pip_install
-from speedswap._interrupts import set_handlers
+from speedswap._process import set_handlers
+from speedswap._words import pip_install
 from speedswap.apps.ranks import Job, another_has_spoken, joined
 from speedswap.errors import PeerError
 

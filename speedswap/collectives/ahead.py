@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import torch
 
-from speedswap._threads import EndingThread
+from speedswap._process import EndingThread
 from speedswap.collectives.lane import Lane
 from speedswap.collectives.messages import ANYTHING, FAILED, NO_COUNT, OK, Kind, Line
 from speedswap.collectives.task import Task

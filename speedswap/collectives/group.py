@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from speedswap._forks import in_child
+from speedswap._process import in_child
 from speedswap.collectives.ahead import Ahead
 from speedswap.collectives.lane import Lane
 from speedswap.collectives.messages import Kind, digest_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import warn
+from speedswap._words import warn
 from speedswap.compat.views import CupyMethods, NpyStore
 from speedswap.errors import DuplicateRowsWarning, IdError
 from speedswap.swapping.switchers import arrays

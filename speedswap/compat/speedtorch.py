@@ -55,7 +55,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedswap import swapping
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 from speedswap.compat.gadgets import DataGadget, DataGadgetMM
 from speedswap.compat.views import CupyMethods, DiskMethods, TorchMethods
 from speedswap.swapping.switchers.arrays import as_dtype

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from speedswap._forks import in_child
-from speedswap._threads import EndingThread
+from speedswap._process import EndingThread, in_child
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.host import deferred_interrupts

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speedswap._forks import in_child
+from speedswap._process import in_child
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.launch import by_launch, copy
 from speedswap.kernels.cuda.lookups import find_places

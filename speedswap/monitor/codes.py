@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from speedswap._warnings import warn
+from speedswap._words import warn
 from speedswap.errors import SpeedswapWarning
 
 Level = Literal["off", "user", "expert"]

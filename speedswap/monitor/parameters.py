@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 
 
 def import_optional(name: str) -> Any:

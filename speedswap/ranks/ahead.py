@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import warn
+from speedswap._words import warn
 from speedswap.collectives import Errand, Kind, Levels, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import IdError, PeerError
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, ask_ahead, ids_of_tables, send_back, starts_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task
 from speedswap.errors import RanksError
 from speedswap.ranks.foreseen import Foreseen

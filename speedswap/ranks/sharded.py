@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._forks import Locked
+from speedswap._process import Locked
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, LookupsOnGpu, RowsAhead, RowsOnGpu

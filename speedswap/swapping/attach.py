@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor, nn
 
-from speedswap._warnings import warn
+from speedswap._words import warn
 from speedswap.collectives import of_all_ranks
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag

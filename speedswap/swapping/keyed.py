@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 from speedswap.errors import IdMapError, TableBusyError
 from speedswap.swapping.prefetched import GivenTensor
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys, select_texts

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap._forks import Locked
+from speedswap._process import Locked
 from speedswap.errors import OptimizerError
 from speedswap.swapping.weight import is_one_value
 from speedswap.swapping.whole_rows import is_divided

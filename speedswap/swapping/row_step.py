@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap._forks import Locked
-from speedswap._warnings import warn_once
-from speedswap._words import a_kind
+from speedswap._process import Locked
+from speedswap._words import a_kind, warn_once
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding, drop

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from speedswap._machine import available_bytes
-from speedswap._warnings import warn
+from speedswap._words import warn
 from speedswap.errors import ConversionError, TableError, TableTooLargeError
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag

@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from speedswap._warnings import warn_once
-from speedswap._words import AVERAGE_OTHERS
+from speedswap._words import AVERAGE_OTHERS, warn_once
 from speedswap.errors import TableTooLargeError
 from speedswap.tables import Table
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from speedswap import kernels
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 
 if TYPE_CHECKING:
     from speedswap.kernels import HotRows, Records

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._forks import Locked
+from speedswap._process import Locked
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import IdMapUndo, KeyMap
 from speedswap.tables.files import keys_file

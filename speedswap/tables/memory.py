@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import warn_once
+from speedswap._words import warn_once
 from speedswap.errors import TableTooLargeError
 from speedswap.kernels.cuda import pinning
 from speedswap.tables.init import CHUNK_ROWS, ColumnSpec, CopyOf

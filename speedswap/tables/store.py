@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from speedswap._forks import Locked
+from speedswap._process import Locked
 from speedswap.tables.init import chunks_of
 from speedswap.tables.initial import Origin, origins_of
 from speedswap.tables.notes import Notes

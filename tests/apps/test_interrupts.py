@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from speedswap._interrupts import set_handlers
+from speedswap._process import set_handlers
 from speedswap.apps.running import Ended, Stop, ending_signals
 
 SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated"), signal.SIGHUP: (129, "hung up")}

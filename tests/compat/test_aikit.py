@@ -14,7 +14,7 @@ from children import run_script
 from torch import distributed, nn
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.compat import aikit, runai
 from speedswap.errors import BatchError
 

@@ -20,7 +20,7 @@ from children import run_script
 from torch import nn
 
 import speedswap.compat.speedtorch as SpeedTorch
-from speedswap import _warnings, kernels
+from speedswap import _words, kernels
 from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning, TableFullError
 
 ROWS, DIM = 30, 4
@@ -325,7 +325,7 @@ def test_optimizer_state_goes_by_name(name: str, method: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_said_once() -> None:
-    _warnings._said.clear()
+    _words._said.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -127,7 +127,7 @@ def partly_fresh(group):
 
     with (
         mock.patch.object(RowsAhead, "lend", lend_later),
-        mock.patch("speedswap._warnings._said", set()),
+        mock.patch("speedswap._words._said", set()),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -192,7 +192,7 @@ def many(group, count, depth, *, in_collection, clips=False):
 
     with (
         mock.patch.object(LookupsAhead, "let_go", note_rounds),
-        mock.patch("speedswap._warnings._said", set()),
+        mock.patch("speedswap._words._said", set()),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

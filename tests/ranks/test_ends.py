@@ -65,7 +65,7 @@ while rank == 1:
     time.sleep(0.1)
     if os.getppid() != parent:
         os._exit(0)
-speedswap._threads._SECONDS = 0.5
+speedswap._process._SECONDS = 0.5
 ahead = table._step.group.ahead
 rounds = ahead.lane.rounds
 ahead.announce_end(failed=False)

@@ -340,7 +340,7 @@ def test_weight_decay_reaches_the_batchs_rows_alone_and_says_so_once(monkeypatch
     for make in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW):
         ours, theirs = (trained(kind(4, 2), make, 0.0) for kind in (speedswap.Embedding, nn.Embedding))
         torch.testing.assert_close(ours, theirs)  # without a warning, which would be an error here
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     for make in (torch.optim.SGD, torch.optim.AdamW):
         with pytest.warns(speedswap.errors.SpeedswapWarning, match=rf"^SW401: .*{make.__name__}.* 0\.5") as said:
             ours = [trained(speedswap.Embedding(4, 2), make, 0.5) for _ in range(2)]

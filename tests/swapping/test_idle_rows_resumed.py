@@ -105,7 +105,7 @@ def test_weights_alone_are_loaded_with_the_steps_that_they_lacked(tmp_path):
 
 
 def test_idle_rows_that_go_on_otherwise_are_warned_of(tmp_path, monkeypatch):
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     training, message = made("AdamW", tmp_path / "items"), r"SW409: table 'items' was trained with idle_rows='dense'"
     train(training, 4)
     speedswap.save_checkpoint(tmp_path / "saved", *training)
@@ -124,7 +124,7 @@ def test_idle_rows_that_go_on_otherwise_are_warned_of(tmp_path, monkeypatch):
     train(lazy, 4, 8)
     require_same_bits(lazy, whole)
 
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     with speedswap.Table.open(tmp_path / "items") as table:
         items = speedswap.Embedding(ROWS, DIM, table=table)
         optimizer = EVERY["AdamW"](items.parameters())

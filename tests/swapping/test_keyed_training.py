@@ -472,7 +472,7 @@ def test_a_checkpoint_neither_adds_nor_counts_keys_again(kind: str, settings: st
 
 def test_a_reentrant_checkpoint_adds_no_keys_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward pass is one without gradients."""
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     items = speedswap.Embedding(8, 2, id_map=speedswap.IdMap(8))
     factor = torch.ones(2, requires_grad=True)
     out = checkpoint(lambda keys, factor: items(keys) * factor, torch.tensor([7]), factor, use_reentrant=True)

@@ -290,7 +290,7 @@ def test_evaluation_in_between(device: str, way: str) -> None:
 def test_ids_that_were_not_prefetched_are_right_and_warned_of_once(
     device: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     found = []
     for ahead in (True, False):
         items = embedding(device)

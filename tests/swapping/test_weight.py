@@ -563,7 +563,7 @@ def test_a_change_of_a_copied_state_dict_is_said(monkeypatch: pytest.MonkeyPatch
             values.add_(1)
         items.load_state_dict(copied)
         items(ids)
-        monkeypatch.setattr("speedswap._warnings._said", set())
+        monkeypatch.setattr("speedswap._words._said", set())
         average = copy.deepcopy(items)
         for values, newer in zip(average.state_dict().values(), items.state_dict().values(), strict=True):
             values.copy_(0.9 * values + 0.1 * newer)
@@ -575,7 +575,7 @@ def test_a_change_of_a_copied_state_dict_is_said(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(next(iter(average.state_dict().values())), before + 1)
     items = speedswap.Embedding(ROWS, DIM, name="items")
     items.state_dict()["weight"][3] = 0
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     with pytest.warns(SpeedswapWarning, match="^SW402"):
         items(torch.tensor([3]))
 

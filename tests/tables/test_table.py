@@ -529,7 +529,7 @@ def test_registration_that_fails_leaves_a_working_pageable_table(monkeypatch: py
 
     monkeypatch.setattr(pinning, "pin", fails)
     monkeypatch.setattr(storage.kernels, "cuda_ready", lambda: (True, ""))
-    monkeypatch.setattr("speedswap._warnings._said", set())
+    monkeypatch.setattr("speedswap._words._said", set())
     table = Table.create(100, 4, storage="pinned", init=init.normal())
     with pytest.warns(SpeedswapWarning, match="could not be registered with CUDA.*cudaErrorMemoryAllocation"):
         table.view()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.bench import step
 from speedswap.apps.bench.measure import Peer, lacking
 from speedswap.apps.bench.trainers import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS

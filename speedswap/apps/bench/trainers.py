@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.bench.measure import Peer, find_peer
 from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import WrongResultError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps import options
 from speedswap.apps.errors import ImagesError, SettingsError
 from speedswap.apps.options import AppSettings, option, whole

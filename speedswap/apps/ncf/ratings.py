@@ -18,7 +18,7 @@ from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.errors import RatingsError, SettingsError, named
 from speedswap.apps.files import PARQUET, opened, parquet_opened
 from speedswap.apps.ncf.interactions import NcfSplit

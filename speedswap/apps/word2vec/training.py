@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, CorpusError, OutputError, named
 from speedswap.apps.ranks import Job
 from speedswap.apps.run import Run

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from speedswap._install import pip_install
-from speedswap._words import a_kind
+from speedswap._words import a_kind, pip_install
 from speedswap.batching.elastic import world
 from speedswap.batching.functions import require_integer
 from speedswap.compat.aikit import elastic

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from speedswap._forks import Locked
-from speedswap._install import pip_install
+from speedswap._process import Locked
+from speedswap._words import pip_install
 from speedswap.kernels import _C
 
 _log = logging.getLogger("speedswap")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._warnings import warn
+from speedswap._words import warn
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
 from speedswap.swapping.switchers import arrays

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap._warnings import warn
-from speedswap._words import a_kind
+from speedswap._words import a_kind, warn
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError
 from speedswap.swapping.embedding import Embedding

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._forks import Locked
 from speedswap._machine import available_bytes
+from speedswap._process import Locked
 from speedswap.errors import TableClosedError, TableError, TableFormatError
 from speedswap.tables.disk.layout import FreshRows, moves
 from speedswap.tables.files.directory import LogFiles

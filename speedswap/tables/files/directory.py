@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap._forks import Locked
+from speedswap._process import Locked
 from speedswap.errors import TableBusyError, TableClosedError, TableFormatError, TableFullError
 from speedswap.tables.files.locks import WriterLock
 from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ManifestFile, ShardsManifest

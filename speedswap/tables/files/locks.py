@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from speedswap._forks import in_child
+from speedswap._process import in_child
 from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.files.open_directory import FULL, OpenDirectory, OpenFile, says_if_full
 

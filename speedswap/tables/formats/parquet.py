@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap._install import pip_install
+from speedswap._words import pip_install
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts
 from speedswap.tables.formats.pieces import ColumnForm, FilePiece, Incoming, Outgoing, rows_in_piece
