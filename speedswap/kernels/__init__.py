@@ -7,7 +7,6 @@ __path__ = with_compiled_part(__path__)
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
 from speedswap.kernels.cuda.engines import copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
-from speedswap.kernels.features import FeatureIds, JoinedBags, find_together, first_outside, join_bags, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,
@@ -34,13 +33,19 @@ from speedswap.kernels.id_map import (
 )
 from speedswap.kernels.idle_rows import CURVE_TERMS, MissedSteps, take_missed_steps
 from speedswap.kernels.ids import (
+    FeatureIds,
+    JoinedBags,
     by_owner,
     check_ids,
     find_all,
     find_rows,
+    find_together,
     first_duplicate,
     first_fall,
+    first_outside,
+    join_bags,
     last_occurrences,
+    merge_ids,
     order_of,
     require_id_dtype,
     unique,
@@ -76,13 +81,18 @@ from speedswap.kernels.segment_sum import (
     sum_taken,
 )
 from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
-from speedswap.kernels.transfers import Lookup, Transfer, Transfers, in_transfer_thread, near, used_here
-from speedswap.kernels.transfers_cpu import (
+from speedswap.kernels.transfers import (
     FoundBlocks,
+    Lookup,
+    Transfer,
+    Transfers,
     finish_transfers,
     forward,
+    in_transfer_thread,
+    near,
     places_among,
     prefetch_on_cpu,
     scatter_on_cpu,
     shared_places,
+    used_here,
 )
