@@ -6,7 +6,7 @@
 //
 //     weight -= momentum * curve(y) / (x + base),  y = x / (x + base)
 //
-// where the curve is a sum of Chebyshev polynomials in 2 y - 1 (speedswap/tables/closed_steps.py).
+// where the curve is a sum of Chebyshev polynomials in 2 y - 1 (speedswap/tables/idle.py).
 #pragma once
 
 namespace speedswap {

@@ -62,7 +62,7 @@ int64_t first_duplicate(Ids ids, int64_t num_rows);
 // the number of rows; -1 if num_rows is not negative, and an id is negative or not below it.
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads, int64_t num_rows = -1);
 
-// How rows are spread over ranks: the arithmetic of speedswap/tables/shards/owners.py, which has the reasons.
+// How rows are spread over ranks: the arithmetic of speedswap/tables/owners.py, which has the reasons.
 struct Owners {
     int bits;
     uint64_t factor;

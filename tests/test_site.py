@@ -18,7 +18,7 @@ import site_links
 import speedswap
 
 ROOT = Path(__file__).resolve().parent.parent
-INTERNAL = {"collectives", "kernels", "ranks", "swapping", "tables.shards"}  # what they have for users is speedswap's
+INTERNAL = {"collectives", "kernels", "ranks", "swapping", "tables.owners"}  # what they have for users is speedswap's
 
 
 @pytest.fixture(scope="module")

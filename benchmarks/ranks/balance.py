@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["ASSIGNMENTS", "ORDERS", "asked", "busiest_over_mean", "by_order"]
 

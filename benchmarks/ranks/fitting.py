@@ -10,7 +10,7 @@ from ranks import trainers
 from ranks.simulator import Costs, Load, Protocol, Protocols, features, load_of
 from ranks.trainers import Shape
 from speedswap.apps.bench.measure import in_ms, machine
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["Timed", "fit"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ranks.simulator import Protocol
 from speedswap.collectives.messages import Line
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["Asked", "Hop", "Hosts", "asked_of", "expected_asked"]
 

@@ -12,7 +12,7 @@ import torch
 from ranks.balance import asked
 from ranks.hops import LINE_BYTES, Asked, Hop, Hosts, expected_asked
 from ranks.simulator import Protocol, expected_load
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["CLUSTER", "WAYS", "Cluster", "Way", "Workload", "efficiency", "predictions", "seconds"]
 

@@ -16,7 +16,7 @@ from ranks.processes import Here
 from ranks.simulator import Protocol
 from ranks.stages import Sent, recorded, timed_stages
 from ranks.trainers import Dense, Made, Shape
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["Step", "floor", "protocol", "record", "rounds", "stages"]
 

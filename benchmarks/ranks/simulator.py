@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ranks.balance import asked
 from ranks.stages import Sent
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["Costs", "Load", "Message", "Protocol", "Protocols", "expected_load", "features", "load_of", "payload"]
 

@@ -14,7 +14,7 @@ from ranks.trainers import Dense
 from speedswap import kernels
 from speedswap.collectives import Lane
 from speedswap.tables import Table
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 __all__ = ["Sent", "recorded", "timed_stages"]
 

@@ -18,7 +18,7 @@ from speedswap.tables import Block, Prefetched, Table, prefetch
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
-    from speedswap.tables.shards.owners import Owners
+    from speedswap.tables.owners import Owners
 
 _CPU = torch.device("cpu")
 _DENSE = torch.contiguous_format

@@ -14,7 +14,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.collectives import SPARE_IDS, Agreed, Asked, Parcel, Task, Way, as_bytes, digest_of, packed, unpacked
 from speedswap.tables import Block
-from speedswap.tables.shards.owners import Owners
+from speedswap.tables.owners import Owners
 
 # A lookup's note, below 0, packs: the number of rows, a digest of their columns, their bytes, and whether some line has
 # no room for the ids.

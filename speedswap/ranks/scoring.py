@@ -15,8 +15,7 @@ from speedswap.collectives import Kind, Task
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.scoring import Exclude, Exclusions, Scored, best_rows, top_rows
 from speedswap.tables import RowStore, Table, WrappedStore
-from speedswap.tables.part import PartStore
-from speedswap.tables.store import JointRows
+from speedswap.tables.store import JointRows, PartStore
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore

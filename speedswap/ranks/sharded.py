@@ -28,7 +28,7 @@ from speedswap.tables import Block, Column, Prefetched, RowStore, Table, Wrapped
 from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
+from speedswap.tables.owners import Owners, owned_column, whole_columns
 from speedswap.tables.storage import lives_there
 from speedswap.tables.store import Files, JointRows
 

@@ -23,9 +23,8 @@ from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManife
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
 from speedswap.tables.idle import IdleStore
-from speedswap.tables.notes import IDLE_STEPS
-from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
-from speedswap.tables.shards.parts import (
+from speedswap.tables.owners import Owners, owned_column, whole_columns
+from speedswap.tables.parts import (
     Shard,
     different_steps,
     open_shard,
@@ -33,7 +32,7 @@ from speedswap.tables.shards.parts import (
     remove_former,
     take_shards,
 )
-from speedswap.tables.store import innermost
+from speedswap.tables.store import IDLE_STEPS, innermost
 
 _REDUCTIONS = ("mean", "sum")
 _CACHE_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """An optimizer's steps without a gradient, which rows outside the batch miss, and take later.
 
 At every step a twin of the optimizer takes the same step on a few made-up rows in float64, with a gradient of zero. It
-reveals what the step does to any row, if that has one of the two forms of :mod:`speedswap.tables.closed_steps`: that
+reveals what the step does to any row, if that has one of the two forms of :mod:`speedswap.tables.idle`: that
 of SGD with momentum, Nesterov's and weight decay, RMSprop with momentum, Adagrad, Adadelta and ASGD; or that of Adam,
 AdamW, AMSGrad, NAdam and RAdam, which bends.
 
@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from speedswap.errors import OptimizerError
 from speedswap.swapping.optimizers import OF_THE_DEVICE, clone_of, needs_closure, step_unnoticed
 from speedswap.tables import Column
-from speedswap.tables.closed_steps import MOST_STEPS, ClosedSteps, Step
-from speedswap.tables.idle import Steps
+from speedswap.tables.idle import MOST_STEPS, ClosedSteps, Step, Steps
 
 MOST_REPLAYED = 64  # steps that rows can miss, and take again, before all are brought up to date
 _CHECKED_ROWS = 12

@@ -26,9 +26,8 @@ from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages, averages_of
-from speedswap.tables.closed_steps import ClosedSteps
-from speedswap.tables.idle import IdleStore
-from speedswap.tables.notes import AVERAGES, IDLE_ROWS
+from speedswap.tables.idle import ClosedSteps, IdleStore
+from speedswap.tables.store import AVERAGES, IDLE_ROWS
 
 _log = logging.getLogger("speedswap")
 

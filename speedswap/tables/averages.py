@@ -18,9 +18,8 @@ from torch import Tensor
 
 from speedswap.tables.files.damage import is_int
 from speedswap.tables.init import chunks_of, ids_of, zeros
-from speedswap.tables.notes import AVERAGES
 from speedswap.tables.record import Block, Column
-from speedswap.tables.store import Files, RowStore, WrappedStore
+from speedswap.tables.store import AVERAGES, Files, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 

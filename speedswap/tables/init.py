@@ -364,7 +364,7 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
 
         return InRanges.from_json(data)
     if data["kind"] == "owned":
-        from speedswap.tables.shards.owners import OwnedRows
+        from speedswap.tables.owners import OwnedRows
 
         return OwnedRows.from_json(data)
     if data["kind"] not in _OF_NUMBERS:

@@ -13,10 +13,9 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
-from speedswap.tables.hot import HotBytes, make_cache
 from speedswap.tables.init import chunks_of
 from speedswap.tables.initial import initial_values, is_lazy
-from speedswap.tables.memory import MemoryKind, RecordGroup, allocate, says_too_large
+from speedswap.tables.memory import HotBytes, MemoryKind, RecordGroup, allocate, make_cache, says_too_large
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts

@@ -22,11 +22,10 @@ from speedswap.tables.disk.layout import FreshRows, LogLayout
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
-from speedswap.tables.hot import HotBytes, require_hot_bytes
 from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
-from speedswap.tables.memory import MemoryKind, default_kind
+from speedswap.tables.memory import HotBytes, MemoryKind, default_kind, require_hot_bytes
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, StoreFacts, origins_in
 
@@ -337,7 +336,7 @@ def open_store(
 
 def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
     """Open a store of all rows of a table owned by ranks; None if the path holds another kind of table, or nothing."""
-    from speedswap.tables.shards.parts import ShardsInFiles, read_manifest
+    from speedswap.tables.parts import ShardsInFiles, read_manifest
 
     try:
         manifest = read_manifest(path)

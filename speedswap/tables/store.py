@@ -1,12 +1,17 @@
-""":class:`RowStore`, the interface of every store that holds a table's rows."""
+""":class:`RowStore`, the interface of every store that holds a table's rows; their notes; a range of them.
+
+Notes are shared by all tables over the same rows, and tell which rows have changed since a copy was made.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +19,164 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap._process import Locked
-from speedswap.tables.init import chunks_of
-from speedswap.tables.initial import Origin, origins_of
-from speedswap.tables.notes import Notes
+from speedswap.tables.init import CopyOf, chunks_of
+from speedswap.tables.initial import InRanges, Origin, origins_of
 from speedswap.tables.record import Block, Column
 
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.hot import HotBytes
-    from speedswap.tables.shards import Owners
+    from speedswap.tables.id_map import IdMap
+    from speedswap.tables.memory import HotBytes
+    from speedswap.tables.owners import Owners
     from speedswap.tables.table import Table
+
+PARTS = "tables"
+"""The attribute of a store that names its parts; a copy of one of them is without it."""
+
+IDLE_STEPS = "idle_steps"
+"""The attribute for the steps that rows may have missed; a copy has the rows with these steps."""
+
+IDLE_ROWS = "idle_rows"
+"""The attribute that says how the optimizer that trained the rows last was attached; absent if lazily."""
+
+AVERAGES = "averages"
+"""The attribute for averages of the rows: updates and decay, by the name of their column."""
+
+
+@dataclass(eq=False)
+class Notes:
+    """The notes kept with a store's rows. A store that wraps another shares the other's notes.
+
+    Attributes:
+        attributes: plain data kept with the rows.
+        live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
+            one that returns None leaves the attribute unchanged. They must not hold a reference to the table.
+        id_maps: the id maps kept with the rows, by name.
+        map_of: returns the map to keep for a given one: the same map, unless ranks own the rows.
+        writes: the number of scatters so far, counted by the store.
+        version: increases whenever rows or columns may have changed, through any table over these rows.
+        adopted: increases whenever attributes are replaced with those of a commit.
+        closed: True once the store is closed.
+        pinned: True if CUDA kernels read and write the rows' host memory directly, or will once it is taken.
+        hot: the cache of hot rows on a GPU; None if there is none.
+        viewed: addresses of memory that tensors outside view; the rows there may change without a call.
+        parts: the stores of parts of these rows, each the store of a table.
+        listeners: called with the rows that are about to change.
+        changes: the rows changed since :meth:`track_changes` was last called; None if unknown.
+    """
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    live_attributes: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    id_maps: dict[str, IdMap] = field(default_factory=dict)
+    map_of: Callable[[IdMap], IdMap] = field(default=lambda id_map: id_map)
+    writes: int = 0
+    version: int = 0
+    adopted: int = 0
+    closed: bool = False
+    pinned: bool = False
+    hot: kernels.HotRows | None = None
+    viewed: set[int] = field(default_factory=set)
+    parts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    listeners: list[Callable[[Tensor | range | None], None]] = field(default_factory=list)
+    changes: ChangedRows | None = None
+
+    def up_to_date(self) -> dict[str, Any]:
+        """Update the attributes from the live ones, and return them."""
+        for name, source in self.live_attributes.items():
+            value = source()
+            if value is not None:
+                self.attributes[name] = value
+        return self.attributes
+
+    def take_over(self, source: Notes, part: str = "", *, lacks_steps: bool = False) -> None:
+        """Copy another store's current attributes, id maps and number of writes.
+
+        Args:
+            source: the other notes.
+            part: the name of the part, if only a part's rows, and so only its map, were copied.
+            lacks_steps: True if rows were copied without the steps that they may have missed.
+        """
+        live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
+        self.attributes.update(copy.deepcopy({**source.attributes, **live}))
+        if not lacks_steps:
+            self.attributes.pop(IDLE_STEPS, None)
+        self.writes = source.writes
+        if not part:
+            self.id_maps.update(source.id_maps)
+            return
+        self.attributes.pop(PARTS, None)
+        if part in source.id_maps:
+            self.id_maps[""] = source.id_maps[part]
+
+    def note_change(self, rows: Tensor | range | None, *, as_stored: bool = True) -> None:
+        """Record that rows are about to change: ids, a range of rows, or all rows and columns.
+
+        Args:
+            rows: the rows.
+            as_stored: False if they only lack another step, which they take when they are read.
+        """
+        self.version += 1
+        if as_stored and self.changes is not None:
+            self.changes.add(rows)
+        for listener in self.listeners:
+            listener(rows)
+
+    def track_changes(self, num_rows: int) -> ChangedRows | None:
+        """Start recording which of ``num_rows`` rows change, dropping any earlier record; None if unknown."""
+        self.changes = None if self.viewed else ChangedRows(num_rows)
+        return self.changes
+
+
+class ChangedRows:
+    """A flag (byte) per row of a store, set when the row is written; one array per device that ids come from.
+
+    Args:
+        num_rows: the store's number of rows.
+
+    Example:
+        >>> changed = ChangedRows(10)
+        >>> changed.add(torch.tensor([7, 2]))
+        >>> changed.add(range(4, 6))
+        >>> changed.rows()
+        tensor([2, 4, 5, 7])
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._masks: dict[torch.device, Tensor] = {}
+        self._all = False
+
+    def add(self, rows: Tensor | range | None) -> None:
+        """Record that rows change: ids, a range of rows, or all of them."""
+        if rows is None or (isinstance(rows, range) and len(rows) == self._num_rows):
+            self._all = True
+            self._masks.clear()
+        elif self._all:
+            return
+        elif isinstance(rows, range):
+            self._mask(torch.device("cpu"))[rows.start : rows.stop] = 1
+        elif rows.device.type == "cpu":
+            self._mask(rows.device).numpy()[rows.numpy()] = 1  # in one thread: starting torch's threads costs more
+        else:
+            self._mask(rows.device)[rows.long()] = 1
+
+    def _mask(self, device: torch.device) -> Tensor:
+        if device not in self._masks:
+            with torch.inference_mode(False):
+                self._masks[device] = torch.zeros(self._num_rows, dtype=torch.uint8, device=device)
+        return self._masks[device]
+
+    def rows(self) -> Tensor | None:
+        """Return the changed rows, ascending, int64, on the CPU; None for all rows."""
+        if self._all:
+            return None
+        found = [mask.nonzero().squeeze(1).cpu() for mask in self._masks.values()]
+        if not found:
+            return torch.empty(0, dtype=torch.int64)
+        return found[0] if len(found) == 1 else kernels.unique(torch.cat(found))[0]
 
 
 @dataclass
@@ -565,3 +716,115 @@ def begin_alike(
         ]
 
     return one.facts.seed == other.facts.seed and all(start(one, name) == start(other, name) for name in columns)
+
+
+class PartStore(WrappedStore):
+    """Rows ``first_row`` to ``first_row + num_rows - 1`` of another store, numbered from 0.
+
+    This lets several tables share one store, which a training step treats as one table. Writes go to the other store,
+    whose lock and version this one shares. A copy, in memory or in files, is a table of these rows alone. Closing this
+    store leaves the other one open.
+
+    Args:
+        inner: the store that holds the rows.
+        first_row: the row that is number 0 here.
+        num_rows: number of rows, at least 1.
+        name: for messages.
+    """
+
+    # Rows that another table trains are looked up when needed.
+    prefetch = RowStore.prefetch
+    written_rows = RowStore.written_rows
+
+    def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
+        super().__init__(inner)
+        inner.notes.parts.add(self)
+        self.first_row, self.num_rows = first_row, num_rows
+        self._columns: tuple[dict[str, Column], dict[str, Column]] = {}, {}
+        weight = inner.columns["weight"].init
+        own = weight.at(first_row) if isinstance(weight, InRanges) else None
+        self.facts = replace(
+            inner.facts,
+            num_embeddings=num_rows,
+            seed=inner.facts.seed if own is None else own.seed,
+            name=name,
+            nbytes=None,
+            part_name=name,
+            first_row=inner.facts.first_row + first_row,
+            is_borrowed=True,
+        )
+
+    # ------------------------------------------------------------------ description
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        whole, columns = self._columns
+        if whole is not self.inner.columns:
+            whole = self.inner.columns
+            columns = {name: self._own(column) for name, column in whole.items()}
+            self._columns = whole, columns
+        return columns
+
+    def _own(self, column: Column) -> Column:
+        """Return a column with the initial values of these rows."""
+        init, zero_row = column.init, column.zero_row
+        if isinstance(init, InRanges):
+            own = init.at(self.first_row)
+            return column if own is None else replace(column, init=own.init, zero_row=own.zero_row)
+        if zero_row is not None:
+            zero_row -= self.first_row
+        return replace(column, zero_row=zero_row if zero_row in range(self.num_rows) else None)
+
+    # ------------------------------------------------------------------ batches of rows
+
+    def gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        block = self.inner.gather(self._there(rows), columns, device, out)
+        return Block(rows, block.columns)
+
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        self.inner.scatter(Block(self._there(block.rows), {}), values, transfers)
+
+    def _there(self, rows: Tensor) -> Tensor:
+        """Translate row numbers to the other store's."""
+        return rows.long() + self.first_row
+
+    # ------------------------------------------------------------------ whole columns
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        return self.inner.read(column, self.first_row + start, self.first_row + stop, device)
+
+    def write(self, column: str, start: int, values: Tensor) -> None:
+        self.inner.write(column, self.first_row + start, values)
+
+    def view(self, column: str) -> Tensor:
+        return self.inner.view(column)[self.first_row : self.first_row + self.num_rows]
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        names = ", ".join(column.name for column in columns)
+        raise TypeError(
+            f"table {self.facts.name!r} lies in a store with others and cannot have columns of its own ({names}); "
+            "train it through the collection that it belongs to, or copy it with Table.save(path)"
+        )
+
+    def reset_columns(self, columns: Sequence[Column]) -> None:
+        if self.files is not None:
+            self.files.reserve(*[range(self.num_rows)] * len(columns))
+        for column in columns:
+            for rows in chunks_of(self.num_rows):
+                if isinstance(column.init, CopyOf):
+                    values = self.read(column.init.column, rows.start, rows.stop)
+                else:
+                    values = column.initial(rows, self.num_rows, self.facts.seed)
+                self.write(column.name, rows.start, values)
+
+    # ------------------------------------------------------------------ lifetime
+
+    def close(self) -> None:
+        if not self.notes.closed:
+            self.inner.flush()

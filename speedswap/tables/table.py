@@ -27,10 +27,9 @@ from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
-from speedswap.tables.notes import AVERAGES
 from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
-from speedswap.tables.store import Commits, JointRows, RowStore
+from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore
 
 if TYPE_CHECKING:
     import enum

@@ -8,7 +8,7 @@ import torch
 from ranks.balance import ASSIGNMENTS, ORDERS, asked, busiest_over_mean, by_order
 
 from speedswap.apps.bench.workload import zipf_ranks
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 pytestmark = pytest.mark.release
 

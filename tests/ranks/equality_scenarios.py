@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import speedswap
 import speedswap.optim
 from speedswap.errors import LostUpdateError
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 DIM = 4
 

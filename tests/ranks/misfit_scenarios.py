@@ -27,7 +27,7 @@ import speedswap
 from speedswap.collectives import Kind
 from speedswap.errors import SpeedswapError
 from speedswap.tables import LocalStore
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 
 def optimizer_of(net):

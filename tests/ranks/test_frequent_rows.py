@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from ranks.frequent import crossing, drawn
 
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 ROWS, RANKS, PER_HOST, ROW_BYTES = 4_000_000, 64, 8, 512
 

@@ -27,7 +27,7 @@ from ranks.trainers import Shape
 
 from speedswap.apps.bench.workload import zipf_batches
 from speedswap.collectives import ROOM
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 pytestmark = pytest.mark.release
 

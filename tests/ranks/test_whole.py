@@ -10,7 +10,7 @@ import whole_scenarios as scenarios
 from rank_pool import RankPool
 
 import speedswap
-from speedswap.tables.shards import Owners
+from speedswap.tables.owners import Owners
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import speedswap
 from speedswap import Disk, Pageable, Pinned, Table
 from speedswap.kernels.cuda import hot
 from speedswap.tables import Storage
-from speedswap.tables import hot as sizes
+from speedswap.tables import memory as sizes
 
 SCENES = 20
 

@@ -27,7 +27,7 @@ from speedswap.kernels.cuda import engines, hot
 from speedswap.kernels.cuda.modules import side_stream
 from speedswap.monitor import hot_rows
 from speedswap.optim import RowwiseAdagrad
-from speedswap.tables import hot as sizes
+from speedswap.tables import memory as sizes
 
 ROWS, DIM, SLOTS = 24, 4, 5
 CACHED = Pinned(hot_bytes=SLOTS / ROWS + 1e-9)

@@ -15,8 +15,7 @@ from torch import nn, optim
 import speedswap
 from speedswap.errors import OptimizerError
 from speedswap.swapping.idle_steps import MOST_REPLAYED, ReplayedSteps
-from speedswap.tables.closed_steps import ClosedSteps
-from speedswap.tables.idle import LAST_STEP
+from speedswap.tables.idle import LAST_STEP, ClosedSteps
 
 PAGE = Path(__file__).parents[2] / "docs" / "idle-rows.md"
 
@@ -250,7 +249,7 @@ def test_a_setting_changed_on_the_way_is_followed():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam with decay"])
 def test_all_rows_are_brought_up_to_date_when_too_many_steps_were_missed(monkeypatch, name):
-    monkeypatch.setattr("speedswap.tables.closed_steps.MOST_STEPS", 16)
+    monkeypatch.setattr("speedswap.tables.idle.MOST_STEPS", 16)
     monkeypatch.setattr("speedswap.swapping.idle_steps.MOST_REPLAYED", 16)
     training = Training(EVERY[name]).steps(40)
     assert training.missed.count == 8

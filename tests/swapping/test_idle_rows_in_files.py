@@ -14,7 +14,7 @@ from torch import optim
 
 import speedswap
 from speedswap.errors import TableFormatError
-from speedswap.tables.notes import IDLE_STEPS
+from speedswap.tables.store import IDLE_STEPS
 
 
 def on_disk(path: Path, name: str, **settings) -> Training:
@@ -36,7 +36,7 @@ def require_dense(table: speedswap.Table, training: Training) -> None:
 @pytest.mark.parametrize("name", ["Nesterov", "AdamW", "AMSGrad"])
 def test_rows_on_disk_are_those_of_dense_training(tmp_path, monkeypatch, name):
     """Closed, opened and read by others on the way, with passes over all rows."""
-    monkeypatch.setattr("speedswap.tables.closed_steps.MOST_STEPS", 16)
+    monkeypatch.setattr("speedswap.tables.idle.MOST_STEPS", 16)
     training = on_disk(tmp_path / "items", name, schedule=warmup).steps(25)
     training.check()
     training.ours.table.close()
@@ -106,7 +106,7 @@ def test_a_reader_follows_rows_that_begin_to_lack_steps(tmp_path):
 
 def test_rows_that_steps_leave_alone_take_no_room(tmp_path, monkeypatch):
     """As rows that no batch has had, of Adam without decay, also in a copy and after a pass."""
-    monkeypatch.setattr("speedswap.tables.closed_steps.MOST_STEPS", 4)
+    monkeypatch.setattr("speedswap.tables.idle.MOST_STEPS", 4)
     items = speedswap.Embedding(1_000_000, DIM, path=tmp_path / "items")
     optimizer = optim.Adam(items.parameters(), lr=0.1)
     speedswap.attach(optimizer, items, idle_rows="dense")

@@ -25,7 +25,7 @@ import speedswap
 from speedswap import Column, Embedding, Table, init
 from speedswap.errors import TableError, TableFormatError, TableFullError
 from speedswap.kernels import RowLog
-from speedswap.tables.disk.commits import LogCommits
+from speedswap.tables.disk.opened import LogCommits
 
 ROWS, DIM = 40_000, 32
 

@@ -24,8 +24,8 @@ from torch import Tensor
 import speedswap
 from speedswap import Column, Table, init
 from speedswap.tables import Block
-from speedswap.tables.disk.columns import LogColumns
-from speedswap.tables.disk.commits import LogCommits
+from speedswap.tables.disk.opened import LogCommits
+from speedswap.tables.disk.store import LogColumns
 
 Snapshot = dict[str, Tensor]
 Interrupts = Callable[..., AbstractContextManager[list[str]]]

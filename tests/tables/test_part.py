@@ -15,7 +15,7 @@ import speedswap
 from speedswap import Column, Table, init
 from speedswap.errors import IdError, TableClosedError
 from speedswap.tables.initial import InRanges, Range
-from speedswap.tables.part import PartStore
+from speedswap.tables.store import PartStore
 
 DIM = 3
 XAVIER = init.from_torch(torch.nn.init.xavier_uniform_)

@@ -42,7 +42,7 @@ import speedswap
 from speedswap import Column, Table, init
 from speedswap.cli import main
 from speedswap.errors import TableBusyError, TableFormatError
-from speedswap.tables.disk import damaged_log
+from speedswap.tables.disk import salvage
 from speedswap.tables.disk.salvage import Salvaged
 from speedswap.tables.files.damage import bytes_left
 
@@ -145,7 +145,7 @@ def test_a_flipped_bit_anywhere_in_the_log_costs_its_row_alone(damaged: Damaged)
     for at in (at for at in range(len(data)) if data[at] or at % BLOCK < 80):
         flip(damaged.path / LOG, at, mask := 1 << draw.randrange(8))
         with (damaged.path / LOG).open("rb") as file:
-            log = damaged_log.DamagedLog(manifest, file.fileno(), LAST, total)
+            log = salvage.DamagedLog(manifest, file.fileno(), LAST, total)
             assert log.is_whole, at
             bad = {
                 int(group)

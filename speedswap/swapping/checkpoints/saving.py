@@ -38,10 +38,9 @@ from speedswap.swapping.checkpoints.tables import (
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.files.manifest import require_shared, shard_name
-from speedswap.tables.notes import ChangedRows
-from speedswap.tables.shards import InOrder, own_shard
-from speedswap.tables.shards.parts import remove_former
-from speedswap.tables.store import Commits
+from speedswap.tables.owners import InOrder
+from speedswap.tables.parts import own_shard, remove_former
+from speedswap.tables.store import ChangedRows, Commits
 
 _MOST_DELTAS = 0.5  # share of the copy's bytes beyond which a new copy is written
 _MOST_HELD = 2  # commits that a table keeps

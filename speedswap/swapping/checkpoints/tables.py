@@ -21,7 +21,7 @@ from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.idle import IdleStore, RowsAsStored
-from speedswap.tables.notes import ChangedRows
+from speedswap.tables.store import ChangedRows
 
 ROWS = "rows"
 # A table's attributes for the last checkpoint that references it: the checkpoint's token and folder.

@@ -29,8 +29,7 @@ from speedswap.swapping.whole_rows import HandedOut
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.initial import InRanges, Range
-from speedswap.tables.notes import PARTS
-from speedswap.tables.part import PartStore
+from speedswap.tables.store import PARTS, PartStore
 from speedswap.tables.table import discard
 
 

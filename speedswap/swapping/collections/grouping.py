@@ -25,7 +25,7 @@ from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
 from speedswap.tables.files.place import Place, refuse_within_table
-from speedswap.tables.notes import PARTS
+from speedswap.tables.store import PARTS
 
 _UNFINISHED = ".speedswap-groups"
 _log = logging.getLogger("speedswap")

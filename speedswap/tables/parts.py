@@ -19,12 +19,13 @@ from speedswap.tables.files.manifest import SHARD, ManifestFile, ShardsManifest,
 from speedswap.tables.files.place import Place
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
-from speedswap.tables.notes import Notes
+from speedswap.tables.owners import InOrder, Owners, whole_column, whole_columns
 from speedswap.tables.record import Block, Column
-from speedswap.tables.shards.owners import InOrder, Owners, whole_column, whole_columns
 from speedswap.tables.storage import open_store
-from speedswap.tables.store import Checked, Files, RowStore, StoreFacts, begin_alike, innermost
+from speedswap.tables.store import Checked, Files, Notes, RowStore, StoreFacts, begin_alike, innermost
 from speedswap.tables.table import Table
+
+_log = logging.getLogger("speedswap")
 
 
 def read_manifest(path: Path) -> ShardsManifest | None:
@@ -230,7 +231,6 @@ def different_steps(path: Path, writes: Sequence[int], columns: Sequence[Sequenc
 
 _PIECE_BYTES = 8 << 20
 _CACHE_BYTES = 64 << 20
-_log = logging.getLogger("speedswap")
 
 
 class Shard(NamedTuple):

@@ -35,7 +35,7 @@ class Owners:
 
     Example:
         >>> import torch
-        >>> from speedswap.tables.shards import Owners
+        >>> from speedswap.tables.owners import Owners
         >>> owners = Owners(1000, 4)
         >>> owners.of(torch.tensor([0, 1, 2, 3])).tolist()
         [0, 3, 2, 1]
