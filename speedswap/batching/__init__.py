@@ -3,7 +3,7 @@
 from speedswap.batching import elastic, retry
 from speedswap.batching.accumulating import AccumulatingOptimizer
 from speedswap.batching.elastic import plan_accumulation
-from speedswap.batching.estimating import MemoryEstimate, estimate_memory
+from speedswap.batching.estimate import MemoryEstimate, estimate_memory
 from speedswap.batching.feeding import Feed, feed
 from speedswap.batching.memory import LimitedMemory, is_out_of_memory
 from speedswap.batching.nested import Batch, Padded, PerSample, Whole

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.batching.escalation import Escalation, RungPlan
+from speedswap.batching.estimate import Reserve
 from speedswap.batching.memory import (
     AllocatorGauge,
     LimitedMemory,
@@ -29,7 +30,6 @@ from speedswap.batching.memory import (
 )
 from speedswap.batching.packing import Alone, MemoryModel, Parts, SamplePacking
 from speedswap.batching.ranks import TrainingRanks
-from speedswap.batching.reserve import Reserve
 from speedswap.batching.rollback import Changes
 from speedswap.collectives import PeerOutOfMemory
 from speedswap.errors import BatchError

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from speedswap.batching.attempts import BatchAttempts, Circumstances, Limit, MicroBatchSize
 from speedswap.batching.check import Checks
 from speedswap.batching.escalation import Escalation
+from speedswap.batching.estimate import Reserve
 from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
-from speedswap.batching.micro_batches import MicroBatches
+from speedswap.batching.micro_batches import MicroBatches, TwoPasses, both_passes, differentiable, towers_of
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
 from speedswap.batching.packing import Alone, SamplePacking, costs_of
 from speedswap.batching.ranks import ranks_of
-from speedswap.batching.reserve import Reserve
-from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import BatchError, CoupledLossError
 

@@ -21,8 +21,7 @@ from speedswap.swapping.collections import (
     KeyedTensor,
 )
 from speedswap.swapping.convert import convert
-from speedswap.swapping.embedding import Embedding
-from speedswap.swapping.embedding_bag import EmbeddingBag
+from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, lookahead
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
 from speedswap.swapping.whole_rows import rows_apart

@@ -1,14 +1,20 @@
-"""``nn.Embedding`` over a table outside the compute device."""
+"""``nn.Embedding`` and ``nn.EmbeddingBag`` over a table outside the compute device."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from speedswap import kernels
+from speedswap._words import a_kind
+from speedswap.collectives import of_all_ranks
 from speedswap.swapping.arguments import refuse_torchs
-from speedswap.swapping.graphs import outside_graphs
-from speedswap.swapping.lookup import look_up
+from speedswap.swapping.collections.jagged import offsets_of
+from speedswap.swapping.collections.one_feature import has_methods, is_keyed
+from speedswap.swapping.graphs import in_transform, outside_graphs
+from speedswap.swapping.lookup import look_up, pool
 from speedswap.swapping.table_module import TableModule
 
 
@@ -139,3 +145,270 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         if self._keyed is None:
             return look_up(*self._look_up(input))
         return look_up(*self._of_one_commit(lambda: self._look_up(self._rows_of(input))))
+
+
+_MODES = ("sum", "mean", "max")
+
+
+class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
+    """The sum, mean or maximum over bags of rows, like ``nn.EmbeddingBag``, from a table outside the device.
+
+    ``weight`` stands for the whole table: it has the table's shape, is the batch's rows within an optimizer's step, and
+    refuses any other use as a tensor, as that of :class:`speedswap.Embedding` does.
+
+    A bag's rows are never materialized: they are summed as they are read, forward and backward. With an id map,
+    ``input`` holds keys, int32 or int64; keys without a row count in no bag.
+
+    Args:
+        num_embeddings: number of rows.
+        embedding_dim: items per row.
+        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused, with an alternative in the error.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset: True if offsets have one more item, the number of ids.
+        padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
+        arguments: the keyword arguments of :class:`speedswap.Embedding`.
+
+    Shape:
+        - input (bags, ids per bag), or (ids,) with offsets (bags,): each bag's start in input, ascending from 0.
+          Both int32 or int64. A bag without ids gives zeros.
+        - per_sample_weights, for mode "sum" only: input's shape and the table's dtype; a factor per id. Gradients go to
+          it too.
+        - → (bags, embedding_dim) on input's device.
+
+        A TorchRec ``KeyedJaggedTensor`` may replace all three, and so may any object with its ``keys()``, ``values()``,
+        ``stride()``, ``offsets()`` or ``lengths()`` and, optionally, ``weights_or_none()``. Its keys are looked up in
+        this one table: → (stride, keys · embedding_dim), key by key, as in TorchRec's ``KeyedTensor``.
+
+    Raises:
+        IdError: in the forward pass, for an id outside the table. Nothing was read.
+        ValueError, TypeError: in the forward pass, for offsets or weights that do not fit. Nothing was read.
+        LostUpdateError: in the forward pass, if the training step before could not reach the table.
+        RanksError: in a training forward pass, in a job of several processes without ``local_to_rank``.
+
+    Example:
+        >>> import torch, speedswap
+        >>> words = speedswap.EmbeddingBag(1000, 16, mode="sum")
+        >>> words(torch.tensor([5, 7, 5, 999]), offsets=torch.tensor([0, 2, 2])).shape  # [5, 7], [], [5, 999]
+        torch.Size([3, 16])
+    """
+
+    @of_all_ranks
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        if mode not in _MODES:
+            raise ValueError(f'mode is {mode!r}; choose "sum", "mean" or "max"')
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **arguments
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **settings: Any,
+    ) -> EmbeddingBag:
+        """Return a bag over the given rows, as ``nn.EmbeddingBag.from_pretrained`` does.
+
+        The arguments are those of :meth:`speedswap.Embedding.from_pretrained` and of the class.
+        """
+        return cls._with_rows(
+            embeddings,
+            freeze,
+            padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            mode=mode,
+            include_last_offset=include_last_offset,
+            **settings,
+        )
+
+    @outside_graphs
+    def forward(
+        self, input: Tensor | Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Look bags up; the arguments' shapes and the errors are those of the class.
+
+        Args:
+            input: ids; or a ``KeyedJaggedTensor``, which includes offsets and weights.
+            offsets: the start of each bag, for ids of one dimension.
+            per_sample_weights: a factor per id.
+        """
+        if isinstance(input, Tensor):
+            bags = bags_of(input, offsets, per_sample_weights, self.include_last_offset)
+            num_keys, stride = 1, len(bags.offsets) - 1
+        else:
+            bags, num_keys, stride = keyed_bags(input, offsets, per_sample_weights)
+        self._check_weights(bags)
+        pooled = self._of_one_commit(lambda: self._pooled(bags._replace(ids=self._rows_of(bags.ids)), num_keys or 1))
+        # The view changes nothing unless there are no keys, and so no bags to lay out.
+        return pooled if num_keys else pooled.view(stride, 0)
+
+    def _check_weights(self, bags: Bags) -> None:
+        if bags.weights is None:
+            return
+        if self.mode != "sum":
+            raise ValueError(f'per_sample_weights are given, but mode is {self.mode!r}; they go with mode="sum"')
+        if bags.weights.dtype != self.table.dtype:
+            raise TypeError(
+                f"per_sample_weights has dtype {bags.weights.dtype}, but the rows of table {self.table.name!r} are "
+                f"{self.table.dtype}; convert it with per_sample_weights.to({self.table.dtype})"
+            )
+
+    def _pooled(self, bags: Bags, features: int) -> Tensor:
+        weight, local = self._look_up(bags.ids)
+        counts = None if self.padding_idx is None else bags.ids.reshape(-1) != self.padding_idx
+        return pool(weight, local, bags.offsets, self.mode, bags.weights, counts, features=features)
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "mode": self.mode, "include_last_offset": self.include_last_offset}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+_INDEX = (torch.int32, torch.int64)
+
+
+class Bags(NamedTuple):
+    """Ids of all bags, one after the other.
+
+    Attributes:
+        ids: shape (count,), or (bags, ids per bag).
+        offsets: int64, shape (bags + 1,), ascending from 0 to count, on the ids' device.
+        weights: shape (count,), or None.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+def bags_of(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool) -> Bags:
+    """Read the arguments of ``nn.EmbeddingBag``.
+
+    Raises:
+        ValueError, TypeError: they do not fit together; the message says how.
+    """
+    _require_dense(ids, "input")
+    if weights is not None:
+        _require_dense(weights, "per_sample_weights")
+        if weights.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights has shape {tuple(weights.shape)}, but input has {tuple(ids.shape)}; "
+                "give one per id"
+            )
+        if weights.device != ids.device:
+            raise ValueError(f"per_sample_weights is on {weights.device}, but input on {ids.device}; move one of them")
+        weights = weights.reshape(-1)
+    if ids.ndim == 2:
+        if offsets is not None:
+            raise ValueError(
+                f"offsets is given, but input has shape {tuple(ids.shape)}, whose rows are the bags; omit one of them"
+            )
+        num_bags, size = ids.shape
+        return Bags(ids, torch.arange(num_bags + 1, device=ids.device) * size, weights)
+    if ids.ndim != 1:
+        raise ValueError(f"input has shape {tuple(ids.shape)}; give (bags, ids per bag), or (ids,) with offsets")
+    if offsets is None:
+        raise ValueError("offsets is None, but input has one dimension; give the start of each bag in it")
+    return Bags(ids, _checked(offsets, ids, include_last_offset), weights)
+
+
+def keyed_bags(keyed: Any, offsets: Tensor | None, weights: Tensor | None) -> tuple[Bags, int, int]:
+    """Read an object with the methods of TorchRec's KeyedJaggedTensor.
+
+    Returns:
+        The bags, key after key; the number of keys, and of bags of each.
+
+    Raises:
+        ValueError, TypeError: it lacks them, or their results do not fit together; the message says how.
+    """
+    if not is_keyed(keyed):
+        raise TypeError(
+            f"input is {a_kind(keyed)}; pass a tensor of ids, or a KeyedJaggedTensor: something with keys(), "
+            "values(), stride(), and offsets() or lengths()"
+        )
+    if offsets is not None or weights is not None:
+        raise ValueError("input is keyed and has offsets and weights of its own; pass neither of them beside it")
+    if has_methods(keyed, ["variable_stride_per_key"]) and keyed.variable_stride_per_key():
+        raise ValueError("input has a stride for each of its keys; look the keys up one by one, keyed[key]")
+    num_keys, stride = len(keyed.keys()), keyed.stride()
+    ids = keyed.values()
+    _require_dense(ids, "input.values()")
+    if ids.ndim != 1:
+        raise ValueError(f"input.values() has shape {tuple(ids.shape)}; it must have one dimension")
+    begins = keyed.offsets() if has_methods(keyed, ["offsets"]) else offsets_of(keyed.lengths())
+    if num_keys * stride + 1 != len(begins):
+        raise ValueError(
+            f"input has {num_keys} keys and a stride of {stride}, but {len(begins) - 1} bags; there must be a bag for "
+            "each key and sample"
+        )
+    weights = keyed.weights_or_none() if has_methods(keyed, ["weights_or_none"]) else None
+    return bags_of(ids, begins, weights, True), num_keys, stride
+
+
+def _require_dense(thing: Any, name: str) -> None:
+    if not isinstance(thing, Tensor) or not in_transform():  # where torch's own operators get a stand-in
+        kernels.require_dense(thing, name)
+
+
+def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:
+    """Return the start of each bag, and the number of ids, int64, after checking that they ascend from 0."""
+    _require_dense(offsets, "offsets")
+    if offsets.dtype not in _INDEX:
+        raise TypeError(f"offsets has dtype {offsets.dtype}; convert it to torch.int64 or torch.int32")
+    if offsets.ndim != 1:
+        raise ValueError(f"offsets has shape {tuple(offsets.shape)}; give one dimension: the start of each bag")
+    if offsets.device != ids.device:
+        raise ValueError(f"offsets is on {offsets.device}, but input on {ids.device}; move one of them")
+    begins = offsets.long()
+    if not include_last_offset:
+        begins = torch.cat([begins, begins.new_full((1,), len(ids))])
+    if len(begins) == 0:
+        raise ValueError("offsets is empty, but include_last_offset is set; its last item is the number of ids")
+    falls = begins[1:] < begins[:-1]
+    first, last, falling = torch.stack([begins[0], begins[-1], falls.any().long()]).tolist()
+    if first != 0 and len(begins) == 1 and not include_last_offset:
+        raise ValueError(f"offsets is empty, but input has {len(ids)} ids; begin the first bag at 0")
+    if first != 0:
+        raise ValueError(f"offsets[0] is {first}; the first bag begins at 0")
+    if falling:
+        position = int(falls.nonzero()[0])
+        if position + 1 == len(offsets):
+            raise ValueError(
+                f"offsets[{position}] is {int(begins[position])}, but input has {last} ids; a bag begins inside of them"
+            )
+        raise ValueError(
+            f"offsets[{position + 1}] is {int(begins[position + 1])} after {int(begins[position])}; "
+            "bags lie one after the other, so they ascend"
+        )
+    if last != len(ids):
+        raise ValueError(
+            f"offsets[{len(offsets) - 1}] is {last}, but input has {len(ids)} ids; "
+            "with include_last_offset the last one is their number"
+        )
+    return begins

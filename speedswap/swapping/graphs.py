@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import WeightError
-from speedswap.swapping.refusals import NOT_TAKEN_ALONG
+from speedswap.swapping.weight import NOT_TAKEN_ALONG
 from speedswap.tables import Block
 
 P = ParamSpec("P")

@@ -8,7 +8,7 @@ from torch import nn
 
 import speedswap
 from speedswap.batching import Callback, LimitedMemory
-from speedswap.batching.reserve import Reserve
+from speedswap.batching.estimate import Reserve
 from speedswap.errors import BatchError
 
 

@@ -4,8 +4,8 @@
 docs/design/collections.md says how the tables lie together.
 """
 
+from speedswap.swapping.collections.collection import EmbeddingBagCollection, EmbeddingCollection
 from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
-from speedswap.swapping.collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Several tables in one module: the common part of ``EmbeddingCollection`` and ``EmbeddingBagCollection``."""
+"""Several tables in one module: ``EmbeddingCollection`` has a row per id, ``EmbeddingBagCollection`` pools them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +18,140 @@ from torch import Tensor, nn
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
-from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
+from speedswap.kernels import near
+from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig, checked, described_alike
 from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features
-from speedswap.swapping.collections.group import TableInGroup, TablesByName, groups_of
-from speedswap.swapping.collections.grouping import (
+from speedswap.swapping.collections.group import (
     Group,
+    TableInGroup,
+    TablesByName,
     close_all,
     grouped,
+    groups_of,
     opened,
     require_finished,
     unfinished,
 )
+from speedswap.swapping.collections.jagged import JaggedTensor, KeyedTensor
 from speedswap.swapping.collections.keyed_features import read
-from speedswap.swapping.graphs import leaving_transforms
+from speedswap.swapping.graphs import leaving_transforms, outside_graphs
 from speedswap.swapping.keyed import of_one_commit
+from speedswap.swapping.lookup import look_up, pool
 from speedswap.swapping.prefetched import Announced, Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
+
+
+class Pass(NamedTuple):
+    """Slots of one group whose bags are pooled in one pass: sums and means together, maxima separately.
+
+    Attributes:
+        group: its index.
+        start, stop: the slots.
+        mode: "sum", "mean" or "max".
+        has_padding: True if a table has a padding row, whose ids do not count.
+        is_mean: if there are sums and means, bool, shape (slots, 1): True for a mean.
+    """
+
+    group: int
+    start: int
+    stop: int
+    mode: str
+    has_padding: bool
+    is_mean: Tensor | None = None
+
+    def pooled(self, found: FeatureBatch, weight: Tensor, local: Tensor) -> Tensor:
+        """Return the slots' bags, shape (batch, slots · dim).
+
+        Args:
+            found: the batch.
+            weight: the group's rows.
+            local: each id's index among them, for all ids of the group.
+        """
+        features, offsets, factors = self.stop - self.start, found.offsets, found.weights
+        if features < len(found.slots.features):  # else all ids of the batch are looked up here
+            begin, end = found.bounds(self.group)
+            first, last = found.span(range(self.start, self.stop))
+            offsets = offsets[self.start * found.stride : self.stop * found.stride + 1]
+            offsets = offsets - first if first else offsets
+            if (first, last) != (begin, end):
+                local = local.reshape(-1)[first - begin : last - begin]
+            factors = None if factors is None else factors[first:last]
+        factors = None if factors is None else factors.to(weight.dtype)
+        counts, mode, is_mean = self._counting(found) if self.has_padding else None, self.mode, self.is_mean
+        if found.is_single and counts is None and mode == "mean":
+            mode, is_mean = "sum", None
+        is_mean = None if is_mean is None else near(is_mean, offsets.device)
+        return pool(weight, local, offsets, mode, factors, counts, is_mean=is_mean, features=features)
+
+    def _counting(self, found: FeatureBatch) -> Tensor | None:
+        """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
+        paddings = found.slots.paddings[self.start : self.stop]
+        begin, _ = found.bounds(self.group)
+        first, last = found.span(range(self.start, self.stop))
+        rows = found.rows(self.group)[first - begin : last - begin]
+        counts, paddings = found.asked.counts, near(paddings, rows.device)
+        sizes = (found.offsets[:: found.stride].diff() if counts is None else counts)[self.start : self.stop]
+        if counts is not None and int(sizes.min()) == int(sizes.max()):
+            counting = (rows.view(len(sizes), -1) != paddings.unsqueeze(1)).view(-1)
+        else:
+            sizes = sizes if counts is None else near(sizes, rows.device)
+            counting = rows != torch.repeat_interleave(paddings, sizes, output_size=len(rows))
+        return None if rows.device.type == "cpu" and bool(counting.all()) else counting
+
+
+class PooledColumns:
+    """The passes of a collection, and the columns of its output.
+
+    Args:
+        slots: the lookups.
+        configs: the tables, in the order of the output.
+
+    Attributes:
+        keys: the output's keys, in order.
+        widths: columns per key.
+        passes: the passes, in group order.
+    """
+
+    def __init__(self, slots: Slots, configs: Sequence[EmbeddingBagConfig]) -> None:
+        self.passes = [each for group in range(len(slots.of_group)) for each in _passes(group, slots)]
+        order = slots.in_order_of(configs)
+        self.keys = [slots.keys[slot] for slot in order]
+        self.widths = [slots.configs[slot].embedding_dim for slot in order]
+        pass_of = [index for index, each in enumerate(self.passes) for _ in range(each.start, each.stop)]
+        which = [pass_of[slot] for slot in order]
+        # Columns of one pass that stay together: its index, and their number.
+        runs = groupby(zip(which, self.widths, strict=True), key=itemgetter(0))
+        self._runs = [(index, sum(width for _, width in run)) for index, run in runs]
+
+    def joined(self, pooled: Sequence[Tensor]) -> Tensor:
+        """Join the passes' results in output order; without a copy if there is only one pass.
+
+        Args:
+            pooled: each pass's result.
+        """
+        if len(self._runs) == 1:
+            return pooled[0]
+        widths = [[width for which, width in self._runs if which == index] for index in range(len(pooled))]
+        pieces = [iter(torch.split(each, some, dim=1)) for each, some in zip(pooled, widths, strict=True)]
+        return torch.cat([next(pieces[which]) for which, _ in self._runs], dim=1)
+
+
+def _passes(group: int, slots: Slots) -> list[Pass]:
+    """Return the passes of one group, maxima last."""
+    some = slots.of_group[group]
+    modes = [slots.configs[slot].pooling for slot in some]
+    sums = len(modes) - modes.count("max")
+    pads, passes = [row >= 0 for row in slots.paddings[some.start : some.stop].tolist()], []
+    if sums:
+        means = [mode == "mean" for mode in modes[:sums]]
+        is_mean = torch.tensor(means).unsqueeze(1) if any(means) and not all(means) else None
+        mode = "mean" if any(means) else "sum"
+        passes.append(Pass(group, some.start, some.start + sums, mode, any(pads[:sums]), is_mean))
+    if sums < len(modes):
+        passes.append(Pass(group, some.start + sums, some.stop, "max", any(pads[sums:])))
+    return passes
+
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
 _Found = TypeVar("_Found")
@@ -386,3 +505,174 @@ def _stored_as(module: TableModule) -> dict[str, Any]:
         "state_dtype": state_dtype or next(iter(dtypes.values()), None),
         "rounding": rounding or next((column.rounding for column in compact.values()), None),
     }
+
+
+class EmbeddingCollection(TableCollection[EmbeddingConfig]):
+    """Lookups in several tables at once, with TorchRec's names.
+
+    Tables of one width, dtype and storage lie in one store, each in its own range of rows. A step checks, sorts,
+    gathers, trains and scatters their rows together, whatever the number of tables. Optimizers, ``attach``,
+    ``lookahead``, the splitter and ``state_dict`` work as with a :class:`speedswap.Embedding` for each table, and the
+    results are the same, bit for bit.
+
+    Args:
+        tables: a config for each.
+        device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
+        storage: of the tables whose config has none, as for :class:`speedswap.Embedding`. A directory gets a
+            subdirectory for each group of tables, each with its own cache; :meth:`open` opens it again.
+        path: a directory for tables on disk, for short.
+
+    Attributes:
+        embeddings: the tables by name: ``embeddings["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be filled
+            in place; each is an entry of ``state_dict``.
+        groups: the tables of one store each, with the ``weight`` that an optimizer trains.
+
+    Shape:
+        features, one of:
+
+        - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
+          with the table's ``padding_idx``; (ids, offsets), as ``nn.EmbeddingBag`` has them without
+          ``include_last_offset``; or a jagged tensor, of torch.nested or with the methods of TorchRec's;
+        - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
+
+        → a dict from each feature to a :class:`speedswap.JaggedTensor` with ``values()`` of shape (ids, embedding_dim).
+
+    Raises:
+        IdError: in the forward pass, for an id outside of its table. Nothing was read.
+        ValueError, TypeError: in the forward pass, for a feature that is missing, unknown or does not fit.
+        LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
+
+    Example:
+        >>> import torch, speedswap
+        >>> user = speedswap.EmbeddingConfig(name="user", num_embeddings=100, embedding_dim=8)
+        >>> page = speedswap.EmbeddingConfig(
+        ...     name="page", num_embeddings=500, embedding_dim=8, feature_names=["seen", "liked"]
+        ... )
+        >>> tables = speedswap.EmbeddingCollection([user, page])
+        >>> optimizer = torch.optim.Adam(tables.parameters())
+        >>> found = tables(
+        ...     {
+        ...         "user": torch.tensor([7, 99]),
+        ...         "seen": torch.tensor([[4, 5, 6], [400, 401, 402]]),
+        ...         "liked": (torch.tensor([5]), torch.tensor([0, 1])),
+        ...     }
+        ... )
+        >>> found["seen"].to_padded_dense().shape, found["liked"].lengths().tolist()
+        (torch.Size([2, 3, 8]), [1, 0])
+    """
+
+    config_type = EmbeddingConfig
+    module_types = (nn.Embedding,)
+    tables_name = "embeddings"
+
+    @outside_graphs
+    def forward(self, features: Mapping[str, Any] | Any) -> dict[str, JaggedTensor]:
+        """Look all features up; the arguments' shapes and the errors are those of the class."""
+        return self._of_one_commit(self._looked_up, features)
+
+    def _looked_up(self, features: Any) -> dict[str, JaggedTensor]:
+        found = self._given(features)
+        slots = found.slots
+        lengths = found.offsets.diff().view(len(slots), found.stride).unbind(0)
+        results: dict[str, JaggedTensor] = {}
+        for index, some in enumerate(slots.of_group):
+            weight, local = self._look_up(found, index)
+            counts = [stop - start for start, stop in pairwise(found.starts[some.start : some.stop + 1])]
+            vectors = look_up(weight, local).split_with_sizes(counts)
+            for own, slot in zip(vectors, some, strict=True):
+                results[slots.keys[slot]] = JaggedTensor(own, lengths=lengths[slot])
+        return (
+            results
+            if len(slots.groups) == 1
+            else {slots.keys[slot]: results[slots.keys[slot]] for slot in slots.in_order_of(self.configs)}
+        )
+
+    def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
+        """Return the description of each table."""
+        return self.configs
+
+
+class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
+    """Sums, means or maxima over bags of rows of several tables at once, with TorchRec's names.
+
+    Tables of one width, dtype and storage lie in one store, each in its own range of rows. A step checks, sorts,
+    gathers, trains and scatters their rows together, whatever the number of tables. Optimizers, ``attach``,
+    ``lookahead``, the splitter and ``state_dict`` work as with a :class:`speedswap.EmbeddingBag` for each table, and
+    the results are the same, bit for bit.
+
+    Args:
+        tables: a config for each.
+        is_weighted: True if every id is given with a weight, for tables with pooling ``"sum"``.
+        device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
+        storage: of the tables whose config has none, as for :class:`speedswap.Embedding`. A directory gets a
+            subdirectory for each group of tables, each with its own cache; :meth:`open` opens it again.
+        path: a directory for tables on disk, for short.
+
+    Attributes:
+        embedding_bags: the tables by name: ``embedding_bags["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be
+            filled in place; each is an entry of ``state_dict``.
+        groups: the tables of one store each, with the ``weight`` that an optimizer trains.
+
+    Shape:
+        features, one of:
+
+        - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
+          with the table's ``padding_idx``; (ids, offsets) or (ids, offsets, weights), as ``nn.EmbeddingBag`` has them
+          without ``include_last_offset``, or (ids, None, weights), as these; or a jagged tensor, of torch.nested
+          or with the methods of TorchRec's;
+        - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
+
+        → a :class:`speedswap.KeyedTensor` with values of shape (batch, sum of the features' widths), table after table;
+        zeros for a bag without ids.
+
+    Raises:
+        IdError: in the forward pass, for an id outside of its table. Nothing was read.
+        ValueError, TypeError: in the forward pass, for a feature that is missing, unknown or does not fit.
+        LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
+
+    Example:
+        >>> import torch, speedswap
+        >>> user = speedswap.EmbeddingBagConfig(name="user", num_embeddings=100, embedding_dim=8)
+        >>> page = speedswap.EmbeddingBagConfig(
+        ...     name="page", num_embeddings=500, embedding_dim=8, feature_names=["seen", "liked"], pooling="mean"
+        ... )
+        >>> tables = speedswap.EmbeddingBagCollection([user, page])
+        >>> optimizer = torch.optim.Adagrad(tables.parameters(), lr=0.1)
+        >>> pooled = tables(
+        ...     {
+        ...         "user": torch.tensor([7, 99]),
+        ...         "seen": torch.tensor([[4, 5, 6], [400, 401, 402]]),
+        ...         "liked": (torch.tensor([5]), torch.tensor([0, 1])),
+        ...     }
+        ... )
+        >>> pooled.keys(), pooled.values().shape, pooled["liked"].shape
+        (['user', 'seen', 'liked'], torch.Size([2, 24]), torch.Size([2, 8]))
+    """
+
+    config_type = EmbeddingBagConfig
+    module_types = (nn.EmbeddingBag, nn.Embedding)
+    tables_name = "embedding_bags"
+
+    @functools.cached_property
+    def _columns(self) -> PooledColumns:
+        with torch.device("cpu"), torch.inference_mode(False):  # used later in other modes
+            return PooledColumns(self._slots, self.configs)
+
+    @outside_graphs
+    def forward(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
+        """Pool all features; the arguments' shapes and the errors are those of the class."""
+        return self._of_one_commit(self._pooled, features)
+
+    def _pooled(self, features: Any) -> KeyedTensor:
+        found, columns = self._given(features), self._columns
+        gathered = [self._look_up(found, index) for index in range(len(found.slots.groups))]
+        pooled = [each.pooled(found, *gathered[each.group]) for each in columns.passes]
+        return KeyedTensor(columns.keys, columns.widths, columns.joined(pooled))
+
+    def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
+        """Return the description of each table."""
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        """Return whether every id has a weight."""
+        return self._is_weighted

@@ -6,7 +6,6 @@ write them back to the full collections. The model looks up positions 0, 1, … 
 :class:`speedswap.Embedding` does all of this automatically, and sums the gradients of equal ids.
 """
 
-from speedswap.swapping.switchers.model import ModelFactory
-from speedswap.swapping.switchers.optimizer import OptimizerFactory
+from speedswap.swapping.switchers.factories import ModelFactory, OptimizerFactory
 
 __all__ = ["ModelFactory", "OptimizerFactory"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig
 from speedswap.errors import LostUpdateError, TableBusyError, TableClosedError
-from speedswap.swapping.collections.grouping import unfinished
+from speedswap.swapping.collections.group import unfinished
 
 # A table may be called like a method of a dictionary.
 ROWS = [

@@ -1,28 +1,277 @@
-"""OptimizerFactory: swaps rows of optimizer state between a full collection and the optimizer."""
+"""ModelFactory and OptimizerFactory: swap rows between collections and a model's weight and an optimizer's state."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, warn
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import OptimizerError
+from speedswap.errors import LostUpdateError, OptimizerError
+from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.optimizers import holds, probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.arrays import trainable_dtype
 from speedswap.swapping.switchers.collection import Collection, RowField, place_of
-from speedswap.swapping.switchers.model import check_rows
 from speedswap.tables import Storage
+from speedswap.tables import init as initializers
 from speedswap.tables.init import CopyOf
 from speedswap.tables.record import count
+
+
+class _NoFile(str):
+    """The default ``diskname``, known by identity: it names the collection in messages, and no file is made."""
+
+
+_NO_FILE = _NoFile("variable")
+
+
+class ModelFactory(Collection):
+    """A switcher of rows between a full collection and the weight of a model's embedding.
+
+    Call one init method (or :meth:`loadCupy`) first.
+
+    Args:
+        model_variable: the model's ``nn.Embedding``, or another module with a 2-D ``weight``. Make it with
+            ``sparse=False`` and without ``padding_idx``; its own number of rows does not matter.
+        total_classes: rows of the full collection.
+        embed_dimension: items in a row, as in ``model_variable``.
+        diskname: the directory of a collection in files, a table on disk that the init method makes. It must not exist
+            yet; :meth:`loadCupy` opens an existing one again. Without it no file is written.
+        datatype: a floating-point dtype of NumPy or torch, or its name: the collection's, and that of the rows which
+            ``model_variable`` gets.
+        CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory. A collection in
+            files ignores it: its pages are never pinned, and rows pass through pinned memory.
+        storage: where the rows live, in place of ``diskname`` and ``CPUPinn``, as for :class:`speedswap.Embedding`.
+            Ranks that own them together make each call at once, each with its own indexes; of rows that several ranks
+            write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model must
+            ignore its weight.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit ``model_variable``, or has the wrong type.
+
+    Example:
+        >>> import numpy as np, torch, speedswap
+        >>> words = torch.nn.Embedding(4, 8)
+        >>> optimizer = torch.optim.Adam(words.parameters(), lr=0.1)
+        >>> weights = speedswap.ModelFactory(words, total_classes=1000, embed_dimension=8)
+        >>> weights.uniformDistributionInit(-0.1, 0.1)
+        >>> state = speedswap.OptimizerFactory(optimizer, 1000, 8, model=torch.nn.ModuleDict({"words": words}),
+        ...                                    variable_name="words")
+        >>> state.optInit()
+        >>> positions = torch.as_tensor(weights.variableTransformer(2, 3))
+        >>> ids = np.array([[7, 400, 3], [999, 0, 12]])
+        >>> weights.beforeForwardPass(ids); state.beforeForwardPass(ids)
+        >>> words(positions).square().sum().backward()
+        >>> optimizer.step(); optimizer.zero_grad()
+        >>> weights.afterOptimizerStep(ids); state.afterOptimizerStep(ids)
+        >>> weights.getNumpyVersion().shape
+        (1000, 8)
+    """
+
+    init_methods = "zerosInit, uniformDistributionInit, normalDistributionInit, customInit or loadCupy"
+
+    @of_all_ranks
+    def __init__(
+        self,
+        model_variable: nn.Module,
+        total_classes: int,
+        embed_dimension: int,
+        diskname: str | os.PathLike[str] = _NO_FILE,
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+        *,
+        storage: Storage | str | None = None,
+    ) -> None:
+        super().__init__(
+            count("total_classes", total_classes),
+            [RowField("weight", (count("embed_dimension", embed_dimension),), trainable_dtype(datatype, "datatype"))],
+            place_of(storage, None if diskname is _NO_FILE else diskname, CPUPinn),
+            name=os.fspath(diskname),
+        )
+        _check_variable(model_variable, embed_dimension)
+        self.model_variable = model_variable
+        self.total_classes = total_classes
+        self.embed_dimension = embed_dimension
+        self.diskname = diskname
+        self.datatype = datatype
+        self.CPUPinn = CPUPinn
+
+    # ------------------------------------------------------------------ initial values
+
+    @of_all_ranks
+    def zerosInit(self) -> None:
+        """Make the collection, all zeros; on disk a sparse file, made at once at any size."""
+        self.make(initializers.zeros())
+
+    @of_all_ranks
+    def uniformDistributionInit(self, low: float, high: float) -> None:
+        """Make the collection, uniform on [low, high), seeded by ``torch.manual_seed``."""
+        self.make(initializers.uniform(low, high))
+
+    @of_all_ranks
+    def normalDistributionInit(self, mean: float, stdDev: float) -> None:
+        """Make the collection, normal with that mean and standard deviation, seeded by ``torch.manual_seed``."""
+        self.make(initializers.normal(mean, stdDev))
+
+    @of_all_ranks
+    def customInit(self, initFunction: Callable[..., Any], *args: Any) -> None:
+        """Make the collection with a function that fills a tensor in place.
+
+        Args:
+            initFunction: called as ``initFunction(tensor, *args)``. One of ``torch.nn.init`` is applied in chunks of
+                rows where that gives the same distribution; any other gets the whole collection as one tensor in host
+                memory, which is then copied.
+        """
+        if getattr(initFunction, "__module__", None) == "torch.nn.init":
+            try:
+                by_rows = initializers.from_torch(initFunction, *args)
+            except ValueError:
+                pass  # it needs all rows at once
+            else:
+                self.make(by_rows)
+                return
+        whole = torch.empty(self.shape, dtype=self.fields[0].dtype)
+        with torch.no_grad():
+            initFunction(whole, *args)
+        self.make(initializers.zeros())
+        self.table.write(0, whole)
+
+    # ------------------------------------------------------------------ a step
+
+    def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
+        """Return what the model looks up instead of ids: the positions of a batch's rows in its weight.
+
+        Args:
+            batchSize: samples in a batch.
+            posPerBatch: (positive) ids in a sample.
+            negPerBatch: negative ids in a sample, if any.
+
+        Returns:
+            An int64 array (batchSize, posPerBatch) of 0, 1, …; with ``negPerBatch``, that and an array
+            (batchSize, negPerBatch) that continues the count.
+
+        >>> factory = ModelFactory(nn.Embedding(1, 2), 10, 2)
+        >>> factory.variableTransformer(2, 1, 3)
+        (array([[0],
+               [1]]), array([[2, 3, 4],
+               [5, 6, 7]]))
+        """
+        num_positive = batchSize * posPerBatch
+        positive = np.arange(num_positive).reshape(batchSize, posPerBatch)
+        if negPerBatch is None:
+            return positive
+        negative = np.arange(num_positive, num_positive + batchSize * negPerBatch).reshape(batchSize, negPerBatch)
+        return positive, negative
+
+    @of_all_ranks
+    def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Put rows into the weight of the model variable, one per index, in the order of the indexes.
+
+        Args:
+            retrievedPosIndexes: a NumPy or CuPy array or a torch tensor of any integer dtype and any shape.
+            retrievedNegIndexes: further indexes; their rows follow.
+
+        Raises:
+            IdError: an index is negative or not below ``total_classes``.
+            TableFullError: in training, the disk has no room for the rows after their step. Nothing was changed.
+        """
+        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        if torch.is_grad_enabled():
+            self.table.reserve_rows(len(ids))
+        weight = _weight_of(self.model_variable)
+        _replace_rows(weight, self.gather(ids, weight.device)["weight"])
+
+    @of_all_ranks
+    def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Write the rows in the weight of the model variable to the collection.
+
+        Args:
+            retrievedPosIndexes, retrievedNegIndexes: the ones given to :meth:`beforeForwardPass`. Where an index occurs
+                more than once its last row is kept, and a :class:`DuplicateRowsWarning` says so once.
+
+        Raises:
+            IdError: an index is negative or not below ``total_classes``.
+            ValueError, TypeError: the weight does not have one row per index, or has another dtype. Nothing was
+                written.
+        """
+        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        weight = _weight_of(self.model_variable).detach()
+        check_rows(weight, ids, "the weight of model_variable")
+        self.scatter(ids, {"weight": weight})
+
+
+def check_rows(tensor: Tensor, ids: Tensor, what: str) -> None:
+    """Raise ValueError if a tensor does not have one row per id."""
+    if tensor.dim() == 0 or len(tensor) != len(ids):
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, but there are {len(ids)} indexes; give afterOptimizerStep the "
+            "indexes that were given to beforeForwardPass"
+        )
+
+
+def _weight_of(model_variable: nn.Module) -> Tensor:
+    weight = getattr(model_variable, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise TypeError(
+            f"model_variable is {a_kind(model_variable)} without a 2-D weight; give the model's nn.Embedding"
+        )
+    return weight
+
+
+def _check_variable(model_variable: nn.Module, embed_dimension: int) -> None:
+    if isinstance(model_variable, Embedding):
+        raise TypeError("model_variable is a speedswap.Embedding, which swaps its own rows; it needs no switcher")
+    weight = _weight_of(model_variable)
+    if weight.shape[1] != embed_dimension:
+        raise ValueError(
+            f"embed_dimension is {embed_dimension}, but the weight of model_variable has {weight.shape[1]} columns; "
+            "give the same for both"
+        )
+    if getattr(model_variable, "padding_idx", None) is not None:
+        warn(
+            "SW505",
+            f"model_variable has padding_idx {model_variable.padding_idx}, which is a position in the batch here: the "
+            "row at that position will not be trained. Make the embedding without padding_idx",
+        )
+
+
+def _replace_rows(weight: Tensor, rows: Tensor) -> None:
+    """Put rows, any number of them, into a weight that a model and an optimizer hold.
+
+    Autograd remembers a leaf's shape for as long as any loss computed from it lives, and until then refuses gradients
+    of another shape. Changing the leaf's dtype resets it, so the weight takes another dtype for a moment. An older
+    graph must not reach the new rows: its gradient is refused, and the weights it saved count as modified.
+
+    Args:
+        weight: shape (m, dim); a gradient that does not fit the rows is dropped.
+        rows: shape (n, dim); the weight is these rows from now on.
+    """
+    if weight.requires_grad:
+        torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(_refuse_gradient)
+    if weight.grad is not None and (weight.grad.shape != rows.shape or weight.grad.dtype != rows.dtype):
+        weight.grad = None
+    other = torch.float32 if rows.dtype != torch.float32 else torch.float64
+    weight.data = torch.empty(0, dtype=other, device=rows.device)
+    weight.data = rows
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)
+
+
+def _refuse_gradient(gradients: Sequence[Tensor]) -> None:
+    raise LostUpdateError(
+        "a loss was differentiated after the rows it was computed with had been swapped out, so its gradient belongs "
+        "to other rows; call loss.backward() before the next beforeForwardPass"
+    )
 
 
 class OptimizerFactory(Collection):
