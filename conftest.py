@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-NEED = {"keras": "speedswap/compat/aikit/keras_half.py", "torchinfo": "speedswap/monitor/parameters.py"}
+NEED = {"keras": "speedswap/compat/aikit/keras_half.py", "torchinfo": "speedswap/monitor/figures.py"}
 collect_ignore_glob = [path for package, path in NEED.items() if not find_spec(package)]

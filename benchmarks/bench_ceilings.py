@@ -20,7 +20,7 @@ from machine import ceilings
 
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.plots import arrange, from_zero
-from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
 from speedswap.cli import run_command
 

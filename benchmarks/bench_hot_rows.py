@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import script
 
-from speedswap.apps.bench.workload import zipf_ranks
+from speedswap.apps.bench.measure import zipf_ranks
 from speedswap.kernels.cuda import hot
 
 SHARES = (0.01, 0.05, 0.1)

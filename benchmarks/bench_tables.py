@@ -21,7 +21,7 @@ from speedswap import kernels
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import machine
 from speedswap.apps.errors import BenchmarkError
-from speedswap.apps.output import check_output
+from speedswap.apps.files import check_output
 from speedswap.cli import run_command
 
 

@@ -25,8 +25,7 @@ from speedswap.apps.bench.measure import write_json
 from speedswap.apps.options import compute_device
 from speedswap.apps.word2vec import Settings, WordVectors, train
 from speedswap.apps.word2vec.blocks import BLOCK, Sampler
-from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
-from speedswap.apps.word2vec.training import open_corpus
+from speedswap.apps.word2vec.training import SkipGram, open_corpus, skip_gram_loss
 
 WARM_UP_STEPS = 20
 TIMED_STEPS = 100

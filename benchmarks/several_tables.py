@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedswap.apps.bench import trainers
-from speedswap.apps.bench.workload import spread_ids
+from speedswap.apps.bench.measure import spread_ids
 
 __all__ = ["IDS", "ZIPF_EXPONENT", "Fbgemm", "Shape", "Trainer", "draw", "verify"]
 

@@ -23,14 +23,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from speedswap.apps.bench import cli
-from speedswap.apps.bench.measure import synchronize
+from speedswap.apps.bench.measure import synchronize, zipf_batches
 from speedswap.apps.bench.plots import require_matplotlib
 from speedswap.apps.bench.step import StepPlan
 from speedswap.apps.bench.trainers import Ours
-from speedswap.apps.bench.workload import zipf_batches
 from speedswap.apps.errors import BenchmarkError
-from speedswap.apps.files import write_whole
-from speedswap.apps.output import check_output
+from speedswap.apps.files import check_output, write_whole
 from speedswap.cli import run_command
 from speedswap.kernels.cuda.shapes import HOST_THREADS_PER_BLOCK
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 
 from speedswap import __version__
+from speedswap.apps import tables
 from speedswap.apps.bench import cli as bench
-from speedswap.apps.digits import cli as digits
-from speedswap.apps.dlrm import cli as dlrm
+from speedswap.apps.digits import training as digits
+from speedswap.apps.dlrm import training as dlrm
 from speedswap.apps.doctor import cli as doctor
 from speedswap.apps.errors import AS_OPTIONS
-from speedswap.apps.ncf import cli as ncf
+from speedswap.apps.ncf import training as ncf
 from speedswap.apps.ranks import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.running import Ended, ending_signals, word_for
-from speedswap.apps.tables import cli as tables
-from speedswap.apps.word2vec import cli as word2vec
+from speedswap.apps.word2vec import training as word2vec
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import PeerError, SpeedswapError
 

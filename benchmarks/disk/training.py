@@ -12,8 +12,8 @@ import torch
 
 import speedswap
 from speedswap.apps.bench import swap
+from speedswap.apps.bench.measure import IdBatch, random_batches, zipf_batches
 from speedswap.apps.bench.trainers import Ours
-from speedswap.apps.bench.workload import IdBatch, random_batches, zipf_batches
 from speedswap.apps.errors import WrongResultError
 
 __all__ = ["Cached", "cached", "create", "overlap"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.apps.bench.workload import spread_ids
+from speedswap.apps.bench.measure import spread_ids
 from speedswap.apps.errors import WrongResultError
 
 __all__ = ["KINDS", "ZIPF_EXPONENT", "History", "Shape", "Span", "draw", "values"]

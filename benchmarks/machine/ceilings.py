@@ -24,7 +24,7 @@ from machine.growing import grow
 from machine.link import Link
 from speedswap import kernels
 from speedswap._machine import available_bytes
-from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
 from speedswap.kernels.cuda import modules, pinning
 

@@ -12,7 +12,7 @@ from machine import bandwidth
 from machine.link import Batch, Link
 from speedswap import kernels
 from speedswap.apps.bench.measure import synchronize
-from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import WrongResultError
 
 __all__ = ["kernel_rates", "point", "ratios", "show"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import speedswap
 from ranks.processes import Here
-from speedswap.apps.bench.workload import zipf_batches
+from speedswap.apps.bench.measure import zipf_batches
 from speedswap.apps.errors import WrongResultError
 
 __all__ = ["EXPONENT", "TRAINERS", "Dense", "Made", "Shape", "calibrate", "draw", "drop", "make", "timed", "verify"]

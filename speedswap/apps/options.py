@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from speedswap._machine import available_bytes
 from speedswap.apps.errors import SettingsError, named
-from speedswap.apps.output import check_scratch
+from speedswap.apps.files import check_scratch
 from speedswap.apps.ranks import ON_DISK as ON_DISK
 from speedswap.apps.ranks import is_launched, local_gpu
 

@@ -32,7 +32,7 @@ from speedswap.batching import estimate_memory, feed
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError
-from speedswap.monitor.parameters import modes_kept
+from speedswap.monitor.figures import modes_kept
 from speedswap.swapping.switchers.arrays import as_dtype
 
 Network = Callable[[], nn.Module] | nn.Module

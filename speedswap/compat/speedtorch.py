@@ -56,8 +56,7 @@ from torch.optim import Optimizer
 
 from speedswap import swapping
 from speedswap._words import warn_once
-from speedswap.compat.gadgets import DataGadget, DataGadgetMM
-from speedswap.compat.views import CupyMethods, DiskMethods, TorchMethods
+from speedswap.compat.gadgets import CupyMethods, DataGadget, DataGadgetMM, DiskMethods, TorchMethods
 from speedswap.swapping.switchers.arrays import as_dtype
 from speedswap.swapping.switchers.collection import Collection, RowField
 from speedswap.tables import Device, Pageable, Pinned, Storage

@@ -7,8 +7,15 @@ constants; :func:`target_ranks` ranks the targets among all rows.
 """
 
 from speedswap.losses.full import full_softmax, target_ranks
-from speedswap.losses.negatives import LogUniformSampler, Negatives, UniformSampler, UnigramSampler, in_batch
-from speedswap.losses.sampled import candidates, sampled_softmax
+from speedswap.losses.sampled import (
+    LogUniformSampler,
+    Negatives,
+    UniformSampler,
+    UnigramSampler,
+    candidates,
+    in_batch,
+    sampled_softmax,
+)
 
 __all__ = [
     "LogUniformSampler",

@@ -12,11 +12,9 @@ from speedswap.monitor.codes import (
     WarningPolicy,
     as_policy,
 )
-from speedswap.monitor.hot_rows import HotCounts, hot_rows
+from speedswap.monitor.figures import HotCounts, count_parameters, hot_rows, table_metrics
 from speedswap.monitor.loop import EventMonitor
 from speedswap.monitor.memory import MemoryMonitor, MemorySnapshot, PhaseMemory, memory_snapshot
-from speedswap.monitor.parameters import count_parameters
-from speedswap.monitor.tables import table_metrics
 
 __all__ = [
     "CODES",

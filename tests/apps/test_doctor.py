@@ -20,8 +20,7 @@ import speedswap
 from speedswap import _machine
 from speedswap.apps.doctor import Finding, Rates, TableAdvice, TableSpec, advise, examine, lines
 from speedswap.apps.doctor import cli as doctor
-from speedswap.apps.doctor.places import estimate
-from speedswap.apps.doctor.rates import measured
+from speedswap.apps.doctor.places import estimate, measured
 from speedswap.cli import main
 
 GIB = 2**30
@@ -42,7 +41,7 @@ def short(monkeypatch):
         "_CACHE_BYTES": 2**16,
         "_READ_SECONDS": 0.01,
     }.items():
-        monkeypatch.setattr(f"speedswap.apps.doctor.rates.{name}", value)
+        monkeypatch.setattr(f"speedswap.apps.doctor.places.{name}", value)
 
 
 def found(monkeypatch, nbytes=0, **machine) -> dict[str, Finding]:

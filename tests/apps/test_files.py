@@ -17,11 +17,11 @@ from speedswap.apps.files import (
     SCRATCH,
     UNFINISHED,
     remove_leftovers,
+    save_somewhere,
     scratch_folder,
     write_given,
     write_whole,
 )
-from speedswap.apps.output import save_somewhere
 
 
 @pytest.fixture

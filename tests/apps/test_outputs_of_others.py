@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import speedswap
-from speedswap.apps import run, saved_run
+from speedswap.apps import run
+from speedswap.apps import run as saved_run
 from speedswap.apps.word2vec import Settings, train
 from speedswap.cli import main
 

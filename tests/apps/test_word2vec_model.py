@@ -15,8 +15,8 @@ from speedswap.apps.options import named_optimizer
 from speedswap.apps.word2vec import Settings, SettingsError
 from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Piece, Sampler
 from speedswap.apps.word2vec.corpus import END
-from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.settings import OWN
+from speedswap.apps.word2vec.training import SkipGram, skip_gram_loss
 from speedswap.optim import RowwiseAdagrad
 
 

@@ -13,7 +13,7 @@ from bench_ceilings import ceilings_figure, main
 from machine import ceilings, ways
 from machine.link import Batch, Link
 
-from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 
 pytestmark = pytest.mark.release

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks.balance import ASSIGNMENTS, ORDERS, asked, busiest_over_mean, by_order
 
-from speedswap.apps.bench.workload import zipf_ranks
+from speedswap.apps.bench.measure import zipf_ranks
 from speedswap.tables.owners import Owners
 
 pytestmark = pytest.mark.release

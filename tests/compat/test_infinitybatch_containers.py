@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.compat.infinitybatch import DiskStorage, HostStorage, RunningStatistics
-from speedswap.compat.infinitybatch.containers import make_storage
+from speedswap.compat.infinitybatch.data import make_storage
 
 Pair = namedtuple("Pair", "logits hidden")
 

@@ -25,7 +25,7 @@ from ranks.processes import Processes
 from ranks.simulator import Costs, Load, Protocol, Protocols, expected_load, features, load_of, payload
 from ranks.trainers import Shape
 
-from speedswap.apps.bench.workload import zipf_batches
+from speedswap.apps.bench.measure import zipf_batches
 from speedswap.collectives import ROOM
 from speedswap.tables.owners import Owners
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from speedswap._words import pip_install
 from speedswap.apps.bench import step
-from speedswap.apps.bench.measure import Peer, lacking
+from speedswap.apps.bench.measure import IdBatch, Peer, lacking, renumbered
 from speedswap.apps.bench.trainers import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS
-from speedswap.apps.bench.workload import IdBatch, renumbered
 from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.files import PARQUET, opened
 from speedswap.apps.options import WIDEST, one_of, whole

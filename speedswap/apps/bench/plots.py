@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from speedswap._words import pip_install
-from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.files import write_given
 

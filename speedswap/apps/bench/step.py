@@ -16,9 +16,8 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.apps.bench import swap
-from speedswap.apps.bench.measure import Peer, in_ms, lacking, show_peers, steps_in_turn
+from speedswap.apps.bench.measure import IdBatch, Peer, in_ms, lacking, show_peers, steps_in_turn, zipf_batches
 from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
-from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 
 _LOOPS = 8  # loops with different ids

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap import kernels
-from speedswap.apps.bench.measure import Peer, find_peer
-from speedswap.apps.bench.workload import IdBatch
+from speedswap.apps.bench.measure import IdBatch, Peer, find_peer
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch import nn
 
 import speedswap
 from speedswap import kernels
-from speedswap.apps.bench.measure import in_ms, in_turn, steps_in_turn, synchronize
+from speedswap.apps.bench.measure import IdBatch, in_ms, in_turn, random_batches, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import LEARNING_RATE, Ours
-from speedswap.apps.bench.workload import IdBatch, random_batches
 from speedswap.swapping.lookup import look_up
 
 _STEPS = 12

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap._words import pip_install
-from speedswap.apps.bench.measure import Peer, find_peer
-from speedswap.apps.bench.workload import IdBatch, zipf_batches
+from speedswap.apps.bench.measure import IdBatch, Peer, find_peer, zipf_batches
 from speedswap.apps.errors import WrongResultError
 
 LEARNING_RATE = {"sgd": 0.05, "adagrad": 0.05, "adam": 1e-3}

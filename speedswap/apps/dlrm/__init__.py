@@ -9,18 +9,16 @@ As a command, ``speedswap dlrm 'day_*.gz' --output DIR``; as a function::
 
 and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROWS``.
 
-A run streams samples from files in Criteo's format (``criteo``) or makes some up (``generated``), draws batches and
-sets samples apart (``samples``, ``stream``), trains tables and layers (``model``, ``training``), predicts the samples
-set apart (``scores``) and keeps the last and the best state.
+A run streams samples from files in Criteo's format (``criteo``) or generates them, draws batches and sets samples apart
+(``samples``, ``stream``), trains tables and layers, predicts the samples set apart (``model``, ``training``) and keeps
+the last and the best state.
 """
 
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
-from speedswap.apps.dlrm.generated import GeneratedSamples
-from speedswap.apps.dlrm.model import DLRM, Embeddings
+from speedswap.apps.dlrm.model import DLRM, Embeddings, Scores
 from speedswap.apps.dlrm.samples import SamplePosition, Samples
-from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.dlrm.stream import ClickBatch, Data
+from speedswap.apps.dlrm.stream import ClickBatch, Data, GeneratedSamples
 from speedswap.apps.dlrm.training import DlrmRun, Evaluation, Point, evaluate, load, train, train_step
 from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
 

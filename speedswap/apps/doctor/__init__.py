@@ -11,7 +11,6 @@
 """
 
 from speedswap.apps.doctor.findings import Finding, examine
-from speedswap.apps.doctor.places import PlaceEstimate, TableAdvice, advise, lines
-from speedswap.apps.doctor.rates import Rates, TableSpec
+from speedswap.apps.doctor.places import PlaceEstimate, Rates, TableAdvice, TableSpec, advise, lines
 
 __all__ = ["Finding", "PlaceEstimate", "Rates", "TableAdvice", "TableSpec", "advise", "examine", "lines"]

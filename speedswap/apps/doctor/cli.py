@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from speedswap.apps.doctor.findings import Finding, examine, of_disk
-from speedswap.apps.doctor.models import built, embeddings
-from speedswap.apps.doctor.places import TableAdvice, advise, lines
-from speedswap.apps.doctor.rates import Rates, TableSpec
+from speedswap.apps.doctor.places import Rates, TableAdvice, TableSpec, advise, built, embeddings, lines
 from speedswap.apps.errors import SettingsError, named
+from speedswap.apps.files import check_scratch
 from speedswap.apps.options import ROW_BY_ROW, in_gib
-from speedswap.apps.output import check_scratch
 
 _WIDTH = 80
 _ROWS = "1e7"  # of the samples' table, if none is asked about

@@ -8,7 +8,7 @@ As a command, ``speedswap word2vec CORPUS --output DIR``; as a function::
     print(result.vectors.nearest("music"))
 
 A run reads the text once (``corpus``), makes window blocks of it (``blocks``), trains two embeddings with any optimizer
-(``model``, ``settings``, ``training``) and keeps the vectors (``vectors``, ``cli``).
+(``settings``, ``training``) and keeps the vectors (``vectors``).
 """
 
 from speedswap.apps.errors import CorpusError, PairsError, SettingsError

@@ -1,39 +1,117 @@
-"""Train word vectors: the whole run, from text to vectors, with its loss."""
+"""Train word vectors by skip-gram with negative sampling over window blocks: the whole run, from text to vectors.
+
+The command is ``speedswap word2vec``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, CorpusError, OutputError, named
+from speedswap.apps.files import check_output, save_somewhere
+from speedswap.apps.options import add_command
 from speedswap.apps.ranks import Job
-from speedswap.apps.run import Run
-from speedswap.apps.running import Shown
-from speedswap.apps.saved_run import RESTART, SavedRun
-from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, Sampler
+from speedswap.apps.run import FOLDER, RESTART, Run, SavedRun, remove_checkpoints
+from speedswap.apps.running import Shown, Stop, begun
+from speedswap.apps.word2vec.blocks import BLOCK, NOISE, START, BlockBatch, BlockPosition, PairWeights, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
-from speedswap.apps.word2vec.model import SkipGram
 from speedswap.apps.word2vec.settings import Word2VecSettings
-from speedswap.apps.word2vec.vectors import Similarity, WordVectors
+from speedswap.apps.word2vec.vectors import Similarity, WordPairs, WordVectors, read_pairs
 from speedswap.errors import SpeedswapError, TableFullError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_log = logging.getLogger("speedswap")
+
+
+class SkipGram(nn.Module):
+    """Two tables of word vectors, one for words as centers and one for words as contexts.
+
+    Args:
+        words: size of the vocabulary.
+        settings: of the run. Tables on disk are in a temporary directory that goes with ``close``, or with the model.
+        job: the ranks that own the rows, if they are more than one.
+
+    Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
+    """
+
+    def __init__(self, words: int, settings: Word2VecSettings, job: Job | None = None) -> None:
+        super().__init__()
+        self.pair_weights = PairWeights(settings.window, settings.negative)
+        place, self._remove_folder = (job or Job()).place_of_tables(self, settings.storage, settings.scratch)
+
+        def embedding(name: str, init: speedswap.init.Initializer) -> speedswap.Embedding:
+            how: dict[str, Any] = {"init": init, "seed": settings.seed, "name": name}
+            how |= {"storage": place.of_table(name), "state_dtype": getattr(torch, settings.state_dtype)}
+            return speedswap.Embedding(words, settings.dim, **how)
+
+        self.center = embedding("center", speedswap.init.uniform(-0.5 / settings.dim, 0.5 / settings.dim))
+        self.context = embedding("context", speedswap.init.zeros())
+
+    def close(self) -> None:
+        """Close the tables, and remove those in a temporary directory."""
+        self.center.table.close()
+        self.context.table.close()
+        self._remove_folder()
+
+    def forward(self, batch: BlockBatch) -> Tensor:
+        """Return the batch's loss, summed over its pairs, or over those of a rank's share: a scalar."""
+        weights = self.pair_weights(batch.left, batch.right)
+        return skip_gram_loss(self.center(batch.centers), self.context(batch.contexts), weights)
+
+
+def skip_gram_loss(centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of -log σ(score) over the pairs and of -log σ(-score) over the negatives.
+
+    Args:
+        centers: vectors, shape (blocks, BLOCK, dim).
+        contexts: vectors, shape (blocks, words, dim), of which the last NOISE are negatives.
+        weights: of the scores, shape (blocks, BLOCK, words); not differentiated.
+    """
+    loss: Tensor = _SkipGramLoss.apply(centers, contexts, weights)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SkipGramLoss(torch.autograd.Function):
+    """The loss with a hand-written gradient: that of the scores is computed in place, in one pass with the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
+        scores = torch.bmm(centers, contexts.transpose(1, 2))
+        scores[:, :, :-NOISE].neg_()
+        weights = weights.to(scores.dtype)
+        loss = torch.dot(F.softplus(scores).flatten(), weights.flatten())
+        of_scores = scores.sigmoid_().mul_(weights)
+        of_scores[:, :, :-NOISE].neg_()
+        ctx.save_for_backward(centers, contexts, of_scores)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        centers, contexts, of_scores = ctx.saved_tensors
+        of_scores = of_scores * grad
+        return torch.bmm(of_scores, contexts), torch.bmm(of_scores.transpose(1, 2), centers), None
+
+
 LOSS_POINTS = 500
 SECONDS_BETWEEN_LOOKS = 1.0
-
-_log = logging.getLogger("speedswap")
 
 
 class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
@@ -328,3 +406,77 @@ def demo_corpus() -> Path:
         f"no corpus given, and the demo corpus comes with gensim: {pip_install('gensim', extra='demo')}; "
         "or give a text file"
     )
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser's commands."""
+    parser = add_command(
+        *(commands, "word2vec", Word2VecSettings, run),
+        summary="train word vectors on text",
+        description="Train word vectors on text by skip-gram with negative sampling. The tables and the optimizer's "
+        "state live outside the compute device. Ctrl-C or SIGTERM ends the training and saves the vectors so far. A "
+        "run that was ended, or killed, goes on from its last checkpoint when it is started again.",
+    )
+    parser.add_argument(
+        "--eval",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="word pairs with human similarity, separated by tabs, to compare with; may be given several times",
+    )
+    parser.add_argument(
+        "--nearest",
+        type=lambda text: text.replace(",", " ").split(),
+        metavar="WORDS",
+        help="print the nearest neighbours of these words, separated by commas (default: a few from the corpus)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, compare, save and print the outcome; return the exit status."""
+    settings = Word2VecSettings.of(args)
+    check_output(args.output, FOLDER)
+    compared = [read_pairs(path) for path in args.eval]
+    with begun(settings.compute_device()) as (job, stop):
+        result = Word2VecRun.train(settings, output=args.output, resume=args.resume, stop=stop)
+        job.lead(result.vectors.table, partial(finish, result, args, compared, stop))
+        return stop.status_of(result.interrupted)
+
+
+def finish(
+    result: Word2VecRun, args: argparse.Namespace, compared: Sequence[WordPairs], stop: Stop, table: speedswap.Table
+) -> None:
+    """Compare, save and print a run's outcome, with the vectors of a table."""
+    result.vectors = WordVectors(result.vectors.words, table)
+    result.similarities = [result.vectors.similarity(pairs) for pairs in compared]
+    files = save_somewhere(args.output, result.write, args.scratch)
+    if not result.interrupted:
+        remove_checkpoints(args.output)
+    trained = f"{result.trained_words:,.0f} words of text"
+    print(
+        f"{len(result.vectors):,} words of {table.embedding_dim} dimensions from {trained} in "
+        f"{result.training_seconds:.1f} s: {result.words_per_second:,.0f} words/s, loss {result.loss[-1][1]:.3f}"
+        if result.loss
+        else "stopped before the first words"
+    )
+    if result.missed:
+        print(f"with more than {result.settings.max_types:,} different words: counts lack up to {result.missed:,} each")
+    for word in args.nearest or telling_words(result.vectors.words):
+        near = result.vectors.nearest(word) if word in result.vectors else None
+        said = "not in the vocabulary" if near is None else ", ".join(f"{each} {cosine:.2f}" for each, cosine in near)
+        print(f"{word}: {said}")
+    for similarity in result.similarities:
+        print(similarity)
+    saved = f"the vectors after {trained} are saved"
+    if result.failure is None and result.interrupted:
+        print(f"{stop.word}: {saved}; the same command goes on from there")
+    print("saved", ", ".join(map(str, files)))
+    if result.failure is not None:
+        raise OutputError(f"{result.failure}; {saved}")
+
+
+def telling_words(words: Sequence[str], count: int = 6) -> Sequence[str]:
+    """Choose a few words that are common, but not so common that any word is near them."""
+    middling = [word for word in words[min(len(words) // 10, 200) :] if len(word) > 3]
+    return middling[: count * 10 : 10]

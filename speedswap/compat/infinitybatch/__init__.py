@@ -21,9 +21,8 @@ unchanged, its custom loop with ``ib.batch_()`` included. Differences:
 """
 
 from speedswap.compat.infinitybatch import tools
-from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError, InfinityBatchWarning
-from speedswap.compat.infinitybatch.containers import DiskStorage, HostStorage, RunningStatistics
-from speedswap.compat.infinitybatch.losses import TrainingStep
+from speedswap.compat.infinitybatch.changes import CODES, InfinityBatchError, InfinityBatchWarning
+from speedswap.compat.infinitybatch.data import DiskStorage, HostStorage, RunningStatistics, TrainingStep
 from speedswap.compat.infinitybatch.trainer import InfinityBatch
 
 __all__ = [

@@ -1,16 +1,40 @@
-"""An observer of changes to a model, an optimizer and a criterion."""
+"""An observer of changes to a model, an optimizer and a criterion; InfinityBatch's error, warning and codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap._words import a_kind
-from speedswap.monitor import Level, WarningPolicy, as_policy
+from speedswap.errors import SpeedswapError
+from speedswap.monitor import CODES as MONITOR_CODES
+from speedswap.monitor import Code, Level, MonitorWarning, WarningPolicy, as_policy
+
+
+class InfinityBatchError(SpeedswapError):
+    """A component that training needs is missing or does not fit."""
+
+
+class InfinityBatchWarning(MonitorWarning):
+    """InfinityBatch continues, but not as requested."""
+
+
+OWN_CODES: Mapping[str, Code] = MappingProxyType(
+    {
+        "SW901": Code("user", "optimizer was spelled optimier", InfinityBatchWarning),
+        "SW902": Code("expert", "forward and backward devices are the same", InfinityBatchWarning),
+        "SW903": Code("user", "backward() was called without a loss", InfinityBatchWarning),
+        "SW904": Code("user", "an epoch had no batches", InfinityBatchWarning),
+        "SW905": Code("user", "the model has no trainable parameters", InfinityBatchWarning),
+    }
+)
+CODES: Mapping[str, Code] = MappingProxyType({**MONITOR_CODES, **OWN_CODES})
+
 
 Kind = Literal["replaced", "device", "parameter_groups", "hyperparameters", "trainable", "dtype"]
 _CODES: dict[Kind, str] = {

@@ -15,13 +15,24 @@ from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
 from speedswap.batching.nested import NO_AUX, Batch, parted
-from speedswap.compat.infinitybatch.batches import WatchedLoader, as_list, call, moved, named, samples_first, unpack
-from speedswap.compat.infinitybatch.changes import Change, ChangeObserver
-from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError
-from speedswap.compat.infinitybatch.containers import HostStorage, Strategies, make_storage, strategies_of
-from speedswap.compat.infinitybatch.losses import TrainingStep, reduction_of
+from speedswap.compat.infinitybatch.changes import CODES, Change, ChangeObserver, InfinityBatchError
+from speedswap.compat.infinitybatch.data import (
+    HostStorage,
+    Strategies,
+    TrainingStep,
+    WatchedLoader,
+    as_list,
+    call,
+    make_storage,
+    moved,
+    named,
+    reduction_of,
+    samples_first,
+    strategies_of,
+    unpack,
+)
 from speedswap.monitor import EventMonitor, Level, WarningPolicy, as_policy, count_parameters
-from speedswap.monitor.parameters import modes_kept
+from speedswap.monitor.figures import modes_kept
 
 
 def devices_equal(one: torch.device, other: torch.device) -> bool:

@@ -11,10 +11,9 @@ import readme_figures
 import torch
 
 from speedswap.apps.bench import measure, step, transfer
-from speedswap.apps.bench.measure import Peer, find_peer
+from speedswap.apps.bench.measure import Peer, find_peer, zipf_batches
 from speedswap.apps.bench.stores import peer_makers, transfer_peers
 from speedswap.apps.bench.trainers import Contestant, contestants
-from speedswap.apps.bench.workload import zipf_batches
 from speedswap.cli import main
 
 SWEEPS = {"row_bytes": (64, 512), "batch_rows": (256,), "table_bytes": (2**24, 2**60)}

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from speedswap.apps.bench import measure, mine, step
+from speedswap.apps.bench.measure import IdBatch
 from speedswap.apps.bench.mine import read_ids
 from speedswap.apps.bench.trainers import Contestant, Ours, contestants
-from speedswap.apps.bench.workload import IdBatch
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.cli import main
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from speedswap.apps.bench.point import DIRECTIONS, measure, verify
+from speedswap.apps.bench.measure import IdBatch
 from speedswap.apps.bench.stores import RowBuffers, Store, ours, peer_makers
-from speedswap.apps.bench.workload import IdBatch
+from speedswap.apps.bench.transfer import DIRECTIONS, measure, verify
 from speedswap.apps.errors import WrongResultError
 
 STORAGES = ("device", "pinned", "pageable", "disk")

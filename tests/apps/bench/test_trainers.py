@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speedswap.apps.bench import step
-from speedswap.apps.bench.measure import Peer
+from speedswap.apps.bench.measure import Peer, zipf_batches
 from speedswap.apps.bench.trainers import (
     DENSE,
     OPTIMIZERS,
@@ -19,7 +19,6 @@ from speedswap.apps.bench.trainers import (
     step_peers,
     verify,
 )
-from speedswap.apps.bench.workload import zipf_batches
 from speedswap.apps.errors import WrongResultError
 from speedswap.errors import OptimizerError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from speedswap._machine import cache_bytes
-from speedswap.apps.bench.workload import random_batches, zipf_batches, zipf_ranks
+from speedswap.apps.bench.measure import random_batches, zipf_batches, zipf_ranks
 
 
 def test_ranks_follow_zipfs_law():

@@ -12,7 +12,7 @@ import speedswap
 from speedswap.apps import run as run_module
 from speedswap.apps.dlrm import CheckpointError, Data, SamplesError, evaluate, load, train
 from speedswap.apps.dlrm import training as module
-from speedswap.apps.saved_run import SavedRun
+from speedswap.apps.run import SavedRun
 
 
 @pytest.mark.sweep(2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from speedswap.apps.dlrm import Scores
-from speedswap.apps.dlrm import scores as module
+from speedswap.apps.dlrm import model as module
 
 
 def scored(logits, labels, pieces=1):

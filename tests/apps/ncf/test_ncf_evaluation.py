@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speedswap.apps.ncf import Candidates, Interactions, NcfSplit, RatingsError, evaluate
-from speedswap.apps.ncf.evaluation import popularity_baseline, rank, ranking
+from speedswap.apps.ncf.model import popularity_baseline, rank, ranking
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_metrics_of_a_literal_case():
 
 
 def test_evaluation_is_that_of_a_plain_loop(monkeypatch):
-    monkeypatch.setattr("speedswap.apps.ncf.evaluation.CHUNK_SCORES", 100)
+    monkeypatch.setattr("speedswap.apps.ncf.model.CHUNK_CANDIDATES", 100)
     split = some_split()
     candidates = Candidates.draw(split, negatives=30, at_most=1000, seed=3)
     scores = torch.from_numpy(np.random.default_rng(1).standard_normal((40, 60)))

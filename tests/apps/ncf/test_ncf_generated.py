@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from speedswap.apps.ncf import generate_split
-from speedswap.apps.ncf import generated as module
+from speedswap.apps.ncf import interactions as module
 
 
 def test_sizes_are_as_asked_for():

@@ -12,7 +12,7 @@ import torch
 from children import run_script
 
 from speedswap.apps.ncf import NcfSettings, load, train
-from speedswap.apps.saved_run import FOLDER
+from speedswap.apps.run import FOLDER
 
 SMALL = {
     "users": 30,

@@ -16,8 +16,8 @@ import speedswap
 from speedswap.apps.errors import OutputError
 from speedswap.apps.ncf import CheckpointError, NcfSettings, RatingsError, SettingsError, evaluate, load, train
 from speedswap.apps.ncf import training as module
-from speedswap.apps.ncf.evaluation import Candidates
-from speedswap.apps.saved_run import SavedRun
+from speedswap.apps.ncf.model import Candidates
+from speedswap.apps.run import SavedRun
 
 
 def small(**changes):

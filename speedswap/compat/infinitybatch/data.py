@@ -1,4 +1,4 @@
-"""The streams kept during training, per epoch: inputs, outputs, targets and losses, by storage strategy."""
+"""InfinityBatch's batches and losses, and the streams that it keeps: inputs, outputs, targets and losses."""
 
 from __future__ import annotations
 
@@ -6,15 +6,117 @@ import math
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from speedswap._words import a_kind
 from speedswap.batching.nested import replace_tensors, tensors_of
-from speedswap.compat.infinitybatch.codes import InfinityBatchError
+from speedswap.compat.infinitybatch.changes import InfinityBatchError
+
+_TARGET_KEYS = ("targets", "target", "labels", "label", "y")
+
+
+def unpack(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch.
+
+    A tuple or list has the targets last; a mapping has them under ``targets``, ``target``, ``labels``, ``label`` or
+    ``y``. Several inputs stay a tuple, named ones a dictionary.
+
+    Raises:
+        InfinityBatchError: the batch has another form.
+
+    >>> unpack(("pixels", "lengths", "digits"))
+    (('pixels', 'lengths'), 'digits')
+    >>> unpack({"pixels": 1, "labels": 2})
+    ({'pixels': 1}, 2)
+    """
+    if isinstance(batch, Mapping):
+        key = next((key for key in _TARGET_KEYS if key in batch), None)
+        if key is not None:
+            return {name: value for name, value in batch.items() if name != key}, batch[key]
+        raise InfinityBatchError(
+            f"a batch has the keys {', '.join(map(str, batch))}, none of which is {', '.join(_TARGET_KEYS)}; give "
+            "InfinityBatch unpack=, which returns inputs and targets"
+        )
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+    raise InfinityBatchError(
+        f"a batch is {a_kind(batch)}, not inputs and targets; give InfinityBatch unpack=, which returns both"
+    )
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Return a model's outputs; a mapping is its named arguments, a tuple or list several positional ones."""
+    if isinstance(inputs, MutableMapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def moved(value: Any, device: torch.device | None) -> Any:
+    """Return a nested value with its tensors on a device."""
+    if device is None:
+        return value
+    waits = device.type == "cpu"  # else data from a GPU would be read before it has arrived
+    return replace_tensors(value, lambda tensor: tensor.to(device, non_blocking=not waits))
+
+
+def samples_first(outputs: Any, size: int) -> Any:
+    """Return outputs of ``size`` samples, with a first dimension for a single sample's that were squeezed to 0-d."""
+    if size > 1:
+        return outputs
+    return replace_tensors(outputs, lambda tensor: tensor.reshape(1) if tensor.dim() == 0 else tensor)
+
+
+class WatchedLoader:
+    """A data loader whose batches are watched as they are yielded; in all else it is the loader.
+
+    Args:
+        loader: the loader.
+        watched: called with the loader; yields its batches.
+    """
+
+    def __init__(self, loader: Any, watched: Callable[[Any], Iterator[Any]]) -> None:
+        self.loader = loader
+        self._watched = watched
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._watched(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.loader[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self.loader is (other.loader if isinstance(other, WatchedLoader) else other)
+
+    def __hash__(self) -> int:
+        return hash(id(self.loader))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def named(value: Any) -> dict[Any, Any]:
+    """Return one object, a list or a dictionary as a dictionary; a list's keys are its positions."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else {0: value}
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return one object, a list or a dictionary as a list."""
+    return list(named(value).values())
 
 
 class RunningStatistics:
@@ -213,3 +315,64 @@ def strategies_of(containers: Strategies) -> dict[str, Strategy]:
     for strategy in given.values():
         make_storage(strategy)
     return {name: given.get(name, "none") for name in STREAMS}
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """One of the steps on each batch, for training several models, criteria or optimizers.
+
+    Attributes:
+        loss: called with the models, the criteria (both as InfinityBatch has them: one, a list, or by name), and inputs
+            and targets of a micro-batch on the forward device; returns its loss. A loss that compares samples with each
+            other, or is reduced otherwise than ``reduction`` and ``normalizer`` say, is refused on its first batch.
+        optimizers: names or positions of the optimizers that step; None for all.
+        reduction: the reduction of ``loss`` over samples, as for :class:`speedswap.BatchSplitter`.
+        normalizer: called with inputs and targets; returns the count that the mean is over, samples by default.
+    """
+
+    loss: Callable[[Any, Any, Any, Any], Tensor]
+    optimizers: Iterable[Any] | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    normalizer: Callable[[Any, Any], Tensor | float] | None = None
+
+
+# Their means are over elements, and each sample has equally many.
+_OVER_ELEMENTS = {
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss),
+    *(nn.SoftMarginLoss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits),
+}
+_OVER_TARGETS = {nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss}
+Normalizer = Callable[[Any, Any], Tensor | float]
+Reduction = tuple[Literal["mean", "sum"], Normalizer | None]
+"""The reduction of a loss and its normalizer, as for :class:`speedswap.BatchSplitter`."""
+
+
+def reduction_of(criterion: Any) -> Reduction | None:
+    """Return the reduction of one of torch's criteria; None for others, and if it depends on more than samples.
+
+    >>> reduction_of(nn.MSELoss(reduction="sum"))
+    ('sum', None)
+    >>> reduction_of(lambda outputs, targets: outputs.std()) is None
+    True
+    """
+    kind = criterion if isinstance(criterion, FunctionType) else type(criterion)
+    if kind not in _OVER_ELEMENTS | _OVER_TARGETS:
+        return None
+    reduction, weight = getattr(criterion, "reduction", "mean"), getattr(criterion, "weight", None)
+    if reduction == "mean" and kind in _OVER_TARGETS:
+        return "mean", _targets_counter(weight, getattr(criterion, "ignore_index", -100))
+    if reduction == "sum":
+        return "sum", None
+    return ("mean", None) if reduction == "mean" and weight is None else None
+
+
+def _targets_counter(weight: Tensor | None, ignored: int) -> Normalizer:
+    """Return a function that counts the targets that are not ignored, by the weights of their classes."""
+
+    def count(inputs: Any, targets: Tensor) -> Tensor | float:
+        if targets.is_floating_point():  # probabilities of classes: the mean is over samples
+            return len(targets)
+        valid = targets[targets != ignored]
+        return valid.numel() if weight is None else weight.to(valid.device)[valid].sum()
+
+    return count
