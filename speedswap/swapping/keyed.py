@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from speedswap._words import warn_once
 from speedswap.errors import IdMapError, TableBusyError
 from speedswap.swapping.prefetched import GivenTensor
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys, select_texts
-
-if TYPE_CHECKING:
-    from speedswap.swapping.row_step import RowStep
 
 _Found = TypeVar("_Found")
 _TRIES = 100
@@ -97,6 +94,22 @@ class KeyPass:
         }
 
 
+class KeysStep(Protocol):
+    """The part of a training step, such as a :class:`RowStep`, that the keys of its rows need."""
+
+    counted: dict[KeyedRows, Tensor]
+
+    @property
+    def key_passes(self) -> Iterable[KeyPass]: ...
+
+    @property
+    def lookaheads(self) -> int: ...
+
+    def next_key_pass(self) -> KeyPass: ...
+
+    def drop_gradient(self, rows: Tensor) -> None: ...
+
+
 class KeyedRows:
     """The id map of a module's table.
 
@@ -112,7 +125,7 @@ class KeyedRows:
 
     is_over_ranks = False
 
-    def __init__(self, id_map: IdMap, table: Table, step: RowStep, first_row: int = 0) -> None:
+    def __init__(self, id_map: IdMap, table: Table, step: KeysStep, first_row: int = 0) -> None:
         self.id_map = id_map
         self.first_row = first_row
         self.step = step

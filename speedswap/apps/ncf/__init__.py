@@ -9,12 +9,14 @@ As a command, ``speedswap ncf RATINGS --output DIR``; as a function::
 
 and afterwards ``load(output).recommend(user_ids)``, or ``speedswap recommend DIR --user ID``.
 
-A run reads ratings (``ratings``, ``columns``) or generates them, sets each user's latest one apart, draws batches
-with negatives (``interactions``), trains two embeddings and a small network, ranks the items set apart (``model``,
-``training``) and keeps the last and the best epoch. A saved model names the best items for users by their own ids.
+A run reads ratings (``ratings``, ``form``, ``columns``) or generates them, sets each user's latest one apart, draws
+batches with negatives (``interactions``), trains two embeddings and a small network, ranks the items set apart
+(``model``, ``training``) and keeps the last and the best epoch. A saved model names the best items for users by their
+own ids.
 """
 
 from speedswap.apps.errors import CheckpointError, RatingsError, SettingsError, UnknownUserError
+from speedswap.apps.ncf.form import RatingsSource
 from speedswap.apps.ncf.interactions import (
     Interactions,
     NcfBatch,
@@ -25,7 +27,7 @@ from speedswap.apps.ncf.interactions import (
     leave_one_out,
 )
 from speedswap.apps.ncf.model import NCF, Candidates, Ranking, Recommendations, evaluate
-from speedswap.apps.ncf.ratings import RatingsSource, read_split
+from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import NcfSettings
 from speedswap.apps.ncf.training import NcfEpoch, NcfRun, load, train, train_step
 

@@ -18,9 +18,9 @@ from pyarrow import csv
 
 from speedswap.apps.columns import fitted
 from speedswap.apps.errors import RatingsError, named
-from speedswap.apps.ncf import ratings
+from speedswap.apps.ncf import form as forms
+from speedswap.apps.ncf.form import RatingsForm, RatingsSource
 from speedswap.apps.ncf.interactions import WHOLE_NUMBER, Ids, Interactions, NcfSplit, OwnIds, leave_one_out
-from speedswap.apps.ncf.ratings import RatingsForm, RatingsSource
 
 TEXT = pa.large_string()
 MARK = "\x1f"  # stands for a separator of two characters
@@ -69,7 +69,7 @@ def read_ratings(parts: Iterable[Part], form: RatingsForm, wrong: dict[int, str]
             return
         fault = fault.format(columns=named("columns"))
         for row in np.flatnonzero(rows).tolist() if fault else ():
-            value = f"{role} ({columns[role]}) is {ratings.shown(texts[role][row])}, " if role else ""
+            value = f"{role} ({columns[role]}) is {forms.shown(texts[role][row])}, " if role else ""
             wrong[int(numbers[row])] = value + fault
         numbers = numbers[~rows]
         texts = {role: column.filter(pa.array(~rows)) for role, column in texts.items()}
@@ -82,7 +82,7 @@ def read_ratings(parts: Iterable[Part], form: RatingsForm, wrong: dict[int, str]
             nothing = f"no {role}, for {columns[role]} has nothing, or a word such as NA"
             leave_out(np.asarray(texts[role].is_null()), nothing if missing == "error" else "")
     if form.heading is not None:  # in concatenated files it comes again; where all is text it fits anywhere
-        again = [pc.equal(texts[role], form.heading[form.places[role]]) for role in ratings.NEEDED]
+        again = [pc.equal(texts[role], form.heading[form.places[role]]) for role in forms.NEEDED]
         leave_out(np.asarray(pc.and_(*again)), "the heading again")
     if "rating" in texts:
         points = pc.replace_substring(texts["rating"], ",", ".")
@@ -101,7 +101,7 @@ def read_ratings(parts: Iterable[Part], form: RatingsForm, wrong: dict[int, str]
     if not len(numbers):
         why = ", ".join(f"{count:,} without {role} ({columns[role]})" for role, count in left_out.items())
         raise RatingsError(f"ratings {form.path} has no {form.unit} with all its values: {why or 'all are blank'}")
-    (user_ids, users), (item_ids, items) = (rows_of(texts[role]) for role in ratings.NEEDED)
+    (user_ids, users), (item_ids, items) = (rows_of(texts[role]) for role in forms.NEEDED)
     train, test = leave_one_out(users, items, times, len(item_ids))
     source = RatingsSource(**vars(form), lines=lines, left_out=left_out, malformed=len(wrong), first=first, time=time)
     interactions = Interactions(train, len(user_ids), len(item_ids))
@@ -114,7 +114,7 @@ def parts_of_fields(text: TextIO, form: RatingsForm, wrong: dict[int, str]) -> I
         text.readline()
     line, names = form.first_line, [str(place) for place in range(form.width)]
     wanted = {role: names[place] for role, place in form.places.items()}
-    separator = MARK if form.separator in ("::", ratings.BLANK) else form.separator
+    separator = MARK if form.separator in ("::", forms.BLANK) else form.separator
     skipped: list[Any] = []
 
     def skip(row: Any) -> str:
@@ -128,7 +128,7 @@ def parts_of_fields(text: TextIO, form: RatingsForm, wrong: dict[int, str]) -> I
             lines = itertools.chain(io.StringIO(block, ""), text)
             yield from parts_of_rows(rows_in_quotes(lines, line, form, wrong), form)
             return
-        if form.separator == ratings.BLANK:
+        if form.separator == forms.BLANK:
             block = "\n".join(MARK.join(row.split()) for row in io.StringIO(block, None))
         data = block.replace(form.separator, separator).encode()
         read = csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names)
@@ -149,7 +149,7 @@ def rows_in_quotes(
     lines: Iterable[str], number: int, form: RatingsForm, wrong: dict[int, str]
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each row's first line, and its values."""
-    for fields, taken in ratings.quoted_rows(lines, form.separator, form.width * (form.quotes == "some")):
+    for fields, taken in forms.quoted_rows(lines, form.separator, form.width * (form.quotes == "some")):
         if len(fields) == form.width:
             yield number, [fields[place] for place in form.places.values()]
         elif any(map(str.strip, taken)):
@@ -169,15 +169,15 @@ def rows_of_objects(
     known, keys = {*heading}, [heading[place] for place in form.places.values()]
     for number, line in enumerate(lines, 1):
         try:
-            found = ratings.json_values(line) if line.strip() else {}
+            found = forms.json_values(line) if line.strip() else {}
             values = [found.get(key, "") for key in keys]
             "".join(values).encode()
         except ValueError as error:  # also half of a surrogate pair
-            wrong[number] = f"{ratings.shown(line)} is not a JSON object of Unicode text ({error})"
+            wrong[number] = f"{forms.shown(line)} is not a JSON object of Unicode text ({error})"
             continue
         for key in found.keys() - known:
             known.add(key)
-            if (role := ratings.role_of(key)) and role not in {*form.places, *columns}:
+            if (role := forms.role_of(key)) and role not in {*form.places, *columns}:
                 raise RatingsError(
                     f"ratings {form.path}, line {number} has {key!r}, and none of the first lines has: move it to the "
                     f"beginning, or pass over that with {named('columns')} {role}=-"
@@ -194,16 +194,16 @@ def parts_of_rows(rows: Iterator[tuple[int, list[str]]], form: RatingsForm) -> I
 
 def form_of_parquet(file: Any, path: Path, columns: Mapping[str, str]) -> RatingsForm:
     heading, sample = tuple(file.schema_arrow.names), list[list[str]]()
-    for batch in itertools.islice(file.iter_batches(ratings.SAMPLE_LINES), 1):
+    for batch in itertools.islice(file.iter_batches(forms.SAMPLE_LINES), 1):
         flat = [pa.nulls(len(batch)) if pa.types.is_nested(each.type) else each for each in batch.columns]
         sample = [[*row] for row in zip(*(as_text(each).fill_null("").to_pylist() for each in flat), strict=True)]
-    places = ratings.find_places(heading, sample, columns, path)
+    places = forms.find_places(heading, sample, columns, path)
     for role, place in places.items():
         if pa.types.is_nested(kind := file.schema_arrow.field(place).type):
             raise RatingsError(
                 f"ratings {path}: column {heading[place]!r}, the {role}, has {kind}: give text or numbers"
             )
-    return RatingsForm(path, ratings.PARQUET_ROWS, heading, len(heading), 1, places, "")
+    return RatingsForm(path, forms.PARQUET_ROWS, heading, len(heading), 1, places, "")
 
 
 def parts_of_parquet(file: Any, form: RatingsForm) -> Iterator[Part]:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from torch import Tensor
 
 from speedswap.apps.errors import RatingsError
 from speedswap.apps.layers import moved
+from speedswap.apps.ncf.form import RatingsSource
 from speedswap.apps.ranks import Job
-
-if TYPE_CHECKING:
-    from speedswap.apps.ncf.ratings import RatingsSource
 
 Ids = NDArray[np.int64]
 

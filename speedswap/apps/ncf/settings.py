@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError, named
-from speedswap.apps.ncf.ratings import MISSING, check_columns
+from speedswap.apps.ncf.form import MISSING, check_columns
 from speedswap.apps.options import TableSettings, check_memory, one_of, option, whole
 from speedswap.apps.ranks import share_of_machine
 
