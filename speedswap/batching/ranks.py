@@ -154,26 +154,7 @@ def _at_most(size: int, limit: float) -> int:
     return size if size <= limit else int(limit)
 
 
-def ranks_of(modules: Sequence[nn.Module]) -> TrainingRanks:
-    """Return the processes that train these modules together; every rank has to ask, in the same order.
-
-    Raises:
-        BatchError: a module is replicated or sharded in a way that cannot be split.
-    """
-    if not is_distributed():
-        return TrainingRanks()
-    # Imported here, since they need a torch that was built with distributed.
-    from speedswap.batching.sharded import Sharded, shard_roots
-
-    wrapped, roots, group = replicas(modules), shard_roots(modules), _owners(modules)
-    if wrapped and roots:
-        raise BatchError("the modules are partly replicated and partly sharded; give each kind its own splitter")
-    if roots:
-        return Sharded(roots, group)
-    return Replicated(wrapped, modules, group) if wrapped or group is not None else TrainingRanks()
-
-
-def _owners(modules: Sequence[nn.Module]) -> RankGroup | None:
+def owners_of(modules: Sequence[nn.Module]) -> RankGroup | None:
     """Return the ranks that own rows of these modules' embeddings together, if any do."""
     keepers = [keeper_of(parameter) for module in modules for parameter in module.parameters()]
     groups = {keeper.group: None for keeper in keepers if keeper is not None and keeper.group is not None}

@@ -19,8 +19,8 @@ from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches, TwoPasses, both_passes, differentiable, towers_of
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
 from speedswap.batching.packing import Alone, SamplePacking, costs_of
-from speedswap.batching.ranks import ranks_of
-from speedswap.collectives import of_all_ranks
+from speedswap.batching.ranks import Replicated, TrainingRanks, owners_of, replicas
+from speedswap.collectives import is_distributed, of_all_ranks
 from speedswap.errors import BatchError, CoupledLossError
 
 
@@ -220,7 +220,7 @@ class BatchSplitter:
         _require(normalizer is None or reduction == "mean", "normalizer", normalizer, 'None unless reduction is "mean"')
         self.callbacks = list(callbacks)
         self._modules = None if model is None else [model] if isinstance(model, nn.Module) else list(model)
-        self._ranks = ranks_of(self._modules or [])
+        self._ranks = _ranks_of(self._modules or [])
         if offload_activations:
             self._refuse_in_step("offload_activations")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
@@ -508,3 +508,22 @@ def _is_positive(value: object) -> bool:
 def _require(fulfilled: bool, name: str, value: object, wanted: str) -> None:
     if not fulfilled:
         raise BatchError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _ranks_of(modules: Sequence[nn.Module]) -> TrainingRanks:
+    """Return the processes that train these modules together; every rank has to ask, in the same order.
+
+    Raises:
+        BatchError: a module is replicated or sharded in a way that cannot be split.
+    """
+    if not is_distributed():
+        return TrainingRanks()
+    # Imported here, since it needs a torch that was built with distributed.
+    from speedswap.batching.sharded import Sharded, shard_roots
+
+    wrapped, roots, group = replicas(modules), shard_roots(modules), owners_of(modules)
+    if wrapped and roots:
+        raise BatchError("the modules are partly replicated and partly sharded; give each kind its own splitter")
+    if roots:
+        return Sharded(roots, group)
+    return Replicated(wrapped, modules, group) if wrapped or group is not None else TrainingRanks()
