@@ -38,7 +38,7 @@ from speedswap.swapping.batch_rows import BatchRows, Padding, drop
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.row_step import Leaving, Loop, RowStep
-from speedswap.swapping.weight import TableWeight, as_plain
+from speedswap.swapping.weight import TableWeight
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
 if TYPE_CHECKING:
@@ -354,8 +354,7 @@ class ShardedStep(RowStep):
     @property
     def own_grad(self) -> Tensor | None:
         """The gradient of the rows that this rank owns, as of the last exchange."""
-        with as_plain():
-            return _tensor.grad.__get__(self.weight)  # type: ignore[no-any-return]
+        return self.batch.grad
 
     @property
     def keeps(self) -> bool:
@@ -412,10 +411,10 @@ class ShardedStep(RowStep):
         self._note_unsettled()
         with self.lock:
             self._take(block, version, total, self._optimizer_steps, keeps=keeps)
-            with self._rows.opened():
-                assert self.weight.grad is not None
-                self.weight.grad = ShardedGrad.of(without_ranks(self.weight.grad), self.group, self.number)
-                self._rows.accept()
+            batch = self.batch
+            assert batch.grad is not None
+            batch.grad = ShardedGrad.of(without_ranks(batch.grad), self.group, self.number)
+            self._rows.accept()
 
     def _with_zeros(self, others: Iterable[TrainedLookup]) -> tuple[Tensor, Tensor]:
         """Return the ids with a gradient, and the gradient, with zeros for rows of other lookups."""

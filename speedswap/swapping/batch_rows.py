@@ -9,8 +9,7 @@ separate counter) goes undetected. Gradients are changed in that way by ordinary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -101,16 +100,17 @@ class GradientOfAll:
 
 
 class BatchRows:
-    """Rows of one or more lookups, held by a weight that is otherwise a one-row placeholder.
+    """Rows of one or more lookups, as a parameter that is otherwise a one-row placeholder.
 
-    It remembers the known versions of rows and gradient; later versions are external changes. The weight is
-    :meth:`opened` around every call except :meth:`save` and :meth:`is_zeroed`.
+    It remembers the known versions of rows and gradient; later versions are external changes. The weight shares the
+    rows' memory, for code that takes it without asking it.
 
     Args:
         table: the full rows.
-        weight: the parameter that an optimizer holds for them.
+        weight: the parameter that an optimizer holds for them between its steps.
 
     Attributes:
+        batch: the rows and their gradient, which an optimizer holds during its step.
         block: the gathered rows, without their state once that is in the table; None for a placeholder.
         version: the table's version when they were gathered.
         steps_seen: steps of any optimizer that did not miss the last gradient.
@@ -125,22 +125,30 @@ class BatchRows:
         self._weight = weight
         self.block: Block | None = None
         self.version = 0
-        self._weight_version = 0
+        self._weight_version = self._batch_version = 0
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
         self.of_all: list[GradientOfAll] = []
         self._own: tuple[Tensor, Tensor] | None = None  # the batch's gradient, beside those of all rows, and a copy
         with as_plain():
             self._placeholder = weight.detach()
+        self.batch = nn.Parameter(self._placeholder)
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Make the weight an ordinary parameter, the tensor behind it, for the block."""
-        self._weight.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            self._weight.__class__ = TableWeight
+    def _hold(self, values: Tensor) -> None:
+        """Make the parameter, and the weight's memory, these rows; it has no gradient, whose shape might differ."""
+        self.batch.data = values
+        with as_plain():
+            self._weight.data = values
+            self._weight_version = self._weight._version
+        self._batch_version = self.batch._version
+
+    @property
+    def _is_changed(self) -> bool:
+        """True if the rows were changed from outside."""
+        if self.batch._version != self._batch_version:
+            return True
+        with as_plain():
+            return self._weight._version != self._weight_version
 
     # ------------------------------------------------------------------ rows and gradient
 
@@ -153,7 +161,7 @@ class BatchRows:
             grad: the rows' gradient.
             keeps: True to keep the gradient of earlier lookups; by default it is kept unless it was zeroed.
         """
-        before = self._weight.grad
+        before = self.batch.grad
         was_changed = before is not None and self._own_was_changed(before)
         if keeps is None:
             keeps = before is not None and not self.is_zeroed(before)
@@ -163,16 +171,15 @@ class BatchRows:
             block, grad = self._merged(self.block, before, block, version, grad)
         elif version != self._table.store.notes.version:
             block = self._table.lease(block.rows, device=grad.device)  # steps were taken since the forward pass
-        weight, self.block, self.version = self._weight, block, self._table.store.notes.version
-        weight.grad = None  # a gradient of another shape would prevent changing the data
-        weight.data = block.columns["weight"]
-        weight.grad = grad
-        self._weight_version, self._grad_version = weight._version, grad._version
+        self.block, self.version = block, self._table.store.notes.version
+        self.batch.grad = None
+        self._hold(block.columns["weight"])
+        self.batch.grad, self._grad_version = grad, grad._version
         self._own = (grad, grad.clone()) if self.of_all and not was_changed else None
 
     def add_of_all(self, gradient: GradientOfAll) -> None:
         """Add a gradient of every row to the one just added."""
-        grad, was_changed = self._weight.grad, self.of_all != [] and self._own is None
+        grad, was_changed = self.batch.grad, self.of_all != [] and self._own is None
         self.of_all.append(gradient)
         self._own = None if was_changed or grad is None else (grad, grad.clone())
 
@@ -208,7 +215,7 @@ class BatchRows:
     def restore_own(self) -> None:
         """Put the batch's own gradient back, after a step that did not reach the table."""
         if self._own is not None:
-            self._weight.grad = self._own[0]
+            self.batch.grad = self._own[0]
 
     def _merged(
         self, block: Block, grad: Tensor, new: Block, new_version: int, new_grad: Tensor
@@ -228,7 +235,7 @@ class BatchRows:
         for name, values in new.columns.items():
             columns[name] = values.new_empty(len(union), *values.shape[1:])
             columns[name].index_copy_(0, new_places, values.detach())
-            columns[name].index_copy_(0, old_places, self._weight.data if name == "weight" else block[name])
+            columns[name].index_copy_(0, old_places, self.batch.data if name == "weight" else block[name])
         return Block(union, columns), total
 
     def renew(self, grad: Tensor) -> None:
@@ -242,41 +249,41 @@ class BatchRows:
         """Record that weight and state are in the table now; rows and gradient may still be read."""
         assert self.block is not None
         self.block = Block(self.block.rows, {"weight": self.block.columns["weight"]})
-        self._weight_version = self._weight._version
+        self._accept_rows()
         self._grad_version = _UNKNOWN
 
     def release(self) -> None:
         """Drop rows and gradient: the weight becomes a one-row placeholder."""
         self.block = None
         self.of_all, self._own = [], None
-        self._weight.grad = None
-        if self._placeholder.device != self._weight.device:
-            self._placeholder = self._weight.data.new_zeros(1, self._table.embedding_dim)
-        self._weight.data = self._placeholder
+        self.batch.grad = None
+        with as_plain():
+            device = self._weight.device
+        if self._placeholder.device != device:
+            self._placeholder = torch.zeros_like(self._placeholder, device=device)
+        self._hold(self._placeholder)
 
     def save(self) -> Callable[[], None]:
-        """Return a function that restores the weight's present rows and gradient, for use before a pass that may fail.
+        """Return a function that restores the present rows and gradient, for use before a pass that may fail.
 
         Changes from before the save still count as external.
         """
-        weight = self._weight
-        with as_plain():
-            data, grad = weight.data, weight.grad
+        data, grad, was_changed = self.batch.data, self.batch.grad, self._is_changed
+        with as_plain():  # this rank's rows, if ranks own them
             values = None if grad is None else grad.detach().clone()
-            was_changed = weight._version != self._weight_version
-            was_zeroed = grad is not None and grad._version != self._grad_version
+        was_zeroed = grad is not None and grad._version != self._grad_version
         block, version, steps = self.block, self.version, (self.steps_seen, self.steps_before)
         of_all, own = [*self.of_all], self._own
 
         @torch.no_grad()
         def restore() -> None:
-            weight.grad = None  # or the data could not change shape
-            weight.data = data
+            self.batch.grad = None
+            self._hold(data)
+            self._batch_version -= was_changed
             if grad is not None and values is not None:
-                weight.grad = grad.copy_(values)
+                self.batch.grad = grad.copy_(values)
+                self._grad_version = grad._version - was_zeroed
             self.block, self.version, (self.steps_seen, self.steps_before) = block, version, steps
-            self._weight_version = weight._version - was_changed
-            self._grad_version = 0 if weight.grad is None else weight.grad._version - was_zeroed
             self.of_all, self._own = of_all, own
 
         return restore
@@ -291,13 +298,18 @@ class BatchRows:
 
     def accept(self) -> None:
         """Accept the current rows and gradient as known."""
-        self._weight_version = self._weight._version
-        if (grad := self._weight.grad) is not None:
+        self._accept_rows()
+        if (grad := self.batch.grad) is not None:
             self._grad_version = grad._version
+
+    def _accept_rows(self) -> None:
+        self._batch_version = self.batch._version
+        with as_plain():
+            self._weight_version = self._weight._version
 
     def drop(self, rows: Tensor) -> None:
         """Set the gradient of some rows to zero, which counts for no change from outside."""
-        grad, version = self._weight.grad, self._grad_version
+        grad, version = self.batch.grad, self._grad_version
         if grad is not None and self.block is not None:
             before = grad._version
             drop(grad, self.block.rows, rows)
@@ -315,7 +327,7 @@ class BatchRows:
 
     def lost_after_step(self) -> str | None:
         """Return the error for rows changed after the optimizer's step; None if they were not."""
-        if self._weight._version == self._weight_version:
+        if not self._is_changed:
             return None
         return (
             f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, which does "
@@ -328,7 +340,7 @@ class BatchRows:
         Args:
             attached: the optimizer whose state is in the table.
         """
-        if self._weight._version != self._weight_version:
+        if self._is_changed:
             return (
                 f"the rows of table {self._table.name!r} were changed on the device without the optimizer's hooks, so "
                 "the update did not reach the table; step with one of torch.optim, or with a subclass of "

@@ -1,9 +1,10 @@
 """A training step of a batch's rows, from the gradient's arrival to the scatter.
 
 A :class:`RowStep` belongs to one embedding. Its parameter ``weight`` is a one-row placeholder that an optimizer can
-hold. The backward pass gives it the batch's rows and their gradient; just before the optimizer's step the rows' state
-is added to ``optimizer.state``, and the weight becomes an ordinary parameter; just after the step, weight and state are
-written to the table in one scatter, and the weight stands for the whole table again. The table changes only there.
+hold. The backward pass leaves the batch's rows and their gradient in another, ``batch``; just before the optimizer's
+step that takes the weight's place in the optimizer's groups, and the rows' state is added to ``optimizer.state``; just
+after the step, weight and state are written to the table in one scatter, and the optimizer holds the weight again. The
+table changes only there.
 
 ::
 
@@ -39,7 +40,7 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding, drop
 from speedswap.swapping.keyed import KeyedRows, KeyPass
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
-from speedswap.swapping.optimizers import holds, parameters_of
+from speedswap.swapping.optimizers import holds, parameters_of, replace_parameter
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
@@ -251,20 +252,16 @@ class RowStep(Locked):
         with self.lock:
             if self._status in _UNFINISHED:
                 self._leave_failed()
-            weight, rows, lost = self.weight, self._rows, None
-            weight.__class__ = nn.Parameter  # type: ignore[assignment]
-            try:
-                if self._status is _Status.STEPPED:
-                    lost = rows.lost_after_step()
-                    if lost is None and weight.grad is None:
-                        self._release()
-                elif self._status is _Status.READY:
-                    lost = rows.lost_before_step(self.state.optimizer)
-                if lost is not None:
-                    self._abandon()
-                    raise LostUpdateError(lost)
-            finally:
-                weight.__class__ = TableWeight
+            rows, lost = self._rows, None
+            if self._status is _Status.STEPPED:
+                lost = rows.lost_after_step()
+                if lost is None and rows.batch.grad is None:
+                    self._release()
+            elif self._status is _Status.READY:
+                lost = rows.lost_before_step(self.state.optimizer)
+            if lost is not None:
+                self._abandon()
+                raise LostUpdateError(lost)
 
     def receive(self, block: Block, version: int, leaf: Tensor) -> None:
         """Take the gradient that a backward pass accumulated in a forward pass's leaf.
@@ -297,21 +294,22 @@ class RowStep(Locked):
         """
         if self._status in _UNFINISHED:
             self._leave_failed()
-        rows, weight = self._rows, self.weight
-        weight.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            rows.add(block, version, grad, keeps=keeps)
-            rows.steps_seen = steps
-            if self._status is not _Status.READY:
-                rows.steps_before = steps
-            self._status = _Status.READY
-        finally:
-            weight.__class__ = TableWeight
+        rows = self._rows
+        rows.add(block, version, grad, keeps=keeps)
+        rows.steps_seen = steps
+        if self._status is not _Status.READY:
+            rows.steps_before = steps
+        self._status = _Status.READY
 
     def receive_of_all(self, gradient: GradientOfAll) -> None:
         """Take a gradient of every row, right after :meth:`receive` has taken that of the lookup it came with."""
-        with self.lock, self._rows.opened():
+        with self.lock:
             self._rows.add_of_all(gradient)
+
+    @property
+    def batch(self) -> nn.Parameter:
+        """The batch's rows and their gradient, which an optimizer holds during its step."""
+        return self._rows.batch
 
     @property
     def steps_all(self) -> bool:
@@ -329,7 +327,7 @@ class RowStep(Locked):
 
     def drop_gradient(self, rows: Tensor) -> None:
         """Drop the gradient, from earlier lookups, of rows that were reset in the table."""
-        with self.lock, self._rows.opened():
+        with self.lock:
             self.next_key_pass().renewed.append(rows)
             if self._status is _Status.READY:
                 self._rows.drop(rows)
@@ -353,7 +351,7 @@ class RowStep(Locked):
             self.counted, key_pass = {}, self.key_pass
 
         def restore() -> None:
-            with self.lock, self._rows.opened():
+            with self.lock:
                 if self._abandoned == abandoned:
                     put_back()
                     self._status = status
@@ -400,7 +398,7 @@ class RowStep(Locked):
         grad = self.weight.grad
         if self._rows.block is not None or grad is None:
             return grad is not None
-        self.weight.grad = None
+        self.batch.grad = None
         with as_plain():  # this rank's rows, where ranks own them
             has_values = bool(grad.any())
         if has_values:
@@ -430,16 +428,15 @@ class RowStep(Locked):
         with self.lock:
             if self._status is _Status.STEPPING:
                 self._require_no_other_step()
-            rows, weight = self._rows, self.weight
-            weight.__class__ = nn.Parameter  # type: ignore[assignment]
+            rows, batch = self._rows, self.batch
             try:
-                grad = weight.grad
+                grad = batch.grad
                 if rows.block is None or grad is None:
                     return
                 if self._status is _Status.STEPPING:
-                    self.state.put_back()  # the previous step raised; start over
+                    self._put_back()  # the previous step raised; start over
                 if self._status is not _Status.READY and self.state.idle is None and self._is_zeroed(grad):
-                    weight.grad = None  # lazily: rows without a gradient are not touched
+                    batch.grad = None  # lazily: rows without a gradient are not touched
                     return
                 if rows.of_all:
                     rows.require_of_all(grad)
@@ -464,13 +461,11 @@ class RowStep(Locked):
                 if self.in_files:
                     self.reserve()
                 if rows.of_all:
-                    weight.grad = grad + self._gradient_of_all(block)
+                    batch.grad = grad + self._gradient_of_all(block)
+                replace_parameter(optimizer, self.weight, batch)
             except BaseException:
                 self.undo()
                 raise
-            finally:
-                if self._status is not _Status.STEPPING:
-                    weight.__class__ = TableWeight
 
     def reserve(self) -> None:
         """Reserve room for the rows that a step is about to write, before anything has moved.
@@ -536,11 +531,12 @@ class RowStep(Locked):
                 return None
             block = self._rows.block
             assert block is not None
+            replace_parameter(optimizer, self.batch, self.weight)
             left, more = self.state.take(optimizer)
             for averages in self.state.averages:
                 left += [(each, block.columns[each.name]) for each in averages.columns]
             values: dict[str, Tensor] = {}
-            for column, value in [(self._column, self.weight.data), *left]:
+            for column, value in [(self._column, self.batch.data), *left]:
                 leased = block.columns.get(column.name)
                 # Values still in the leased memory, as steps leave them, fit.
                 if (
@@ -600,21 +596,18 @@ class RowStep(Locked):
         with self.lock:
             block = self._rows.block
             assert block is not None
-            try:
-                later = commit if self._loops else None
-                if self.state.idle is None and not self._rows.of_all:
+            later = commit if self._loops else None
+            if self.state.idle is None and not self._rows.of_all:
+                self.table.give_back(block, leaving.values, later)
+            else:
+                with nullcontext() if self.state.idle is None else self.state.counting():
+                    if self._rows.of_all:
+                        self._step_others(block.rows)
                     self.table.give_back(block, leaving.values, later)
-                else:
-                    with nullcontext() if self.state.idle is None else self.state.counting():
-                        if self._rows.of_all:
-                            self._step_others(block.rows)
-                        self.table.give_back(block, leaving.values, later)
-                self.state.keep_scalars(optimizer, leaving.values, commit)
-                self._rows.drop_state()
-                self._status = _Status.STEPPED
-                self.counted = {}
-            finally:
-                self.weight.__class__ = TableWeight
+            self.state.keep_scalars(optimizer, leaving.values, commit)
+            self._rows.drop_state()
+            self._status = _Status.STEPPED
+            self.counted = {}
 
     def _gradient_of_all(self, block: Block) -> Tensor:
         """Return the gradient of some rows from those of every row."""
@@ -651,7 +644,7 @@ class RowStep(Locked):
     @property
     def awaits_step(self) -> bool:
         """True if a gradient has not been stepped with, or a step with it has not ended."""
-        return self._status not in (_Status.IDLE, _Status.STEPPED) and self.weight.grad is not None
+        return self._status not in (_Status.IDLE, _Status.STEPPED) and self.batch.grad is not None
 
     def undo(self) -> None:
         """Undo the optimizer's step, as far as it has not reached the table.
@@ -660,14 +653,19 @@ class RowStep(Locked):
         """
         with self.lock:
             if self._status is _Status.STEPPING:
-                self.state.put_back()
+                self._put_back()
                 self._status = _Status.FAILED
                 self._rows.restore_own()
-                self.weight.__class__ = TableWeight
+
+    def _put_back(self) -> None:
+        """Give the optimizer the weight and its scalars from before the step."""
+        if (optimizer := self.state.optimizer) is not None:
+            replace_parameter(optimizer, self.batch, self.weight)
+        self.state.put_back()
 
     def abandon(self) -> None:
         """Drop rows and gradients, and revert an incomplete step's changes to the optimizer's scalars."""
-        with self.lock, self._rows.opened():
+        with self.lock:
             self._abandon()
 
     @property
@@ -684,7 +682,7 @@ class RowStep(Locked):
     def _abandon(self) -> None:
         self._abandoned += 1
         if self._status is _Status.STEPPING:
-            self.state.put_back()
+            self._put_back()
         self._release()
 
     def _require_no_other_step(self) -> None:
@@ -752,7 +750,6 @@ def steps_of(optimizer: Optimizer) -> list[RowStep]:
         step
         for group in optimizer.param_groups
         for parameter in group["params"]
-        # Includes opened weights, which are ordinary parameters.
         if (keeper := getattr(parameter, "_keeper", None)) is not None
         and (step := keeper()) is not None
         and step.weight is parameter

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from speedswap._words import AVERAGE_OTHERS
 from speedswap.collectives import RankGroup, of_all_ranks
@@ -117,6 +118,10 @@ class _Rows:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if stepped := _stepped_among([*args, *kwargs.values()]):
+            batches = {id(weight): weight._keeper().batch for weight in stepped}
+            args, kwargs = tree_map(lambda value: batches.get(id(value), value), (args, kwargs))
+            return func(*args, **kwargs)
         if func in _PLAIN:
             with as_plain():
                 return func(*args, **kwargs)
@@ -257,14 +262,15 @@ class _Rows:
             _tensor.requires_grad.__set__(self, requires_grad)
 
     def _set_grad(self, grad: Tensor | None) -> None:
-        if (keeper := self._keeper()) is not None and keeper.group is not None:
+        if (keeper := self._keeper()) is None:
+            raise WeightError("the embedding of this weight is gone, and its gradient with it; keep the module")
+        if keeper.group is not None:
             keeper.forget_passes()
             if grad is not None:
                 grad = keeper.own_gradient(grad)
-        with as_plain():
-            if grad is None or grad.shape == _tensor.shape.__get__(self):
-                _tensor.grad.__set__(self, grad)
-                return
+        if grad is None or grad.shape == keeper.batch.shape:
+            keeper.batch.grad = grad
+            return
         if grad.shape != self._shape or not is_one_value(grad) or grad.flatten()[0] != 0:
             raise WeightError(
                 f"weight.grad was set to a tensor of shape {tuple(grad.shape)}, but a gradient has the batch's rows; "
@@ -298,8 +304,9 @@ class TableRows(_Rows, torch.Tensor):  # type: ignore[misc]
 class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     """The parameter that stands for a table's rows; it does not keep the table alive.
 
-    In an optimizer's step its class is ``nn.Parameter``, and it is the batch's rows, so that torch's code costs no more
-    than for any parameter.
+    Its gradient is that of the batch's rows. They are a plain parameter, which an optimizer holds during its step, so
+    that torch's code costs no more than for any parameter; one that keeps its parameters elsewhere steps with this one,
+    which then passes every call on to the batch's rows.
 
     Args:
         table: the rows.
@@ -341,8 +348,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         if keeper is not None and keeper.group is not None:  # ranks meet to read the gradient, but not to drop it
             drops = sys._getframe(1).f_code.co_name == _ZERO_GRAD
             keeper.forget_passes() if drops else keeper.settle()
-        with as_plain():
-            found: Tensor | None = _tensor.grad.__get__(self)
+        found: Tensor | None = None if keeper is None else keeper.batch.grad
         if found is None and drops:
             keeper.sign_batch(_ZERO_GRAD)
         return found
@@ -351,8 +357,8 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     def grad(self, grad: Tensor | None) -> None:
         keeper = self._keeper()
         if grad is None and (keeper is None or keeper.group is None):  # as zero_grad does in every step
-            with as_plain():
-                _tensor.grad.__set__(self, None)
+            if keeper is not None:
+                keeper.batch.grad = None
             return
         self._set_grad(grad)
         if grad is None and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
@@ -393,6 +399,18 @@ def is_one_value(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and all(step == 0 or size == 1 for step, size in sizes)
 
 
+def _stepped_among(values: Sequence[Any]) -> list[TableWeight]:
+    """Return the weights among a call's arguments, and lists in them, whose optimizer is stepping."""
+    found: list[TableWeight] = []
+    for value in values:
+        if isinstance(value, TableWeight):
+            if (keeper := value._keeper()) is not None and keeper.is_stepping:
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _stepped_among(value)
+    return found
+
+
 def _table_among(values: Sequence[Any]) -> Table | None:
     """Return the table of the first weight, or view of rows, among a call's arguments and lists in them."""
     for value in values:
@@ -423,7 +441,7 @@ _ZERO_GRAD = Optimizer.zero_grad.__name__  # and Module's
 # Valid both for the tensor behind a weight and for the whole table, or about a batch's gradient.
 _PLAIN = (
     _functions(
-        "grad _grad grad_dtype requires_grad requires_grad_ retains_grad is_leaf grad_fn device dtype layout itemsize "
+        "grad_dtype requires_grad requires_grad_ retains_grad is_leaf grad_fn device dtype layout itemsize "
         "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
         "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
         "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
@@ -431,7 +449,7 @@ _PLAIN = (
         Tensor,
     )
     | _functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
-    | {_tensor.grad.__delete__, _tensor.requires_grad.__set__}
+    | {_tensor.requires_grad.__set__}
 )
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -449,7 +467,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ones_like: lambda rows, **kwargs: rows._like(torch.ones_like, **kwargs),
     torch.zeros_like: lambda rows, **kwargs: rows._like(torch.zeros_like, **kwargs),
     _tensor.data.__set__: lambda rows, values: rows._detached()._copy(values),
+    **_answered("grad _grad", lambda rows: rows.grad),
     _tensor.grad.__set__: lambda rows, grad: rows._set_grad(grad),
+    _tensor.grad.__delete__: lambda rows: rows._set_grad(None),
 }
 
 _FROM_TORCH_INIT = _functions("constant_ kaiming_uniform_ normal_ uniform_", nn.init)
