@@ -22,14 +22,12 @@ __all__ = ["MODELS", "Counts", "Traffic", "between", "counted", "steps", "train"
 
 ROWS, DIM, LOOKUPS = 2000, 16, 64
 _STEPS = 3
-# Tables; and whether they are separate, looked up with columns of one batch or with separate tensors, which a model may
-# have been called with.
+# Tables; and whether they are a collection, or separate, their lookups told by a lookahead of depth 0 or by nothing.
 MODELS = {
-    "1 embedding": (1, "columns"),
-    "3 embeddings": (3, "columns"),
-    "10 embeddings": (10, "columns"),
-    "10 embeddings, separate tensors": (10, "tensors"),
-    "10 embeddings, arguments of a model": (10, "arguments"),
+    "1 embedding": (1, "separate"),
+    "3 embeddings": (3, "separate"),
+    "10 embeddings": (10, "separate"),
+    "10 embeddings, `depth=0`": (10, "told"),
     "a collection of 10": (10, "collection"),
 }
 
@@ -133,7 +131,7 @@ def train(
         dist.barrier(group)
         return lanes.main.rounds, lanes.ahead.lane.rounds, time.process_time(), on_card()
 
-    run(4)  # the first steps show which lookups share rounds, and which rounds carry nothing but lines
+    run(4)  # the first steps show which rounds carry nothing but lines
     found = []
     for number in (1, 1 + _STEPS):
         before = now()
@@ -148,17 +146,6 @@ def train(
     return Counts(rounds, rounds_ahead, Traffic(messages, sent), seconds, card)
 
 
-class _Model(torch.nn.Module):
-    """Tables that are looked up with the tensors of the call."""
-
-    def __init__(self, tables: Sequence[torch.nn.Module]) -> None:
-        super().__init__()
-        self.tables = torch.nn.ModuleList(tables)
-
-    def forward(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        return [table(ids) for table, ids in zip(self.tables, batch, strict=True)]
-
-
 def _trained(group: dist.ProcessGroup, per_host: int, model: str, ahead: bool, lookups: int) -> Callable[[int], None]:
     """Return a function that trains some steps."""
     count, kind = MODELS[model]
@@ -167,14 +154,13 @@ def _trained(group: dist.ProcessGroup, per_host: int, model: str, ahead: bool, l
     configs = [speedswap.EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM) for name in names]
     collection = speedswap.EmbeddingCollection(configs, **more) if kind == "collection" else None
     separate = [] if collection is not None else [speedswap.Embedding(ROWS, DIM, **more) for _ in names]
-    model = _Model(separate)
     modules = torch.nn.ModuleList(separate if collection is None else [collection])
     optimizer = torch.optim.Adagrad(modules.parameters(), 0.1)
     draw = torch.Generator().manual_seed(dist.get_rank(group))
 
     def batch() -> list[Tensor]:
         ids = torch.rand(lookups, count, generator=draw).pow(3).mul(ROWS).long()  # low ids are frequent
-        return [column.clone() if kind in ("tensors", "arguments") else column for column in ids.unbind(1)]
+        return [column.clone() for column in ids.unbind(1)]
 
     wanted: dict[torch.nn.Module, Any] = {
         table: lambda some, place=place: some[place] for place, table in enumerate(separate)
@@ -184,10 +170,9 @@ def _trained(group: dist.ProcessGroup, per_host: int, model: str, ahead: bool, l
 
     def run(number: int) -> None:
         batches = [batch() for _ in range(number)]
-        for some in speedswap.lookahead(batches, wanted) if ahead else batches:
-            if kind == "arguments":
-                out = model(some)
-            elif collection is None:
+        told = ahead or kind == "told"
+        for some in speedswap.lookahead(batches, wanted, depth=int(ahead)) if told else batches:
+            if collection is None:
                 out = [table(ids) for table, ids in zip(separate, some, strict=True)]
             else:
                 out = [rows.values() for rows in collection(dict(zip(names, some, strict=True))).values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -192,26 +192,6 @@ class LookupsOnGpu(LookupsAhead):
         for each, weights in zip(lookups, came, strict=True):
             each.receive(weights)
         return True
-
-
-class LookupsTogether(LookupsAhead):
-    """Lookups of a step that are known when the first of them comes, which fetches the rows of all.
-
-    Args:
-        group: the ranks.
-        forget: called if other ranks know of others, or an id is outside its table.
-    """
-
-    def __init__(self, group: RankGroup, forget: Callable[[], None]) -> None:
-        super().__init__(group)
-        self._forget = forget
-        self.end()
-
-    def _fetch(self, task: Task, lookups: list[RowsAhead]) -> bool:
-        is_fetched = super()._fetch(task, lookups)
-        if not is_fetched:
-            self._forget()
-        return is_fetched
 
 
 class RowsAhead(Prefetched):

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap._words import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task
 from speedswap.errors import RanksError
-from speedswap.ranks.foreseen import Foreseen
 from speedswap.ranks.route import LentRows, ask
 from speedswap.swapping.optimizers import settings_of
 
@@ -64,7 +65,7 @@ class JointGradients:
     Attributes:
         unsettled: tables with lookups whose gradients were not exchanged, also of modules that are freed here.
         looked_up_alone: tables with lookups in separate rounds since the last step.
-        foreseen: what lookups are known to follow others.
+        expected: the lookups of the next pass that a lookahead has told: the numbers of the tables, each with its ids.
     """
 
     kind = Kind.GRADIENTS
@@ -74,7 +75,7 @@ class JointGradients:
         self._steps: weakref.WeakValueDictionary[int, ShardedStep] = weakref.WeakValueDictionary()
         self.unsettled: set[int] = set()
         self.looked_up_alone: set[int] = set()
-        self.foreseen = Foreseen()
+        self.expected: list[tuple[int, Tensor]] = []
         self._told: set[int] = set()  # tables covered by the last exchange, not read since
         self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, for tables not asked about yet
 
@@ -94,6 +95,15 @@ class JointGradients:
     def step(self, number: int) -> ShardedStep | None:
         """Return a live table's training step."""
         return self._steps.get(number)
+
+    def expected_with(self, number: int, ids: Tensor) -> list[tuple[ShardedStep, Tensor]]:
+        """Return the other expected lookups, once, if this lookup in a table is one of them."""
+        expected, self.expected = self.expected, []
+        for place, (other, some) in enumerate(expected):
+            if other == number and some.dtype == ids.dtype and torch.equal(some, ids):
+                others = expected[:place] + expected[place + 1 :]
+                return [(step, some) for other, some in others if (step := self.step(other)) is not None]
+        return []
 
     def steps(self) -> list[ShardedStep]:
         """Return the training steps of live tables, in creation order."""
@@ -136,14 +146,12 @@ class JointGradients:
     def begin_step(self) -> None:
         """Forget earlier answers before an optimizer's step, or a part of it; every rank must call this."""
         self._told, self._zeroed = set(), {}
-        self.foreseen.begin_pass()
-        count, self.looked_up_alone = len(self.looked_up_alone - self.foreseen.followers), set()
+        count, self.looked_up_alone = len(self.looked_up_alone), set()
         if count >= _MANY_TABLES and len(self._group) > 1:
             warn_once(
                 "SW403",
                 f"{count} tables of ranks were looked up one after the other in a step, with two rounds of all "
-                "ranks for each, since the ids of the others were not known at the first one; call the model with the "
-                "tensors of ids, put the tables into an EmbeddingCollection or EmbeddingBagCollection, or take the "
+                "ranks for each; put the tables into an EmbeddingCollection or EmbeddingBagCollection, or take the "
                 "batches from speedswap.lookahead (depth=0 for the plain loop)",
             )
 

@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from speedswap import kernels
 from speedswap.collectives import Kind, Parcel, RankGroup
 from speedswap.errors import LostUpdateError
-from speedswap.ranks.ahead import LookupsTogether, RowsAhead
-from speedswap.ranks.foreseen import ids_in_calls
+from speedswap.ranks.ahead import LookupsAhead, RowsAhead
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
 from speedswap.ranks.keys import ShardedKeys
@@ -189,30 +188,23 @@ class ShardedStep(RowStep):
         if came and found is None and request.device.type == "cpu":
             ids = request.ids_of()
             found = next((rows for rows in came if rows.is_of(ids)), None)
-            if found is None:
-                self._gradients.foreseen.forget_follower(self.number)
         waits = [*(rows for _, rows in waiting), *came]
         return found, next((rows for rows in waits if found is None and rows.is_current), None)
 
     def _with_those_after(self, request: Request) -> RowsAhead | None:
-        """Return a lookup's rows, to be fetched with those of lookups known to follow it; None if none are."""
-        foreseen, after = self._gradients.foreseen, [*request.followed_by]
+        """Return a lookup's rows, to be fetched with those that the caller has told of; None if there are none."""
         if request.device.type != "cpu" or len(self.group) == 1:
             return None
         ids = request.ids_of()
-        known = [ids, *(ids_in_calls() if len(self._gradients.steps()) > 1 else ())]
-        learnt = foreseen.after(self.number, known)
-        foreseen.note(self.number, known)
-        after = [*after, *((self._gradients.step(number), some) for number, some in learnt)]
-        lookups = [(step, some) for step, some in after if step is not None and step.group is self.group]
+        told = [*request.followed_by, *self._gradients.expected_with(self.number, ids)]
+        lookups = [(step, some) for step, some in told if step.group is self.group]
         if not lookups:
             return None
-        errand = LookupsTogether(self.group, functools.partial(foreseen.forget, self.number))
+        errand = LookupsAhead(self.group)
+        errand.end()  # the first lookup fetches the rows, not the background thread
         first, *others = [errand.add(RowsAhead(step.store, some, errand)) for step, some in [(self, ids), *lookups]]
         errand.let_go()
         for step, _ in lookups:
-            if not all(rows.is_taken for rows in step._came):
-                foreseen.leave_out(step.number)
             step._came = []
         for (step, _), rows in zip(lookups, others, strict=True):
             step._came.append(rows)
@@ -232,10 +224,8 @@ class ShardedStep(RowStep):
         self.group.main.begin_batch(None)
 
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
-        ours = [
-            (step.number, ids) for step, ids in lookups if isinstance(step, ShardedStep) if step.group is self.group
-        ]
-        self._gradients.foreseen.expected = ours
+        ours = ((step, ids) for step, ids in lookups if isinstance(step, ShardedStep) and step.group is self.group)
+        self._gradients.expected = [(step.number, ids) for step, ids in ours]
 
     def end_announcements(self, *, failed: bool) -> None:
         self.group.ahead.announce_end(failed=failed)

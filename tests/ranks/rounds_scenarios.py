@@ -11,16 +11,53 @@ from speedswap.collectives import RankGroup
 ROWS, DIM, STEPS = 30, 3, 3
 
 
-class Model(torch.nn.Module):
-    """Tables, each looked up with a separate tensor."""
+class Apart(torch.nn.Module):
+    """Tables, each looked up by itself; torch's in one process."""
 
-    def __init__(self, tables):
+    def __init__(self, group, widths):
         super().__init__()
-        self.tables = tables
+        self.group = group
+        more = {"storage": owned(group), "init": speedswap.init.constant(1.0)}
+        self.tables = torch.nn.ModuleList(
+            torch.nn.Embedding(ROWS, width, dtype=torch.float64)
+            if group is None
+            else speedswap.Embedding(ROWS, width, dtype=torch.float64, **more)
+            for width in widths
+        )
+        for table in self.tables if group is None else []:
+            torch.nn.init.ones_(table.weight)
 
-    def forward(self, *ids):
-        pairs = zip(self.tables, ids, strict=True)
-        return sum((factor * table(some).square()).sum() for factor, (table, some) in enumerate(pairs, 1))
+    def forward(self, ids):
+        return [table(ids.clone()) for table in self.tables]
+
+    def rows(self):
+        is_torchs = self.group is None
+        return [each.weight.detach() if is_torchs else each.read() for each in self.tables]
+
+
+class Together(torch.nn.Module):
+    """Tables of a collection, which looks all of them up at once."""
+
+    def __init__(self, group, widths):
+        super().__init__()
+        configs = [
+            speedswap.EmbeddingConfig(
+                name=f"t{width}",
+                num_embeddings=ROWS,
+                embedding_dim=width,
+                dtype=torch.float64,
+                init=speedswap.init.constant(1.0),
+            )
+            for width in widths
+        ]
+        self.tables = speedswap.EmbeddingCollection(configs, storage=owned(group))
+
+    def forward(self, ids):
+        found = self.tables({name: ids.clone() for name in self.tables.embeddings})
+        return [each.values() for each in found.values()]
+
+    def rows(self):
+        return [table.read() for table in self.tables.embeddings.values()]
 
 
 class Loop:
@@ -30,22 +67,15 @@ class Loop:
         group: the ranks; None for torch's embeddings in one process.
         size: the number of ranks.
         count: embeddings.
+        model: Apart or Together.
         ignoring: the rank whose loss ignores what it looks up.
     """
 
-    def __init__(self, group, size, count, ignoring=None):
+    def __init__(self, group, size, count, model, ignoring=None):
         self.ranks = range(size) if group is None else [group.rank()]
         self.group, self.size, self.ignoring = group, size, ignoring
-        more = {"storage": owned(group), "init": speedswap.init.constant(1.0)}
-        self.tables = torch.nn.ModuleList(
-            torch.nn.Embedding(ROWS, DIM + number, dtype=torch.float64)
-            if group is None
-            else speedswap.Embedding(ROWS, DIM + number, dtype=torch.float64, **more)
-            for number in range(count)
-        )
-        for table in self.tables if group is None else []:
-            torch.nn.init.ones_(table.weight)
-        self.model = Model(self.tables)
+        self.model = model(group, [DIM + number for number in range(count)])
+        self.tables = self.model.tables
         self.optimizer = torch.optim.SGD(self.tables.parameters(), 0.1)
         self.losses, self.norms, self.number = [], [], 0
 
@@ -54,7 +84,7 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, requires_grad=True)
         for rank in self.ranks:
             ids = torch.arange(rank + self.number, 12 + 3 * rank)
-            loss = self.model(*(ids.clone() for _ in self.tables))
+            loss = sum((factor * rows.square()).sum() for factor, rows in enumerate(self.model(ids), 1))
             total = total + (0 if rank == self.ignoring else loss)
         return total / len(self.ranks)
 
@@ -103,16 +133,18 @@ class Loop:
         self.optimizer.step()
 
 
-def trained(group, size, count, parts, ignoring=None):
+def trained(group, size, count, kind, parts, ignoring=None):
     """Train some steps; return the rounds of the last one, the norms that were clipped, and the rows."""
-    loop, rounds = Loop(group, size, count, ignoring), 0
+    loop, rounds = (
+        Loop(group, size, count, Together if group is not None and kind == "collection" else Apart, ignoring),
+        0,
+    )
     for _ in range(STEPS):
         before = 0 if group is None else RankGroup.of(group).main.rounds
         for part in parts.split():
             getattr(loop, part)()
         rounds = 0 if group is None else RankGroup.of(group).main.rounds - before
-    rows = [table.weight.detach() if group is None else table.read() for table in loop.tables]
-    return rounds, torch.tensor(loop.norms), *rows
+    return rounds, torch.tensor(loop.norms), *loop.model.rows()
 
 
 def all_trained(group, size, cases):

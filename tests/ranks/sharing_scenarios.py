@@ -1,9 +1,6 @@
-"""Separate tables whose lookups share rounds, since their ids lie in one batch."""
+"""Separate tables whose lookups share rounds, since a lookahead tells their ids."""
 
 from __future__ import annotations
-
-from contextlib import nullcontext
-from unittest import mock
 
 import torch
 from places import owned
@@ -12,7 +9,6 @@ from torch import nn
 import speedswap
 from speedswap.collectives import RankGroup
 from speedswap.errors import PeerError
-from speedswap.ranks.foreseen import Foreseen
 
 ROWS = 40
 
@@ -21,71 +17,52 @@ def model_of(group, count=4):
     return nn.ModuleList(speedswap.Embedding(ROWS, 2 + place, seed=4, storage=owned(group)) for place in range(count))
 
 
-def apart():
-    """Let every lookup have rounds of its own."""
-    return mock.patch.object(Foreseen, "after", return_value=[])
-
-
 def batch(rank, step, size, columns=4):
     return torch.randint(ROWS, (size, columns), generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-class Within(nn.Module):
-    """A module that calls a function, whose lookups are thus made within it."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, batch, *, weight=1):
-        return self.function(batch["ids"], weight)
+def told(model, batches):
+    """Iterate over batches of ids, a column for each table of a model, whose lookups a lookahead tells."""
+    ids_of = {table: lambda ids, place=place: ids[:, place] for place, table in enumerate(model)}
+    return speedswap.lookahead(batches, ids_of, depth=0)
 
 
-def departing(group, *, shares, how="columns"):
+def departing(group, *, shares):
     """Train four tables with the columns of a batch, in a loop that changes its ways; return rows and rounds.
 
-    Columns are copies if they are a model's arguments; else those of a rank are copies at first. Batches change their
-    sizes, or are empty on a rank; a table is left out, looked up twice, in another order, read in between, with ids
-    that have changed; gradients are accumulated.
+    Batches change their sizes, or are empty on a rank; a table is left out, looked up twice, in another order, read in
+    between, with ids that have changed; gradients are accumulated.
     """
     model, rank, rounds = model_of(group), group.rank(), []
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
     lane = RankGroup.of(group).main
-    with nullcontext() if shares else apart():
-        for step in range(18):
-            before = lane.rounds
-            ids = batch(rank, step, [5, 5, 3, 8, 0 if step > 4 else 4, 6][(step + rank) % 6])
-            places = {7: [0, 1, 3], 8: [3, 2, 1, 0], 9: [0, 1, 2, 3, 1]}.get(step, [0, 1, 2, 3])
-            columns = [ids[:, place].clone() if how == "arguments" else ids[:, place] for place in range(4)]
-
-            def loss(columns, weight, ids=ids, step=step, places=places):
-                total = torch.zeros((), requires_grad=True)
-                for place in places:
-                    column = columns[place].clone() if step < 2 and rank == 0 else columns[place]
-                    if (step, rank, place) in ((11, 0, 1), (12, 0, 1), (12, 1, 2), (13, 1, 3)):
-                        column.add_(1).remainder_(ROWS)
-                    rows = model[place](column)
-                    is_ignored = (step, rank, place) in ((13, 1, 3), (14, 0, 0))
-                    total = total + (0 if is_ignored else (place + 1) * rows.cos().sum())
-                    if step == 15 and place == 1:
-                        model[2].read(ids[:, 0])
-                return weight * total
-
-            for _ in range(1 + (step == 10)):
-                Within(loss)({"ids": columns}).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            rounds.append(lane.rounds - before)
+    sizes = ([5, 5, 3, 8, 0 if step > 4 else 4, 6][(step + rank) % 6] for step in range(18))
+    batches = [batch(rank, step, size) for step, size in enumerate(sizes)]
+    for step, ids in enumerate(told(model, batches) if shares else batches):
+        before = lane.rounds
+        places = {7: [0, 1, 3], 8: [3, 2, 1, 0], 9: [0, 1, 2, 3, 1]}.get(step, [0, 1, 2, 3])
+        for _ in range(1 + (step == 10)):
+            total = torch.zeros((), requires_grad=True)
+            for place in places:
+                column = ids[:, place].clone()
+                if (step, rank, place) in ((11, 0, 1), (12, 0, 1), (12, 1, 2), (13, 1, 3)):
+                    column.add_(1).remainder_(ROWS)
+                rows = model[place](column)
+                is_ignored = (step, rank, place) in ((13, 1, 3), (14, 0, 0))
+                total = total + (0 if is_ignored else (place + 1) * rows.cos().sum())
+                if step == 15 and place == 1:
+                    model[2].read(ids[:, 0])
+            total.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        rounds.append(lane.rounds - before)
     return [table.read() for table in model], rounds
 
 
 def steady(group, count, kind):
     """Train some tables as usual; return the rounds, payloads and bytes of a later step."""
     model = model_of(group, count)
-    looking_up = Within(
-        lambda columns, weight: [weight * table(ids) for table, ids in zip(model, columns, strict=True)]
-    )
     if kind == "collection":
         configs = [
             speedswap.EmbeddingConfig(name=f"t{place}", num_embeddings=ROWS, embedding_dim=2 + place)
@@ -93,20 +70,13 @@ def steady(group, count, kind):
         ]
         model = speedswap.EmbeddingCollection(configs, storage=owned(group))
     optimizer, lane = torch.optim.Adagrad(model.parameters(), 0.1), RankGroup.of(group).main
-    ids_of = {table: lambda ids, place=place: ids[:, place] for place, table in enumerate(model.children())}
-    batches = (batch(group.rank(), step, 6, 10) for step in range(7))
-    for step, ids in enumerate(speedswap.lookahead(batches, ids_of, depth=0) if kind == "told" else batches):
+    batches = [batch(group.rank(), step, 6, 10) for step in range(7)]
+    for ids in told(model, batches) if kind == "told" else batches:
         before = lane.rounds, lane.payloads, lane.payload_bytes
         if kind == "collection":
             found = [each.values() for each in model({f"t{place}": ids[:, place] for place in range(count)}).values()]
-        elif kind == "told":
-            found = [table(ids[:, place].clone()) for place, table in enumerate(model)]
-        elif kind == "arguments":  # of another length in each step
-            columns = [ids[: 6 - step % 3, [place]].clone() for place in range(count)]
-            found = looking_up({"ids": columns}, weight=step + 1)
         else:
-            tables = model if kind != "left out" or step < 2 else list(model)[:-1]
-            found = [table(ids[:, 0] if kind == "one" else ids[:, place]) for place, table in enumerate(tables)]
+            found = [table(ids[:, place].clone()) for place, table in enumerate(model)]
         sum(each.square().sum() for each in found).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,8 +87,7 @@ def failing(group, how):
     """Fail on one rank at or after a lookup whose rows have come with another's; then train on."""
     model, rank, raised, steps = model_of(group), group.rank(), [], 0
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
-    for step in range(7):
-        ids = batch(rank, step, 5)
+    for step, ids in enumerate(told(model, [batch(rank, step, 5) for step in range(7)])):
         before = [table.table.store.own.read() for table in model]
         try:
             rows = [model[0](ids[:, 0])]

@@ -34,19 +34,27 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("ignoring", [None, 1], ids=["", "a rank whose loss ignores the rows"])
-def test_rounds_do_not_grow_with_the_number_of_tables(ranks: RankPool, ignoring: int | None) -> None:
-    """Tables of a model share rounds from the second step on; tables and norms equal those of one process."""
+@pytest.mark.parametrize(
+    ("kind", "ignoring"),
+    [("apart", None), ("collection", None), ("apart", 1)],
+    ids=["separate tables", "a collection", "a rank whose loss ignores the rows"],
+)
+def test_rounds_of_a_step(ranks: RankPool, kind: str, ignoring: int | None) -> None:
+    """Two per pass for a collection, or for each separate table, and the same for the rest of a step.
+
+    Tables and norms equal those of one process.
+    """
     counts = (1, 3) if ignoring is None else (3,)
-    size, cases = 2, [(count, parts, ignoring) for count in counts for parts, _, _ in LOOPS]
+    size, cases = 2, [(count, kind, parts, ignoring) for count in counts for parts, _, _ in LOOPS]
     expected = scenarios.all_trained(None, size, cases)
     of_parts = {parts: (lookups, others) for parts, lookups, others in LOOPS}
     for found in ranks.run(scenarios.all_trained, size, size, cases):
         wrong = {}
-        for (count, parts, _), (rounds, *values), (_, *wanted) in zip(cases, found, expected, strict=True):
+        for (count, _, parts, _), (rounds, *values), (_, *wanted) in zip(cases, found, expected, strict=True):
             lookups, others = of_parts[parts]
-            if ignoring is None and rounds != 2 * lookups + others:
-                wrong[parts, count] = rounds - 2 * lookups, others
+            of_lookups = 2 * lookups * (count if kind == "apart" else 1)
+            if ignoring is None and rounds != of_lookups + others:
+                wrong[parts, count] = rounds - of_lookups, others
             if not all(torch.allclose(*both, rtol=1e-7, atol=0) for both in zip(values, wanted, strict=True)):
                 wrong[parts, count] = values, wanted
         assert wrong == {}
