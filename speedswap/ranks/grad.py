@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,19 @@ from torch import Tensor
 from speedswap.collectives import ANYTHING, Kind, RankGroup
 from speedswap.ranks.joint_gradients import JointGradients
 
+if TYPE_CHECKING:
+    from speedswap.ranks.step import ShardedStep
+
 _plain = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedGrad(torch.Tensor):
     """A gradient of the rows that this rank owns.
 
+    While backward passes await their exchange it waits: the first use of its values is the exchange.
+
     Attributes:
+        waits_for: the training step whose exchange brings its values; None if it has them.
         group: the ranks.
         table: the number of the training step it belongs to; None for a value computed from a gradient.
         source: the gradient whose memory it shares; None if it owns its memory.
@@ -36,6 +43,7 @@ class ShardedGrad(torch.Tensor):
             gradient's version.
     """
 
+    waits_for: weakref.ref[ShardedStep] | None
     group: RankGroup
     table: int | None
     source: ShardedGrad | None
@@ -49,13 +57,29 @@ class ShardedGrad(torch.Tensor):
         with _plain():
             sharded = grad.as_subclass(cls)
         sharded.group, sharded.table, sharded.source, sharded.norms = group, table, source, {}
+        sharded.waits_for = None
         return sharded
+
+    def settle(self, *, is_zeroed: bool = False) -> None:
+        """Wait no longer: exchange the gradients of backward passes, or drop them if this one is set to zero."""
+        if self.waits_for is not None and (step := self.waits_for()) is not None:
+            step.zero_passes() if is_zeroed else step.settle()
+
+    def become(self, grad: Tensor) -> ShardedGrad:
+        """Take the values that an exchange has brought."""
+        self.norms.clear()
+        with _plain():
+            self.data = grad
+        return self
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _FACTS:
+            for grad in _grads_among([*args, *kwargs.values()]):
+                grad.settle(is_zeroed=func in _ZEROING)
         if kwargs.get("out") is not None or _is_in_place(func.__name__):
             for grad in _grads_among([*args, *kwargs.values()]):
                 _source_of(grad).norms.clear()
@@ -287,6 +311,12 @@ def _functions(names: str) -> set[Any]:
     return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
 
 
+# Asked without a look at the values.
+_FACTS = _functions(
+    "device dtype get_device grad_fn is_cpu is_cuda is_leaf is_meta is_sparse layout requires_grad requires_grad_ "
+    "_version"
+)
+_ZEROING = {Tensor.zero_, torch.zero_, torch._foreach_zero_}
 # Operations that a loop may apply to a gradient before reducing it. Others, such as an index, may keep every value on
 # one rank and fewer on another.
 _KEEPING = _functions(

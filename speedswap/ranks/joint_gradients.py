@@ -1,7 +1,7 @@
 """The exchange of gradients with the rows' owners, and the optimizer step that follows, for all tables at once.
 
-The exchange starts when the first gradient is read. A rank that is elsewhere by then, such as at the start of another
-lookup, first joins the exchange: the ranks' next round shows that lookups await their gradients.
+The exchange starts with the first use of a gradient's values. A rank that is elsewhere by then, such as at the start of
+another lookup, first joins the exchange: the ranks' next round shows that lookups await their gradients.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class JointGradients:
         self.unsettled: set[int] = set()
         self.looked_up_alone: set[int] = set()
         self.expected: list[tuple[int, Tensor]] = []
-        self._told: set[int] = set()  # tables covered by the last exchange, not read since
+        self._told: set[int] = set()  # tables covered by the last exchange, not used since
         self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, for tables not asked about yet
 
     @classmethod
@@ -129,9 +129,9 @@ class JointGradients:
             self.exchange()
 
     def settle_for(self, number: int) -> None:
-        """Exchange gradients before a table's is read, unless reading another table's has done so.
+        """Exchange gradients before a table's is used, unless the use of another table's has done so.
 
-        Every rank must call this. A loop that reads all of them takes one exchange.
+        Every rank must call this. A loop that uses all of them takes one exchange.
         """
         if number in self._told:
             self._told.discard(number)
@@ -140,7 +140,7 @@ class JointGradients:
         self._told = {step.number for step in self.steps() if step.is_unsettled} - {number}
 
     def forget_told(self, *numbers: int) -> None:
-        """Make the next read of a table's gradient, or of any, an exchange; every rank must call this, or join it."""
+        """Make the next use of a table's gradient, or of any, an exchange; every rank must call this, or join it."""
         self._told.difference_update(numbers or [*self._told])
 
     def begin_step(self) -> None:

@@ -1,10 +1,10 @@
 """A training step over rows owned by ranks: gradients go to the owners, which step.
 
 A lookup fetches weights from their owners. Backward passes leave the gradient of the rows that this rank requested.
-When ``weight.grad`` is read, by ``zero_grad``, clipping or the optimizer's step, the ranks exchange these gradients,
-and each sums those of the rows that it owns. From then on the step is that of one process over the rank's own rows: the
-weight stands for these, and ``weight.grad`` is their gradient. All ranks read it at the same points of their program,
-including ranks whose loss has not used the rows, which a backward pass would not involve.
+When the values of ``weight.grad`` are first used, by clipping or the optimizer's step, the ranks exchange these
+gradients, and each sums those of the rows that it owns. From then on the step is that of one process over the rank's
+own rows: the weight stands for these, and ``weight.grad`` is their gradient. All ranks use it at the same points of
+their program, including ranks whose loss has not used the rows, which a backward pass would not involve.
 
 While a :class:`speedswap.BatchSplitter` works through a batch, the ranks run their passes at their own pace, and
 gradients stay local until all of them have finished.
@@ -37,14 +37,13 @@ from speedswap.swapping.batch_rows import BatchRows, Padding, drop
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.row_step import Leaving, Loop, RowStep
-from speedswap.swapping.weight import TableWeight
+from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
     from speedswap.swapping.keyed import KeyedRows
 
-_tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing; one bit of a note each
 
 
@@ -125,6 +124,8 @@ class ShardedStep(RowStep):
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and gradient to be sent to the owners
         self._answered: set[TrainedLookup] = set()  # lookups whose gradient it includes
         self._came: list[RowsAhead] = []  # with the rows of another lookup
+        self._waiting: ShardedGrad | None = None  # the weight's gradient, handed out before its values are known
+        self._counts_calls = False  # of the optimizer's zero_grad
         self._renewals = 0
         self._anew: list[tuple[int, Tensor]] = []  # rows of each reset since the last step
         self._optimizer_steps = 0  # steps of any optimizer, at the first of these lookups
@@ -276,27 +277,73 @@ class ShardedStep(RowStep):
             rows: ids that no other rank passes, int64, shape (n,).
         """
         places, rows = self.store.reset_rows(rows)
-        self.drop_gradient(places)
+        with as_plain():  # it may wait
+            self.drop_gradient(places)
         with self.lock:
             self._renewals += 1
             self._anew = [*self._anew, (self._renewals, rows)]
             if self._asked is not None:
                 drop(self._asked[1], self._asked[0], rows)
 
+    # ------------------------------------------------------------------ the gradient of this rank's rows
+
+    def gradient(self) -> Tensor | None:
+        """Return the weight's gradient; if passes await their exchange, one whose first use exchanges them.
+
+        So ``zero_grad``, which only asks whether there is one, drops it without meeting the other ranks.
+        """
+        found = self.batch.grad
+        if self.group.own_pace.is_active:
+            return found
+        if not self.is_unsettled:
+            if found is None and not self._counts_calls:
+                self.sign_batch()
+            return found
+        if self._waiting is None:
+            self._waiting = found if isinstance(found, ShardedGrad) else self.own_gradient(self._no_rows()[1])
+            self._waiting.waits_for = weakref.ref(self)
+        return self._waiting
+
     def settle(self) -> None:
-        if self.is_unsettled and not self.group.own_pace.is_active:
-            self._gradients.settle_for(self.number)
+        if not self.group.own_pace.is_active:
+            if self.is_unsettled:
+                self._gradients.settle_for(self.number)
+            self._end_wait()
+
+    def _end_wait(self) -> ShardedGrad | None:
+        """Return the gradient that has waited for its values, if any; it waits no longer."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.waits_for = None
+        return waiting
 
     def forget_passes(self) -> None:
         with self.lock:
             self._asked, self._answered = None, set()
+            self._end_wait()
         self._note_unsettled()
+
+    def zero_passes(self) -> None:
+        """Forget passes whose gradient is set to zero before its first use."""
+        self.forget_passes()
+        if self.own_grad is None:
+            self.sign_batch()
+
+    def before_zero_grad(self) -> None:
+        self._counts_calls = True
+        if self.own_grad is None and not self.is_unsettled:
+            self.sign_batch()  # otherwise dropping the gradient does
+
+    def sign_batch(self) -> None:
+        """Record that a batch may begin, as after each ``zero_grad`` that leaves no gradient.
+
+        Where the optimizer's calls are not known, such as before its first step, each look at a gradient of None counts
+        as one: all ranks run the same loop.
+        """
+        self.group.main.sign_batch(self.number)
 
     def begin_batch(self, number: int) -> None:
         self.group.main.begin_batch(number)
-
-    def sign_batch(self, sign: str) -> None:
-        self.group.main.sign_batch((sign, self.number))
 
     @property
     def is_unsettled(self) -> bool:
@@ -312,6 +359,7 @@ class ShardedStep(RowStep):
         put_back, before = super().save_gradient(), {name: copy.copy(getattr(self, name)) for name in names}
 
         def restore() -> None:
+            self._end_wait()
             put_back()
             for name, value in before.items():
                 setattr(self, name, copy.copy(value))
@@ -340,11 +388,6 @@ class ShardedStep(RowStep):
     def has_no_more(self) -> bool:
         """True if there is no gradient, and none can come from the lookups."""
         return self._asked is None and all(lent.is_over for lent in self._lent)
-
-    @property
-    def own_grad(self) -> Tensor | None:
-        """The gradient of the rows that this rank owns, as of the last exchange."""
-        return self.batch.grad
 
     @property
     def keeps(self) -> bool:
@@ -399,11 +442,11 @@ class ShardedStep(RowStep):
         self._lent = [lent for lent in self._lent if lent not in outgoing.lookups]
         self._asked, self._answered = None, set()
         self._note_unsettled()
+        waiting = self._end_wait()
         with self.lock:
             self._take(block, version, total, self._optimizer_steps, keeps=keeps)
-            batch = self.batch
-            assert batch.grad is not None
-            batch.grad = ShardedGrad.of(without_ranks(batch.grad), self.group, self.number)
+            grad = without_ranks(self.batch.grad)
+            self.batch.grad = self.own_gradient(grad) if waiting is None else waiting.become(grad)
             self._rows.accept()
 
     def _with_zeros(self, others: Iterable[TrainedLookup]) -> tuple[Tensor, Tensor]:
@@ -413,13 +456,15 @@ class ShardedStep(RowStep):
             zeros = torch.zeros(len(lent.rows), self.table.embedding_dim, dtype=self.table.dtype)
             zeros = zeros.to(self.weight.device if asked is None else asked[1].device)
             asked = (lent.rows, zeros) if asked is None else _merged(*asked, lent.rows, zeros)
-        if asked is not None:
-            return asked
+        return self._no_rows() if asked is None else asked
+
+    def _no_rows(self) -> tuple[Tensor, Tensor]:
         none = torch.empty(0, self.table.embedding_dim, dtype=self.table.dtype, device=self.weight.device)
         return torch.empty(0, dtype=torch.int64), none
 
-    def own_gradient(self, grad: Tensor) -> Tensor:
+    def own_gradient(self, grad: Tensor) -> ShardedGrad:
         own = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, self.group)
+        own.settle()
         own.table = self.number
         return own
 
@@ -469,6 +514,7 @@ class ShardedStep(RowStep):
     def forget_lookups(self) -> None:
         """Drop lookups whose gradients were not exchanged."""
         self._lent, self._asked, self._answered, self._anew = [], None, set(), []
+        self._end_wait()
         self._note_unsettled()
 
 

@@ -29,6 +29,7 @@ from speedswap.tables import Commit, Table
 
 _UNDER_WAY = "_speedswap_step"  # an optimizer's attribute while it steps
 _HOOK = "__deepcopy__"  # one of an attached optimizer
+_COUNTED = "_speedswap_zero_grad"  # an attribute of one that trains rows owned by ranks
 _ALONE: AbstractContextManager[Callable[[], None]] = nullcontext(
     lambda: None
 )  # nothing has to be agreed with other ranks
@@ -109,6 +110,8 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     for step, found in examined:
         step.attach(optimizer, found)
     _add_hooks(optimizer)
+    if any(step.is_sharded for step in steps) and _COUNTED not in optimizer.__dict__:
+        vars(optimizer)["zero_grad"] = vars(optimizer)[_COUNTED] = _counted(optimizer)
 
 
 def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) -> FoundState:
@@ -182,6 +185,25 @@ def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
 
     step.__func__ = method  # type: ignore[attr-defined]  # which a scheduler that is made later binds again
     return step
+
+
+def _counted(optimizer: Optimizer) -> Callable[..., None]:
+    """Return an optimizer's ``zero_grad`` that tells its tables of the call, which may find no gradient."""
+    reference = weakref.ref(optimizer)
+    own: Callable[..., None] | None = optimizer.__dict__.get("zero_grad")
+
+    @functools.wraps(own or type(optimizer).zero_grad)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        optimizer = reference()
+        assert optimizer is not None
+        for _, step in _steps_of(optimizer):
+            step.before_zero_grad()
+        if own is None:
+            type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        else:
+            own(*args, **kwargs)
+
+    return zero_grad
 
 
 def _take_back(state: dict[str, Any]) -> None:

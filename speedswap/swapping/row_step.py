@@ -322,8 +322,17 @@ class RowStep(Locked):
     def begin_batch(self, number: int) -> None:
         """Record that the training loop begins a batch, which it has numbered."""
 
-    def sign_batch(self, sign: str) -> None:
-        """Record a sign that the training loop may be about to begin a batch, such as ``zero_grad``."""
+    def before_zero_grad(self) -> None:
+        """Record that the optimizer's ``zero_grad`` was called, with which the training loop may begin a batch."""
+
+    @property
+    def own_grad(self) -> Tensor | None:
+        """The weight's gradient; of the rows that this rank owns, as of the last exchange with other ranks."""
+        return self.batch.grad
+
+    def gradient(self) -> Tensor | None:
+        """Return the weight's gradient."""
+        return self.batch.grad
 
     def drop_gradient(self, rows: Tensor) -> None:
         """Drop the gradient, from earlier lookups, of rows that were reset in the table."""
@@ -395,7 +404,8 @@ class RowStep(Locked):
         Raises:
             LostUpdateError: a gradient from no lookup is not zero. It is dropped before anything changes.
         """
-        grad = self.weight.grad
+        self.settle()
+        grad = self.own_grad
         if self._rows.block is not None or grad is None:
             return grad is not None
         self.batch.grad = None

@@ -9,7 +9,6 @@ gradient (``grad``, ``requires_grad``). Filling it in place fills the table. Eve
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -17,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from speedswap._words import AVERAGE_OTHERS
@@ -265,9 +263,9 @@ class _Rows:
         if (keeper := self._keeper()) is None:
             raise WeightError("the embedding of this weight is gone, and its gradient with it; keep the module")
         if keeper.group is not None:
-            keeper.forget_passes()
             if grad is not None:
                 grad = keeper.own_gradient(grad)
+            keeper.forget_passes()
         if grad is None or grad.shape == keeper.batch.shape:
             keeper.batch.grad = grad
             return
@@ -344,14 +342,8 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @property
     def grad(self) -> Tensor | None:
-        keeper, drops = self._keeper(), False
-        if keeper is not None and keeper.group is not None:  # ranks meet to read the gradient, but not to drop it
-            drops = sys._getframe(1).f_code.co_name == _ZERO_GRAD
-            keeper.forget_passes() if drops else keeper.settle()
-        found: Tensor | None = None if keeper is None else keeper.batch.grad
-        if found is None and drops:
-            keeper.sign_batch(_ZERO_GRAD)
-        return found
+        keeper = self._keeper()
+        return None if keeper is None else keeper.gradient()
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
@@ -361,8 +353,8 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
                 keeper.batch.grad = None
             return
         self._set_grad(grad)
-        if grad is None and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
-            keeper.sign_batch(_ZERO_GRAD)
+        if grad is None:  # as zero_grad does
+            keeper.sign_batch()
 
     @grad.deleter
     def grad(self) -> None:
@@ -435,8 +427,6 @@ def _answered(names: str, answer: Callable[..., Any], *places: Any) -> dict[Any,
 
 
 _tensor: Any = Tensor  # its attributes are descriptors here
-
-_ZERO_GRAD = Optimizer.zero_grad.__name__  # and Module's
 
 # Valid both for the tensor behind a weight and for the whole table, or about a batch's gradient.
 _PLAIN = (

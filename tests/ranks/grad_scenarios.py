@@ -8,6 +8,7 @@ import torch
 from places import owned
 
 import speedswap
+from speedswap.collectives import RankGroup
 
 NORMS = {
     "vector_norm": torch.linalg.vector_norm,
@@ -94,6 +95,74 @@ def clip_another(group, how):
                 each.grad.mul_(0.1 / total)
         optimizer.step()
     return items.read(), dense.weight.detach()
+
+
+FACTS = {
+    "is None": lambda grad: grad is None,
+    "dtype": lambda grad: grad.dtype,
+    "device": lambda grad: grad.device,
+    "layout": lambda grad: (grad.is_sparse, grad.layout, grad.is_cuda),
+    "graph": lambda grad: (grad.grad_fn, grad.requires_grad),
+    "zero_": lambda grad: grad.zero_(),
+    "foreach zero_": lambda grad: torch._foreach_zero_([grad]),
+}
+USES = {
+    "shape": lambda grad: grad.shape,
+    "len": len,
+    "numpy": lambda grad: grad.numpy(),
+    "repr": repr,
+    "item": lambda grad: grad[:1].sum(),
+    "copy": lambda grad: grad.clone(),
+    "in place": lambda grad: grad.mul_(2),
+    "among others": lambda grad: torch._foreach_mul_([grad], 0.5),
+    "into it": lambda grad: torch.mul(grad, 1, out=grad),
+    "detach": lambda grad: grad.detach(),
+}
+
+
+def rounds_of_uses(group):
+    """Return the rounds of the first uses of a gradient and of another table's, by name."""
+    tables = [speedswap.Embedding(20, dim, **settings_of(group, "sum")) for dim in (2, 3)]
+    optimizer = torch.optim.SGD([table.weight for table in tables], 0.1)
+    lane, found = RankGroup.of(group).main, {}
+    for name, use in (FACTS | USES).items():
+        for table in tables:
+            table(torch.arange(5)).sum().backward()
+        rounds = lane.rounds
+        for table in tables:
+            use(table.weight.grad)
+        found[name] = lane.rounds - rounds
+        optimizer.zero_grad()
+    return found
+
+
+def kept_handles(group):
+    """Take a gradient before its exchange and use it later; return what it holds at the end of each way."""
+    items = speedswap.Embedding(20, 2, **settings_of(group, "sum"))
+    optimizer, found = torch.optim.SGD(items.parameters(), 0.1), []
+
+    def backward(factor):
+        (factor * items(torch.arange(5))).sum().backward()
+        return items.weight.grad
+
+    grad = backward(1)  # used after the step, which exchanges it
+    optimizer.step()
+    found.append(grad.sum().item())
+    optimizer.zero_grad()
+    grad = backward(2)  # dropped, and then used
+    optimizer.zero_grad()
+    again = backward(3)
+    found += [again.sum().item(), grad.sum().item()]
+    handle = backward(4)  # added to that of an earlier exchange, which is the same tensor
+    found += [float(handle is again), handle.sum().item(), again.sum().item()]
+    backward(5)  # set to itself, while it waits
+    items.weight.grad = items.weight.grad
+    found.append(items.weight.grad.sum().item())
+    items(torch.arange(5))  # a lookup without a backward pass
+    found.append(items.weight.grad.sum().item())
+    optimizer.zero_grad()
+    found.append(float(items.weight.grad is None))
+    return found
 
 
 def settings_of(group, reduction):

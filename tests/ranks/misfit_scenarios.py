@@ -147,35 +147,45 @@ def caught(group, stage):
     return said, done, faults.mine(life), state
 
 
-def skipped(group, how, where):
-    """Let rank 1 leave its third batch, and go on; return what ranks have seen, and the batches that they have trained.
+def skipped(group, how, where, left):
+    """Let rank 1 leave a batch, and go on; return what ranks have seen, and the batches that they have trained.
 
     Args:
         how: the loop: over a lookahead of some depth, over the batches of an elastic sampler, or one that begins with
-            ``zero_grad()``.
+            ``zero_grad()`` of the optimizer, also in place, or of the model.
         where: in the batch it leaves.
+        left: the number of that batch.
     """
-    group = faults.fresh(group, f"skipped-{how}-{where}")
+    group = faults.fresh(group, f"skipped-{how}-{where}-{left}")
     items = speedswap.Embedding(20, 2, storage=owned(group), name="items")
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     sampler = speedswap.batching.elastic.ElasticSampler(20 * group.size(), global_batch_size=2 * group.size())
     given = [torch.tensor([number, group.rank()]) for number in range(10)]
     loader = torch.utils.data.DataLoader(torch.arange(20 * group.size()) % 20, batch_sampler=sampler)
-    loop = {"sampler": lambda: sampler.batches(loader), "zero_grad": lambda: given}.get(
-        how, lambda: speedswap.lookahead(given, {items: lambda ids: ids}, depth=how)
-    )()
+    begins = {
+        "zero_grad": lambda: optimizer.zero_grad(),
+        "zero_grad in place": lambda: optimizer.zero_grad(set_to_none=False),
+        "the model's zero_grad": items.zero_grad,
+    }.get(how)
+    loop = given
+    if begins is None:
+        loop = (
+            sampler.batches(loader)
+            if how == "sampler"
+            else speedswap.lookahead(given, {items: lambda ids: ids}, depth=how)
+        )
     said, done = [], []
 
     def leave(here):
-        if group.rank() == 1 and (number, where) == (2, here):
+        if group.rank() == 1 and (number, where) == (left, here):
             raise ZeroDivisionError
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SW408")
         for number, ids in enumerate(loop):
             try:
-                if how == "zero_grad":
-                    optimizer.zero_grad()
+                if begins is not None:
+                    begins()
                 leave("before the lookup")
                 found = items(ids).sum()
                 leave("after the lookup")
@@ -183,7 +193,7 @@ def skipped(group, how, where):
                 leave("after the backward pass")
                 optimizer.step()
                 done.append(number)
-                if how != "zero_grad":
+                if begins is None:
                     optimizer.zero_grad()
                 leave("after the step")
             except (SpeedswapError, ZeroDivisionError) as error:

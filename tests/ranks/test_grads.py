@@ -34,3 +34,15 @@ def test_clipping_gradients_of_ones_own(ranks: RankPool, how: str) -> None:
     for found in ranks.run(scenarios.clip_another, 2, how):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_first_use_of_a_gradient_exchanges_all_tables(ranks: RankPool) -> None:
+    """Facts about it, and setting it to zero or None, meet no other rank."""
+    for found in ranks.run(scenarios.rounds_of_uses, 2):
+        assert found == dict.fromkeys(scenarios.FACTS, 0) | dict.fromkeys(scenarios.USES, 1)
+
+
+def test_gradients_taken_before_their_exchange(ranks: RankPool) -> None:
+    """They are the weight's gradient, as it is when they are used; one that was dropped has no rows."""
+    for found in ranks.run(scenarios.kept_handles, 2):
+        assert found == [20, 60, 0, 1, 140, 140, 240, 240, 1]

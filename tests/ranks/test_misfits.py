@@ -54,24 +54,28 @@ def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks:
 @pytest.mark.parametrize(
     "where", ["before the lookup", "after the lookup", "after the backward pass", "after the step"]
 )
-@pytest.mark.parametrize("how", [0, 1, 2, "sampler", "zero_grad"])
-def test_batch_that_one_rank_leaves(ranks: RankPool, how, where) -> None:
+@pytest.mark.parametrize(("how", "left"), [
+    (0, 2), (1, 2), (2, 2), ("sampler", 2), ("zero_grad", 2), ("zero_grad", 0), ("the model's zero_grad", 2),
+    ("the model's zero_grad", 0), ("zero_grad in place", 0),
+])  # fmt: skip
+def test_batch_that_one_rank_leaves(ranks: RankPool, how, left, where) -> None:
     """The ranks that are behind raise until they are in the same batch as it, and never train another with it."""
-    found = ranks.run(scenarios.skipped, 3, how, where)
+    found = ranks.run(scenarios.skipped, 3, how, where, left)
     is_begun = where in ("after the lookup", "after the backward pass")
-    wanted = {"after the step": range(10), "before the lookup": (0, 1, *range(3, 10))}.get(where, (0, 1, *range(4, 10)))
-    which = "step" if how == "zero_grad" else "batch"
+    missed = {"after the step": (), "before the lookup": (left,)}.get(where, (left, left + 1))
+    wanted = [number for number in range(10) if number not in missed]
+    which = "step" if "zero_grad" in str(how) else "batch"
     for rank, (said, done) in enumerate(found):
-        assert done == [*wanted]
-        own = [(2, "ZeroDivisionError")] * (rank == 1)
-        peers = (
-            [(2 + (rank == 1), "PeerError"), (3, "PeerError")][: 2 - (rank == 1)] if is_begun else [(2, "PeerError")]
-        )
+        assert done == wanted
+        own = [(left, "ZeroDivisionError")] * (rank == 1)
+        peers = [(left, "PeerError")]
+        if is_begun:
+            peers = [(left + (rank == 1), "PeerError"), (left + 1, "PeerError")][: 2 - (rank == 1)]
         peers = peers if is_begun or rank != 1 else []
         assert [(number, text.split(":")[0]) for number, text in said] == own + peers * (where != "after the step")
         for number, text in said:
             if text.startswith("PeerError"):
-                numbers = (3, 2) if number == 2 or rank == 1 else (4, 3)
+                numbers = (left + 1, left) if number == left or rank == 1 else (left + 2, left + 1)
                 assert all(f"of {which} {each}" in text for each in numbers), text
 
 

@@ -165,7 +165,7 @@ def test_one_weight_more_than_the_tables_is_in_memory() -> None:
 def test_weights_that_do_not_fit_are_refused_with_their_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tables in memory are released one by one; those on disk are not in memory."""
     nbytes = ROWS * DIM * 4
-    monkeypatch.setattr("speedswap.swapping.convert.available_bytes", lambda: int(1.5 * nbytes))
+    monkeypatch.setattr(sys.modules["speedswap.swapping.convert"], "available_bytes", lambda: int(1.5 * nbytes))
     in_memory = nn.ModuleList([speedswap.Embedding(ROWS, DIM, storage="pageable") for _ in range(3)])
     on_disk = nn.ModuleList([speedswap.Embedding(ROWS, DIM, path=tmp_path / name) for name in "abc"])
     with pytest.raises(
