@@ -295,15 +295,14 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             _add_hooks(optimizer)
             _with_initial_state.add(optimizer)
         return None
-    begun, sharded = 0, [step for step in steps if step.is_sharded]
+    sharded = [step for step in steps if step.is_sharded]
     try:
         with sharded[0].joint_step(steps) if sharded else _ALONE:
             _attach(optimizer, steps)
             for step in steps if closure is None else ():
                 step.swap_in(optimizer)
-                begun += 1
     except BaseException:
-        for step in steps[:begun]:
+        for step in steps:
             step.undo()
         raise
     if closure is None:
@@ -365,7 +364,8 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             if is_new and step.state.optimizer is None:
                 step.state.attach(optimizer, _examined(optimizer, step))
             if step.state.optimizer is optimizer:
-                step.state.notice_cleared(optimizer)
+                if not step.is_stepping:
+                    step.state.notice_cleared(optimizer)
                 state_dict["state"].pop(place, None)
                 # In a step, or after one that raised, the table and its scalars are as before the step.
                 scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})

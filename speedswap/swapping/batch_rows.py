@@ -125,30 +125,27 @@ class BatchRows:
         self._weight = weight
         self.block: Block | None = None
         self.version = 0
-        self._weight_version = self._batch_version = 0
+        self._rows_version = 0
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
         self.of_all: list[GradientOfAll] = []
         self._own: tuple[Tensor, Tensor] | None = None  # the batch's gradient, beside those of all rows, and a copy
         with as_plain():
             self._placeholder = weight.detach()
-        self.batch = nn.Parameter(self._placeholder)
+        self.batch = nn.Parameter(self._placeholder)  # with the weight's version counter
+        self.batch.stands_for = weight  # type: ignore[attr-defined]
 
-    def _hold(self, values: Tensor) -> None:
-        """Make the parameter, and the weight's memory, these rows; it has no gradient, whose shape might differ."""
-        self.batch.data = values
+    def _hold(self, values: Tensor | None) -> None:
+        """Make the parameter, and the weight's memory, these rows or the placeholder; the gradient is gone."""
+        self.batch.grad = None  # of another shape, it would prevent changing the data
         with as_plain():
+            if values is None:
+                if self._placeholder.device != self._weight.device:
+                    self._placeholder = torch.zeros_like(self._placeholder, device=self._weight.device)
+                values = self._placeholder
             self._weight.data = values
-            self._weight_version = self._weight._version
-        self._batch_version = self.batch._version
-
-    @property
-    def _is_changed(self) -> bool:
-        """True if the rows were changed from outside."""
-        if self.batch._version != self._batch_version:
-            return True
-        with as_plain():
-            return self._weight._version != self._weight_version
+        self.batch.data = values
+        self._rows_version = self.batch._version
 
     # ------------------------------------------------------------------ rows and gradient
 
@@ -172,7 +169,6 @@ class BatchRows:
         elif version != self._table.store.notes.version:
             block = self._table.lease(block.rows, device=grad.device)  # steps were taken since the forward pass
         self.block, self.version = block, self._table.store.notes.version
-        self.batch.grad = None
         self._hold(block.columns["weight"])
         self.batch.grad, self._grad_version = grad, grad._version
         self._own = (grad, grad.clone()) if self.of_all and not was_changed else None
@@ -249,26 +245,21 @@ class BatchRows:
         """Record that weight and state are in the table now; rows and gradient may still be read."""
         assert self.block is not None
         self.block = Block(self.block.rows, {"weight": self.block.columns["weight"]})
-        self._accept_rows()
+        self._rows_version = self.batch._version
         self._grad_version = _UNKNOWN
 
     def release(self) -> None:
         """Drop rows and gradient: the weight becomes a one-row placeholder."""
         self.block = None
         self.of_all, self._own = [], None
-        self.batch.grad = None
-        with as_plain():
-            device = self._weight.device
-        if self._placeholder.device != device:
-            self._placeholder = torch.zeros_like(self._placeholder, device=device)
-        self._hold(self._placeholder)
+        self._hold(None)
 
     def save(self) -> Callable[[], None]:
         """Return a function that restores the present rows and gradient, for use before a pass that may fail.
 
         Changes from before the save still count as external.
         """
-        data, grad, was_changed = self.batch.data, self.batch.grad, self._is_changed
+        data, grad, was_changed = self.batch.data, self.batch.grad, self.batch._version != self._rows_version
         with as_plain():  # this rank's rows, if ranks own them
             values = None if grad is None else grad.detach().clone()
         was_zeroed = grad is not None and grad._version != self._grad_version
@@ -277,9 +268,8 @@ class BatchRows:
 
         @torch.no_grad()
         def restore() -> None:
-            self.batch.grad = None
             self._hold(data)
-            self._batch_version -= was_changed
+            self._rows_version -= was_changed
             if grad is not None and values is not None:
                 self.batch.grad = grad.copy_(values)
                 self._grad_version = grad._version - was_zeroed
@@ -298,14 +288,9 @@ class BatchRows:
 
     def accept(self) -> None:
         """Accept the current rows and gradient as known."""
-        self._accept_rows()
+        self._rows_version = self.batch._version
         if (grad := self.batch.grad) is not None:
             self._grad_version = grad._version
-
-    def _accept_rows(self) -> None:
-        self._batch_version = self.batch._version
-        with as_plain():
-            self._weight_version = self._weight._version
 
     def drop(self, rows: Tensor) -> None:
         """Set the gradient of some rows to zero, which counts for no change from outside."""
@@ -327,7 +312,7 @@ class BatchRows:
 
     def lost_after_step(self) -> str | None:
         """Return the error for rows changed after the optimizer's step; None if they were not."""
-        if not self._is_changed:
+        if self.batch._version == self._rows_version:
             return None
         return (
             f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, which does "
@@ -340,7 +325,7 @@ class BatchRows:
         Args:
             attached: the optimizer whose state is in the table.
         """
-        if self._is_changed:
+        if self.batch._version != self._rows_version:
             return (
                 f"the rows of table {self._table.name!r} were changed on the device without the optimizer's hooks, so "
                 "the update did not reach the table; step with one of torch.optim, or with a subclass of "

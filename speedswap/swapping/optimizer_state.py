@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap._words import warn_once
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
-from speedswap.swapping.optimizers import RowState, probe
+from speedswap.swapping.optimizers import RowState, probe, replace_parameter
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
@@ -157,12 +157,19 @@ class OptimizerState:
             self.load(None)
 
     def put_in(
-        self, optimizer: Optimizer, block: Block, state: dict[str, Any] | None, *, steps_others: bool = False
+        self,
+        optimizer: Optimizer,
+        batch: nn.Parameter,
+        block: Block,
+        state: dict[str, Any] | None,
+        *,
+        steps_others: bool = False,
     ) -> None:
-        """Give the optimizer the state of a batch's rows, just before its step.
+        """Give the optimizer a batch's rows in place of the weight, with their state, just before its step.
 
         Args:
             optimizer: the attached one.
+            batch: the rows as a parameter.
             block: the rows.
             state: the result of :meth:`save_scalars`.
             steps_others: True if :meth:`step_others` will follow.
@@ -182,7 +189,13 @@ class OptimizerState:
         if self._is_initial:
             is_taken_again = self.idle is not None or steps_others
             self._step = Before.of(optimizer, self.weight, {}, ()) if is_taken_again else None
-            return
+        else:
+            self._put_in_state(optimizer, block, state, is_taken_again=self.idle is not None or steps_others)
+        replace_parameter(optimizer, self.weight, batch)
+        optimizer.state[batch] = state
+        del optimizer.state[self.weight]
+
+    def _put_in_state(self, optimizer: Optimizer, block: Block, state: dict[str, Any], *, is_taken_again: bool) -> None:
         row_state, columns = self._row_state, block.columns
         device = columns["weight"].device
         for key in row_state.scalars:
@@ -193,7 +206,7 @@ class OptimizerState:
                 state[key] = value.to(device)  # the module was moved since
         for column in row_state.columns:
             state[column.name] = columns[column.name]
-        if self.idle is not None or steps_others:
+        if is_taken_again:
             scalars, names = {key: state[key] for key in row_state.scalars}, tuple(self.names)
             self._step = Before.of(optimizer, self.weight, scalars, names)
         self._scalars.names, self._scalars.state = row_state.scalars, self._before
@@ -266,10 +279,16 @@ class OptimizerState:
             if any(parameter is self.weight for parameter in group["params"])
         )
 
-    def take(self, optimizer: Optimizer) -> tuple[list[tuple[Column, Any]], FoundState | None]:
-        """Return each column's values after the optimizer's step, and new columns that the table lacks, if any."""
-        state, row_state, more = optimizer.state[self.weight], self._row_state, None
-        self._after = state
+    def take(self, optimizer: Optimizer, batch: nn.Parameter) -> tuple[list[tuple[Column, Any]], FoundState | None]:
+        """Put the weight back into the optimizer after its step.
+
+        Returns:
+            Each column's values; and new columns that the table lacks, if any.
+        """
+        state, row_state, more = optimizer.state[batch], self._row_state, None
+        self._after = optimizer.state[self.weight] = state
+        del optimizer.state[batch]
+        replace_parameter(optimizer, batch, self.weight)
         if not state.keys() <= row_state.names:
             # A setting changed, and the optimizer now keeps more state.
             more = self._probe(optimizer)
@@ -290,11 +309,13 @@ class OptimizerState:
         self._before = self._after = {}
         self.averages = []
 
-    def put_back(self) -> None:
-        """Restore the optimizer's scalars from before a step that did not reach the table."""
-        optimizer = self.optimizer
-        if optimizer is not None and self.weight in optimizer.state:
-            optimizer.state[self.weight] = self.scalars_before()
+    def put_back(self, batch: nn.Parameter) -> None:
+        """Put the weight back into the optimizer after a step that did not reach the table, with its scalars before."""
+        if (optimizer := self.optimizer) is not None:
+            replace_parameter(optimizer, batch, self.weight)
+            if batch in optimizer.state or self.weight in optimizer.state:
+                optimizer.state[self.weight] = self.scalars_before()
+            optimizer.state.pop(batch, None)
 
     def scalars_before(self) -> dict[str, Any]:
         """Return the scalars from before the current step."""

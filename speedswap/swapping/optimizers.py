@@ -39,19 +39,20 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def replace_parameter(optimizer: Optimizer, held: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in another's place in an optimizer's groups and state, if it holds the other."""
+    """Put a parameter in another's place in an optimizer's groups, if they have the other."""
     for group in optimizer.param_groups:
         parameters = group["params"]
         for place, parameter in enumerate(parameters):
             if parameter is held:
                 parameters[place] = new
-    if held in optimizer.state:
-        optimizer.state[new] = optimizer.state.pop(held)
 
 
 def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
     """Return whether a parameter is in one of the optimizer's groups."""
-    return any(parameter is weight for parameter in parameters_of(optimizer))
+    return any(
+        parameter is weight or getattr(parameter, "stands_for", None) is weight
+        for parameter in parameters_of(optimizer)
+    )
 
 
 def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:

@@ -40,7 +40,7 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding, drop
 from speedswap.swapping.keyed import KeyedRows, KeyPass
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
-from speedswap.swapping.optimizers import holds, parameters_of, replace_parameter
+from speedswap.swapping.optimizers import holds, parameters_of
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
@@ -90,6 +90,7 @@ class RowStep(Locked):
         padding: rows that get no gradient.
 
     Attributes:
+        batch: the batch's rows and their gradient, which an optimizer holds during its step.
         key_pass: the keys of the lookup made next, or last.
         key_passes: those of all lookups from which a backward pass may come.
         counted: numbers of the keys that the batch has counted before it is tried again, by id map.
@@ -109,6 +110,7 @@ class RowStep(Locked):
         self._announced: tuple[Loop, list[PrefetchedLookup]] | None = None
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
+        self.batch = self._rows.batch
         self._column = self.table.columns["weight"]
         self._in_closure = False
         self._thread = 0  # the thread inside the optimizer's step
@@ -117,8 +119,9 @@ class RowStep(Locked):
         self.key_passes = weakref.WeakSet([self.key_pass])
         self.counted: dict[KeyedRows, Tensor] = {}
         self._replaced: weakref.ref[Tensor] | None = None
-        self.weight._keeper = weakref.ref(self)
-        _by_weight[id(self.weight)] = self
+        for parameter in (self.weight, self.batch):
+            parameter._keeper = weakref.ref(self)  # type: ignore[attr-defined]
+            _by_parameter[id(parameter)] = self
         if self.table.store.files is not None:
             key = id(self)
             self.in_files[key] = weakref.ref(self, lambda _: RowStep.in_files.pop(key, None))
@@ -306,10 +309,9 @@ class RowStep(Locked):
         with self.lock:
             self._rows.add_of_all(gradient)
 
-    @property
-    def batch(self) -> nn.Parameter:
-        """The batch's rows and their gradient, which an optimizer holds during its step."""
-        return self._rows.batch
+    def has(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is the weight, or the batch's rows."""
+        return parameter is self.weight or parameter is self.batch
 
     @property
     def steps_all(self) -> bool:
@@ -444,7 +446,7 @@ class RowStep(Locked):
                 if rows.block is None or grad is None:
                     return
                 if self._status is _Status.STEPPING:
-                    self._put_back()  # the previous step raised; start over
+                    self.state.put_back(batch)  # the previous step raised; start over
                 if self._status is not _Status.READY and self.state.idle is None and self._is_zeroed(grad):
                     batch.grad = None  # lazily: rows without a gradient are not touched
                     return
@@ -465,14 +467,13 @@ class RowStep(Locked):
                 state = self.state.save_scalars(optimizer)
                 self._thread = threading.get_ident()
                 self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
-                self.state.put_in(optimizer, block, state, steps_others=rows.of_all != [])
+                self.state.put_in(optimizer, batch, block, state, steps_others=rows.of_all != [])
                 if self.state.idle is not None:
                     self.state.prepare_idle_step()
                 if self.in_files:
                     self.reserve()
                 if rows.of_all:
                     batch.grad = grad + self._gradient_of_all(block)
-                replace_parameter(optimizer, self.weight, batch)
             except BaseException:
                 self.undo()
                 raise
@@ -541,8 +542,7 @@ class RowStep(Locked):
                 return None
             block = self._rows.block
             assert block is not None
-            replace_parameter(optimizer, self.batch, self.weight)
-            left, more = self.state.take(optimizer)
+            left, more = self.state.take(optimizer, self.batch)
             for averages in self.state.averages:
                 left += [(each, block.columns[each.name]) for each in averages.columns]
             values: dict[str, Tensor] = {}
@@ -657,21 +657,15 @@ class RowStep(Locked):
         return self._status not in (_Status.IDLE, _Status.STEPPED) and self.batch.grad is not None
 
     def undo(self) -> None:
-        """Undo the optimizer's step, as far as it has not reached the table.
+        """Undo this thread's step of the optimizer, as far as it has not reached the table.
 
         Rows and gradient stay for a second try; the next forward pass drops them.
         """
         with self.lock:
-            if self._status is _Status.STEPPING:
-                self._put_back()
+            if self._status is _Status.STEPPING and self._thread == threading.get_ident():
+                self.state.put_back(self.batch)
                 self._status = _Status.FAILED
                 self._rows.restore_own()
-
-    def _put_back(self) -> None:
-        """Give the optimizer the weight and its scalars from before the step."""
-        if (optimizer := self.state.optimizer) is not None:
-            replace_parameter(optimizer, self.batch, self.weight)
-        self.state.put_back()
 
     def abandon(self) -> None:
         """Drop rows and gradients, and revert an incomplete step's changes to the optimizer's scalars."""
@@ -692,7 +686,7 @@ class RowStep(Locked):
     def _abandon(self) -> None:
         self._abandoned += 1
         if self._status is _Status.STEPPING:
-            self._put_back()
+            self.state.put_back(self.batch)
         self._release()
 
     def _require_no_other_step(self) -> None:
@@ -710,7 +704,7 @@ class RowStep(Locked):
 
 
 _WEIGHT = ("weight",)
-_by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
+_by_parameter: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
 # What replaced a weight, by the weight's id; empty in nearly every program.
 replaced_weights: dict[int, Callable[[], RowStep | ReplacedByPlain | None]] = {}
 
@@ -749,9 +743,9 @@ def require_no_replaced(optimizer: Optimizer) -> None:
 
 
 def step_of(parameter: Tensor) -> RowStep | None:
-    """Return the training step of the embedding that a parameter is the weight of; None for other parameters."""
-    step = _by_weight.get(id(parameter))
-    return step if step is not None and step.weight is parameter else None
+    """Return the training step of the embedding that a parameter is the weight or batch of; None for others."""
+    step = _by_parameter.get(id(parameter))
+    return step if step is not None and step.has(parameter) else None
 
 
 def steps_of(optimizer: Optimizer) -> list[RowStep]:
@@ -762,10 +756,10 @@ def steps_of(optimizer: Optimizer) -> list[RowStep]:
         for parameter in group["params"]
         if (keeper := getattr(parameter, "_keeper", None)) is not None
         and (step := keeper()) is not None
-        and step.weight is parameter
+        and step.has(parameter)
     ]
 
 
 def every_step() -> list[RowStep]:
     """Return the steps of all live embeddings; other threads may create embeddings in the meantime."""
-    return [step for reference in _by_weight.valuerefs() if (step := reference()) is not None]
+    return list({step: None for reference in _by_parameter.valuerefs() if (step := reference()) is not None})

@@ -163,9 +163,12 @@ def test_one_table_that_is_left_misfitting_keeps_every_table_as_it_was() -> None
     speedswap.attach(optimizer, torch.nn.ModuleList([first, second]))
     backward(first)
     backward(second)
-    optimizer.spoil = lambda opt, weight: opt.state[weight].update(
-        sum=opt.state[weight]["sum"][:1].clone() if weight is second.weight else opt.state[weight]["sum"]
-    )
+
+    def spoil(optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
+        if rows is optimizer.param_groups[1]["params"][0]:
+            optimizer.state[rows]["sum"] = optimizer.state[rows]["sum"][:1].clone()
+
+    optimizer.spoil = spoil
     with pytest.raises(OptimizerError, match="'sum'"):
         optimizer.step()
     for items, rows in zip((first, second), before, strict=True):
