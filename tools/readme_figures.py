@@ -26,7 +26,7 @@ OF_PAGE = {
     "docs/losses.md": ("softmax", "knowledge_graph"),
     "docs/idle-rows.md": ("idle_rows", "idle_quality"),
 }
-"""The sections that a page has."""
+"""The sections that a page has in place of benchmarks/README.md."""
 PLACES_PAGE = "docs/which-place.md"
 GPU_PAGES = ("docs/gpu-status.md", "docs/gpu.md", "docs/index.md")
 PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE, PLACES_PAGE, *GPU_PAGES, *OF_PAGE)
@@ -46,7 +46,8 @@ def blocks(page: str) -> dict[str, str]:
         return {"places": places()}
     if page == readme_ranks.PAGE:
         return readme_ranks.blocks(*(_read(path.name)["results"] for path in (RANKS, RANK_COUNTS)))
-    names = OF_PAGE.get(page, SECTIONS)
+    elsewhere = {name for names in OF_PAGE.values() for name in names}
+    names = OF_PAGE.get(page, [name for name in SECTIONS if name not in elsewhere])
     sections = {name: section(name) for name in names if (RESULTS / f"{name}-cpu.json").exists()}
     return sections if page in OF_PAGE else {**sections, "GPU": readme_gpu.table(RESULTS)}
 
