@@ -1,6 +1,6 @@
 """Agreement between the processes of a job: rounds of numbers, votes, one error for all, and sums of gradients."""
 
-from speedswap.collectives.ahead import Ahead, Errand
+from speedswap.collectives.ahead import Ahead, Errand, OwnPace
 from speedswap.collectives.group import Buckets, RankGroup, begin_batch, is_distributed, of_all_ranks, surround_forward
 from speedswap.collectives.lane import SPARE_IDS, Lane
 from speedswap.collectives.levels import Asked, Levels
@@ -16,7 +16,6 @@ from speedswap.collectives.messages import (
     packed,
     unpacked,
 )
-from speedswap.collectives.pace import OwnPace
 from speedswap.collectives.task import PeerOutOfMemory, Task
 
 __all__ = [

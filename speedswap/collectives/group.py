@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from speedswap._process import in_child
-from speedswap.collectives.ahead import Ahead
+from speedswap.collectives.ahead import Ahead, OwnPace
 from speedswap.collectives.lane import Lane
 from speedswap.collectives.messages import Kind, digest_of
-from speedswap.collectives.pace import OwnPace
 from speedswap.errors import RanksError
 
 if TYPE_CHECKING:

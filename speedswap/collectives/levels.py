@@ -9,17 +9,14 @@ gradients. Two hosts exchange a message for each carrier, where a flat exchange 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives.messages import Parcel, Way, as_bytes, packed, unpacked
-
-if TYPE_CHECKING:
-    from speedswap.collectives.lane import Lane
+from speedswap.collectives.messages import Connections, Parcel, Way, as_bytes, packed, unpacked
 
 _Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
@@ -51,7 +48,9 @@ class Levels:
         messages, message_bytes: what this rank has sent to other hosts.
     """
 
-    def __init__(self, lane: Lane, hosts: Sequence[Sequence[int]], local: dist.ProcessGroup, carriers: int = 1) -> None:
+    def __init__(
+        self, lane: Connections, hosts: Sequence[Sequence[int]], local: dist.ProcessGroup, carriers: int = 1
+    ) -> None:
         self._lane, self._hosts, self._local, self._carriers = lane, hosts, local, carriers
         self._host = next(number for number, ranks in enumerate(hosts) if lane.rank in ranks)
         self._mine = hosts[self._host]

@@ -6,8 +6,9 @@ import enum
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -359,3 +360,20 @@ def unpacked(came: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:
         torch.cat(pieces[place :: len(parcels)]).view(each.rows.dtype).view(-1, each.rows.shape[1])
         for place, each in enumerate(parcels)
     ]
+
+
+class Connections(Protocol):
+    """The connections between some ranks, for rows; see :class:`speedswap.collectives.Lane`."""
+
+    ranks: list[int]
+    rank: int
+    payload_bytes: int
+
+    def is_staged(self, rows: Tensor) -> bool:
+        """Return whether rows go through host memory instead of directly between GPUs."""
+
+    def exchange_rows(self, into: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send rows to each rank and receive rows from each; both are bytes, shape (n, row_bytes)."""
+
+    def connected(self) -> AbstractContextManager[Any]:
+        """Provide the connections, all of whose errors mean that another rank cannot be reached."""

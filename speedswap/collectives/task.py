@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from speedswap.collectives.levels import Levels
 from speedswap.collectives.messages import (
     ANYTHING,
     ANYWHERE,
@@ -23,10 +24,12 @@ from speedswap.collectives.messages import (
     NUMBERED,
     OK,
     TORN,
+    Connections,
     Kind,
     Line,
     Parcel,
     Round,
+    Sheet,
     as_bytes,
     digest_of,
     packed,
@@ -35,9 +38,6 @@ from speedswap.collectives.messages import (
 )
 from speedswap.errors import PeerError
 from speedswap.kernels import deferred_interrupts
-
-if TYPE_CHECKING:
-    from speedswap.collectives.lane import Lane
 
 R = TypeVar("R")
 _WORD_BYTES = 8
@@ -78,6 +78,37 @@ class Pending(Protocol):
         """
 
 
+class Rounds(Connections, Protocol):
+    """The rounds of some ranks, as far as a task needs them; see :class:`speedswap.collectives.Lane`."""
+
+    pending: Pending | None
+    failures: int
+    rounds: int
+    changes: int
+    met: int
+    has_failed: bool
+    tables: Mapping[int, Any]
+    levels: Levels | None
+    sheet: Sheet
+    spare: Tensor
+
+    @property
+    def ordinal(self) -> int:
+        """The number of this rank's present batch."""
+
+    def place(self, kind: int, about: int) -> str:
+        """Describe a task in words."""
+
+    def exchange_lines(self, line: Line, counts: Sequence[int] | None = None, ids: Tensor | None = None) -> list[Line]:
+        """Send a line to every rank; return each rank's line."""
+
+    def shut(self, why: str) -> None:
+        """Make every later round raise, on every rank."""
+
+    def complete_step(self) -> None:
+        """Count a step that all ranks have completed."""
+
+
 class Task:
     """Work that all ranks do together, in stages that each begin with a round.
 
@@ -88,7 +119,7 @@ class Task:
         calls: True if it is a lookup for which the other ranks may not come: they serve it where they meet next.
     """
 
-    def __init__(self, lane: Lane, kind: Kind, about: int, stage: int = 0, *, may_retry: bool = False) -> None:
+    def __init__(self, lane: Rounds, kind: Kind, about: int, stage: int = 0, *, may_retry: bool = False) -> None:
         self.lane = lane
         self.thread = threading.get_ident()
         self.is_over = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from speedswap.collectives import Errand, Kind, Levels, Parcel, RankGroup, Task,
 from speedswap.errors import IdError, PeerError
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, ask_ahead, ids_of_tables, send_back, starts_of
 from speedswap.tables import Block, Prefetched, Table, prefetch
-
-if TYPE_CHECKING:
-    from speedswap.ranks.sharded import ShardedStore
-    from speedswap.tables.owners import Owners
+from speedswap.tables.owners import Owners
 
 _CPU = torch.device("cpu")
 _DENSE = torch.contiguous_format
@@ -194,6 +191,18 @@ class LookupsOnGpu(LookupsAhead):
         return True
 
 
+class Lender(Protocol):
+    """The store of the rows that ranks own; see :class:`speedswap.ranks.ShardedStore`."""
+
+    name: str
+    number: int
+    row_bytes: int
+    own: Table
+    owners: Owners
+    group: RankGroup
+    lent: weakref.WeakSet[RowsAhead]
+
+
 class RowsAhead(Prefetched):
     """A batch's rows being fetched from their owners, and the rows that this rank lends for other ranks' batches.
 
@@ -216,7 +225,7 @@ class RowsAhead(Prefetched):
     device = _CPU
     is_prepared = False
 
-    def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead) -> None:
+    def __init__(self, store: Lender, ids: Tensor, errand: LookupsAhead) -> None:
         self.number = store.number
         self.row_bytes = store.row_bytes
         self.place = 0
@@ -378,7 +387,7 @@ class RowsOnGpu(RowsAhead):
 
     pending: Prefetched | None = None
 
-    def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead, device: torch.device) -> None:
+    def __init__(self, store: Lender, ids: Tensor, errand: LookupsAhead, device: torch.device) -> None:
         self._copied: torch.cuda.Event | None = None
         if ids.is_cuda:  # copied in the order of the program; the thread waits
             ids, given = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True), ids

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import Task
-from speedswap.errors import IdMapFullError
 from speedswap.kernels import Texts
 from speedswap.tables import Keys
 from speedswap.tables.keys import select_texts
-
-if TYPE_CHECKING:
-    from speedswap.ranks.keys import ShardedIdMap
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio
 
@@ -204,110 +199,3 @@ def _offsets(lengths: Tensor) -> Tensor:
 def _put(values: Tensor, places: Tensor) -> Tensor:
     """Scatter values to their places."""
     return torch.empty_like(values).index_copy_(0, places, values)
-
-
-NEW, RENEWED, FULL = 1, 2, 4
-
-
-class NewKeys:
-    """The keys that a rank receives in a training lookup, for its part of some maps.
-
-    Attributes:
-        news: whether keys are new here, whether rows are reset, and whether there are too few rows.
-    """
-
-    def __init__(self, maps: Sequence[ShardedIdMap], route: KeyRoute) -> None:
-        self._maps = maps
-        self._route = route
-        self._undos = [kernels.IdMapUndo() for _ in maps]
-        self._had = [each._map.cursor.used for each in maps]
-        self._totals = [each._used for each in maps]
-        self._places: list[Tensor] = []
-        self.news = 0
-
-    def add(self) -> None:
-        """Assign places in this rank's maps to new keys: in all of the maps, or in none."""
-        maps, asked = self._maps, self._route.asked
-        self._places, full = kernels.add_to_maps([each._map for each in maps], asked, self._undos)
-        if full >= 0:
-            self.news = FULL
-            return
-        new = [each._map.cursor.used - had for each, had in zip(maps, self._had, strict=True)]
-        are_stale = any(each._free_rows_are_stale for each in maps)
-        has_renewed = any(len(each._map.renewed) or len(each._stale) for each in maps)
-        self.news = NEW * any(new) | RENEWED * (has_renewed or (are_stale and any(new)))
-
-    def number(self, task: Task) -> None:
-        """Assign rows to new keys, in the order of ranks and of their batches; every rank must call this.
-
-        The first rank that has a key assigns its row, since that rank knows its turn.
-        """
-        route, maps = self._route, self._maps
-        first = torch.cat([_is_first(places, had) for places, had in zip(self._places, self._had, strict=True)])
-        sizes = [len(places) for places in self._places]
-        mine = route.bring(task, torch.split(first.to(torch.uint8), sizes)).bool()
-        counts = torch.stack([part.sum() for part in torch.split(mine, route.counts)])
-        of_ranks = torch.stack(task.share_numbers(counts))
-        before = of_ranks[: task.lane.rank].sum(0).tolist()
-        totals, given = list(self._totals), []
-        for index, start, own, of_all in zip(
-            route.of_map, before, counts.tolist(), of_ranks.sum(0).tolist(), strict=True
-        ):
-            first_row = totals[index] + start + 1
-            given.append(torch.arange(first_row, first_row + own))
-            totals[index] += of_all
-        for each, total in zip(maps, totals, strict=True):
-            if total > each.capacity:
-                task.finish()  # the others know
-                raise IdMapFullError(
-                    f"keys of all ranks has more new keys than the {each.capacity - each._used} rows that are left of "
-                    f'{each.capacity}; make the map with a greater capacity, or with evict="lru" or "lfu"; nothing '
-                    "was added"
-                )
-        rows = route.send_back(task, torch.cat(given).to(torch.int32), mine, first)
-        new = [each._map.cursor.used - had for each, had in zip(maps, self._had, strict=True)]
-        for each, had, own in zip(maps, self._had, torch.split(rows, new), strict=True):
-            each._rows = _written(each._rows, had + 1, own)
-        self._totals = totals
-
-    def rows(self) -> list[Tensor]:
-        """Return the row of each received key."""
-        return [each._rows[places] for each, places in zip(self._maps, self._places, strict=True)]
-
-    def renewed(self) -> list[Tensor]:
-        """Return, for each map, the rows of this rank's keys to reset."""
-        renewed = []
-        for each, had in zip(self._maps, self._had, strict=True):
-            places = torch.cat([each._stale, each._renewed_since(each._map.cursor._replace(used=had))])
-            renewed.append(each._rows[kernels.unique(places)[0]].long())
-        return renewed
-
-    def accept(self) -> None:
-        """Accept the batch."""
-        self._undos = []
-        for each, total in zip(self._maps, self._totals, strict=True):
-            each._used = total
-            each._stale = each._stale[:0]
-
-    def take_back(self) -> None:
-        """Undo the batch, unless it was accepted."""
-        for each, undo in zip(self._maps, self._undos, strict=False):
-            each._map.undo(undo)
-
-
-def _is_first(places: Tensor, had: int) -> Tensor:
-    """Return, for each key, whether it is the first with its place, among places from ``had`` on."""
-    if not len(places):
-        return torch.empty(0, dtype=torch.bool)
-    highest = torch.cat([torch.tensor([had]), places.cummax(0).values[:-1]])
-    return places > highest.clamp(min=had)
-
-
-def _written(rows: Tensor, begin: int, values: Tensor) -> Tensor:
-    """Write values into rows from a place on, in memory that grows by at least an eighth; return the rows."""
-    if begin + len(values) > len(rows):
-        longer = torch.zeros(begin + len(values) + len(rows) // 8, dtype=rows.dtype)
-        longer[:begin] = rows[:begin]
-        rows = longer
-    rows[begin : begin + len(values)] = values
-    return rows

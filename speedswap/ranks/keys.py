@@ -1,11 +1,10 @@
-"""Growing id sets over ranks: id maps whose keys the ranks own, and their rows in tables of ranks."""
+"""Growing id sets over ranks: id maps whose keys the ranks own."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +13,14 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import deferred_interrupts
-from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys, shares_of
-from speedswap.swapping.keyed import KeyedLookup, KeyedRows
-from speedswap.tables import Keys, Table, as_keys
+from speedswap.ranks.key_route import KeyRoute, owners_of_keys, shares_of
+from speedswap.tables import Keys, as_keys
 from speedswap.tables.files.damage import require, says_damaged
 from speedswap.tables.files.keys_file import SavedMap, joined, restored, selected
 from speedswap.tables.id_map import AskedAhead, IdMap
 
-if TYPE_CHECKING:
-    from speedswap.ranks.step import ShardedStep
-
 _SETTINGS = ("capacity", "keys", "admit_after", "evict")
+_NEW, _RENEWED, _FULL = 1, 2, 4  # the note of a rank with new keys, with rows to reset, or with too few rows
 _Asked = tuple[Keys, bool, Sequence[int]]  # at own pace: keys, whether to add them, and the number in each part
 
 
@@ -202,18 +198,18 @@ class ShardedIdMap(IdMap):
             found = [as_keys(some, each.keys) for each, some in zip(maps, keys, strict=True)]
             counts = [own or [len(some)] for own, some in zip(parts, found, strict=True)]
             route = KeyRoute.of(task, found, [not each.counts for each in maps], counts)
-            batch = NewKeys(maps, route)
+            batch = _NewKeys(maps, route)
             try:
                 batch.add()
                 notes = task.round(note=batch.news).notes
-                full = [rank for rank, note in zip(task.lane.ranks, notes, strict=True) if note & FULL]
+                full = [rank for rank, note in zip(task.lane.ranks, notes, strict=True) if note & _FULL]
                 if full:
                     task.finish()  # the others know
                     raise IdMapFullError(
                         f"keys has more distinct keys of those that rank {full[0]} owns than its rows of the map can "
                         "hold at once; make the map with a greater capacity, or the batch smaller; nothing was added"
                     )
-                if any(note & NEW for note in notes):
+                if any(note & _NEW for note in notes):
                     batch.number(task)
                 renewed = batch.renewed()
                 with deferred_interrupts():  # a rank that has all answers knows that the others do too
@@ -222,7 +218,7 @@ class ShardedIdMap(IdMap):
             except BaseException:
                 batch.take_back()
                 raise
-        is_any_renewed = any(note & RENEWED for note in notes)
+        is_any_renewed = any(note & _RENEWED for note in notes)
         shaped = _shaped(route.given(rows), found)
         return [Added(own, some, is_any_renewed) for own, some in zip(shaped, renewed, strict=True)]
 
@@ -335,6 +331,110 @@ class ShardedIdMap(IdMap):
         raise TypeError("the keys of the id map are owned by ranks, and cannot be pickled; save the table")
 
 
+class _NewKeys:
+    """The keys that a rank receives in a training lookup, for its part of some maps.
+
+    Attributes:
+        news: whether keys are new here, whether rows are reset, and whether there are too few rows.
+    """
+
+    def __init__(self, maps: Sequence[ShardedIdMap], route: KeyRoute) -> None:
+        self._maps = maps
+        self._route = route
+        self._undos = [kernels.IdMapUndo() for _ in maps]
+        self._had = [each._map.cursor.used for each in maps]
+        self._totals = [each._used for each in maps]
+        self._places: list[Tensor] = []
+        self.news = 0
+
+    def add(self) -> None:
+        """Assign places in this rank's maps to new keys: in all of the maps, or in none."""
+        maps, asked = self._maps, self._route.asked
+        self._places, full = kernels.add_to_maps([each._map for each in maps], asked, self._undos)
+        if full >= 0:
+            self.news = _FULL
+            return
+        new = [each._map.cursor.used - had for each, had in zip(maps, self._had, strict=True)]
+        are_stale = any(each._free_rows_are_stale for each in maps)
+        has_renewed = any(len(each._map.renewed) or len(each._stale) for each in maps)
+        self.news = _NEW * any(new) | _RENEWED * (has_renewed or (are_stale and any(new)))
+
+    def number(self, task: Task) -> None:
+        """Assign rows to new keys, in the order of ranks and of their batches; every rank must call this.
+
+        The first rank that has a key assigns its row, since that rank knows its turn.
+        """
+        route, maps = self._route, self._maps
+        first = torch.cat([_is_first(places, had) for places, had in zip(self._places, self._had, strict=True)])
+        sizes = [len(places) for places in self._places]
+        mine = route.bring(task, torch.split(first.to(torch.uint8), sizes)).bool()
+        counts = torch.stack([part.sum() for part in torch.split(mine, route.counts)])
+        of_ranks = torch.stack(task.share_numbers(counts))
+        before = of_ranks[: task.lane.rank].sum(0).tolist()
+        totals, given = list(self._totals), []
+        for index, start, own, of_all in zip(
+            route.of_map, before, counts.tolist(), of_ranks.sum(0).tolist(), strict=True
+        ):
+            first_row = totals[index] + start + 1
+            given.append(torch.arange(first_row, first_row + own))
+            totals[index] += of_all
+        for each, total in zip(maps, totals, strict=True):
+            if total > each.capacity:
+                task.finish()  # the others know
+                raise IdMapFullError(
+                    f"keys of all ranks has more new keys than the {each.capacity - each._used} rows that are left of "
+                    f'{each.capacity}; make the map with a greater capacity, or with evict="lru" or "lfu"; nothing '
+                    "was added"
+                )
+        rows = route.send_back(task, torch.cat(given).to(torch.int32), mine, first)
+        new = [each._map.cursor.used - had for each, had in zip(maps, self._had, strict=True)]
+        for each, had, own in zip(maps, self._had, torch.split(rows, new), strict=True):
+            each._rows = _written(each._rows, had + 1, own)
+        self._totals = totals
+
+    def rows(self) -> list[Tensor]:
+        """Return the row of each received key."""
+        return [each._rows[places] for each, places in zip(self._maps, self._places, strict=True)]
+
+    def renewed(self) -> list[Tensor]:
+        """Return, for each map, the rows of this rank's keys to reset."""
+        renewed = []
+        for each, had in zip(self._maps, self._had, strict=True):
+            places = torch.cat([each._stale, each._renewed_since(each._map.cursor._replace(used=had))])
+            renewed.append(each._rows[kernels.unique(places)[0]].long())
+        return renewed
+
+    def accept(self) -> None:
+        """Accept the batch."""
+        self._undos = []
+        for each, total in zip(self._maps, self._totals, strict=True):
+            each._used = total
+            each._stale = each._stale[:0]
+
+    def take_back(self) -> None:
+        """Undo the batch, unless it was accepted."""
+        for each, undo in zip(self._maps, self._undos, strict=False):
+            each._map.undo(undo)
+
+
+def _is_first(places: Tensor, had: int) -> Tensor:
+    """Return, for each key, whether it is the first with its place, among places from ``had`` on."""
+    if not len(places):
+        return torch.empty(0, dtype=torch.bool)
+    highest = torch.cat([torch.tensor([had]), places.cummax(0).values[:-1]])
+    return places > highest.clamp(min=had)
+
+
+def _written(rows: Tensor, begin: int, values: Tensor) -> Tensor:
+    """Write values into rows from a place on, in memory that grows by at least an eighth; return the rows."""
+    if begin + len(values) > len(rows):
+        longer = torch.zeros(begin + len(values) + len(rows) // 8, dtype=rows.dtype)
+        longer[:begin] = rows[:begin]
+        rows = longer
+    rows[begin : begin + len(values)] = values
+    return rows
+
+
 @contextmanager
 def _held(maps: Sequence[ShardedIdMap], *, changing: bool) -> Iterator[None]:
     """Hold the locks of some maps."""
@@ -357,57 +457,3 @@ def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
     found = IdMap(**saved[0].settings)
     found.part = joined(kept, found.capacity)
     return found
-
-
-class ShardedKeys(KeyedRows):
-    """The id map of a table whose keys and rows are owned by ranks.
-
-    Args:
-        id_map, table, step, first_row: as for :class:`KeyedRows`.
-    """
-
-    is_over_ranks = True
-    id_map: ShardedIdMap
-    step: ShardedStep
-
-    def __init__(self, id_map: IdMap, table: Table, step: ShardedStep, first_row: int) -> None:
-        super().__init__(id_map, table, step, first_row)
-        start_anew = weakref.WeakMethod(self._start_anew)
-        self.id_map.renew = lambda rows: (found := start_anew()) and found(rows)
-
-    def _start_anew(self, rows: Tensor) -> None:
-        """Reset rows that no training lookup of this rank requested; every rank must call this."""
-        try:
-            self.step.start_anew(rows + self.first_row)
-        except BaseException:
-            self.id_map.renew_later(rows)
-            raise
-
-    @staticmethod
-    def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-        found = ShardedIdMap.look_up_all([_map_of(each) for each in lookups], [each.given for each in lookups])
-        return [rows.to(each.device) for rows, each in zip(found, lookups, strict=True)]
-
-    @staticmethod
-    def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-        maps = [_map_of(each) for each in lookups]
-        added = ShardedIdMap.add_all(maps, [each.given for each in lookups], [each.parts for each in lookups])
-        if any(each.is_any_renewed for each in added):
-            renewed: dict[ShardedStep, list[Tensor]] = {}
-            for each, own in zip(lookups, added, strict=True):
-                assert isinstance(each.table, ShardedKeys)
-                renewed.setdefault(each.table.step, []).append(own.renewed + each.table.first_row)
-            try:
-                for step, rows in renewed.items():
-                    step.start_anew(torch.cat(rows))
-            except BaseException:
-                for id_map, own in zip(maps, added, strict=True):
-                    id_map.renew_later(own.renewed)
-                raise
-        return [own.rows.to(each.device) for each, own in zip(lookups, added, strict=True)]
-
-
-def _map_of(lookup: KeyedLookup) -> ShardedIdMap:
-    """Return the map of a lookup, in a collection whose keys are all owned by ranks."""
-    assert isinstance(lookup.table, ShardedKeys)
-    return lookup.table.id_map

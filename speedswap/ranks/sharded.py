@@ -21,9 +21,8 @@ from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, LookupsOnGpu, RowsAhead, RowsOnGpu
 from speedswap.ranks.keys import ShardedIdMap
+from speedswap.ranks.reading import alone, read_part, save_shards, write_part
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, bring
-from speedswap.ranks.step import ShardedStep
-from speedswap.ranks.whole import alone, read_part, save_shards, write_part
 from speedswap.tables import Block, Column, Prefetched, RowStore, Table, WrappedStore
 from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.idle import IdleStore
@@ -51,6 +50,7 @@ class ShardedStore(RowStore, Files, JointRows):
         name: for messages.
         weight: the whole table's weight column.
         reduction: how a training step reduces the ranks' gradients.
+        make_step: makes a training step from this store, an embedding's table over it and more arguments.
 
     Attributes:
         own: the table of this rank's rows.
@@ -62,11 +62,20 @@ class ShardedStore(RowStore, Files, JointRows):
     group: RankGroup
 
     def __init__(
-        self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column, reduction: str
+        self,
+        own: RowStore,
+        owners: Owners,
+        group: RankGroup,
+        *,
+        name: str,
+        weight: Column,
+        reduction: str,
+        make_step: Callable[..., Any],
     ) -> None:
         self.lent: weakref.WeakSet[RowsAhead] = weakref.WeakSet()
         self.own = Table(IdleStore.in_front_of(_OwnRows(own, owners, group.rank)))
         self.owners, self.group, self.name, self.reduction = owners, group, name, reduction
+        self._make_step = make_step
         self.num_embeddings = owners.num_embeddings
         self.facts = replace(
             own.facts,
@@ -102,8 +111,8 @@ class ShardedStore(RowStore, Files, JointRows):
     def check(self, *, writing: bool = False) -> bool:
         return self.own.store.check(writing=writing)
 
-    def make_step(self, table: Table, *arguments: Any) -> ShardedStep:
-        return ShardedStep(self, table, *arguments)
+    def make_step(self, table: Table, *arguments: Any) -> Any:
+        return self._make_step(self, table, *arguments)
 
     # ------------------------------------------------------------------ what the ranks do together
 

@@ -18,31 +18,35 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.collectives import Kind, Parcel, RankGroup
+from speedswap.collectives import Kind, RankGroup
 from speedswap.errors import LostUpdateError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
-from speedswap.ranks.grad import ShardedGrad, without_ranks
-from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
-from speedswap.ranks.keys import ShardedKeys
+from speedswap.ranks.gradients import (
+    JointGradients,
+    ShardedGrad,
+    Standing,
+    TableGradients,
+    joint_step,
+    without_ranks,
+)
+from speedswap.ranks.keyed import ShardedKeys
+from speedswap.ranks.reading import top_rows_of_ranks
 from speedswap.ranks.route import LentRows, Wanted
-from speedswap.ranks.scoring import top_rows_of_ranks
+from speedswap.ranks.sharded import ShardedStore
 from speedswap.swapping.batch_rows import BatchRows, Padding, drop
+from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.row_step import Leaving, Loop, RowStep
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
-
-if TYPE_CHECKING:
-    from speedswap.ranks.sharded import ShardedStore
-    from speedswap.swapping.keyed import KeyedRows
 
 _MOST_LOOKUPS = 62  # whose gradients may be missing; one bit of a note each
 
@@ -69,31 +73,6 @@ class TrainedLookup:
         return self.leaf() is None
 
 
-@dataclass
-class TableGradients:
-    """A table's gradients being sent to the rows' owners.
-
-    Attributes:
-        step: the table's training step.
-        standings: the ranks' states.
-        lookups: lookups from which no more gradients can come.
-        wanted: the rows for which this rank sends gradients.
-        grad: their gradient, in this order.
-        way: the route of these rows; None until it is requested from the owners.
-    """
-
-    step: ShardedStep
-    standings: Sequence[Standing]
-    lookups: set[TrainedLookup]
-    wanted: Wanted
-    grad: Tensor
-    way: LentRows | None
-
-    def parcel(self) -> Parcel:
-        assert self.way is not None
-        return self.way.route.parcel_back(self.grad)
-
-
 class ShardedStep(RowStep):
     """Rows and gradient of an embedding's current training step, with rows owned by ranks.
 
@@ -118,7 +97,7 @@ class ShardedStep(RowStep):
         rounding: str | None,
     ) -> None:
         super().__init__(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding)
-        self.store = store
+        self.store, self.owners = store, store.owners
         self.name, self.group = store.name, store.group
         self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and gradient to be sent to the owners
@@ -197,8 +176,7 @@ class ShardedStep(RowStep):
         if request.device.type != "cpu" or len(self.group) == 1:
             return None
         ids = request.ids_of()
-        told = [*request.followed_by, *self._gradients.expected_with(self.number, ids)]
-        lookups = [(step, some) for step, some in told if step.group is self.group]
+        lookups = self._of_group([*request.followed_by, *self._gradients.expected_with(self.number, ids)])
         if not lookups:
             return None
         errand = LookupsAhead(self.group)
@@ -225,8 +203,11 @@ class ShardedStep(RowStep):
         self.group.main.begin_batch(None)
 
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
-        ours = ((step, ids) for step, ids in lookups if isinstance(step, ShardedStep) and step.group is self.group)
-        self._gradients.expected = [(step.number, ids) for step, ids in ours]
+        self._gradients.expected = [(step.number, ids) for step, ids in self._of_group(lookups)]
+
+    def _of_group(self, lookups: Iterable[tuple[object, Tensor]]) -> list[tuple[ShardedStep, Tensor]]:
+        """Return those of some lookups whose rows the same ranks own."""
+        return [(step, ids) for step, ids in lookups if isinstance(step, ShardedStep) and step.group is self.group]
 
     def end_announcements(self, *, failed: bool) -> None:
         self.group.ahead.announce_end(failed=failed)
@@ -483,7 +464,7 @@ class ShardedStep(RowStep):
             yield True
 
     def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
-        return ShardedKeys(id_map, table, self, first_row)
+        return ShardedKeys(id_map, table, self, first_row, self.start_anew)
 
     top_rows = staticmethod(top_rows_of_ranks)  # type: ignore[assignment]
 

@@ -17,6 +17,7 @@ from speedswap.collectives import Kind, RankGroup, Task, digest_of
 from speedswap.errors import TableFormatError
 from speedswap.ranks.keys import part_of
 from speedswap.ranks.sharded import ShardedStore
+from speedswap.ranks.step import ShardedStep
 from speedswap.tables import Column, Disk, LogStore, Pinned, RowStore, Storage, Table, as_storage
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManifest, shard_name
@@ -128,7 +129,9 @@ class Ranks(Storage):
                 except BaseException:
                     Table(made).remove()
                     raise
-            store = ShardedStore(made, owners, group, name=name, weight=weight, reduction=self.reduction)
+            store = ShardedStore(
+                made, owners, group, name=name, weight=weight, reduction=self.reduction, make_step=ShardedStep
+            )
             store.torn, store.was_found = torn, was_found
         return store
 
