@@ -132,7 +132,7 @@ class BatchRows:
         self._own: tuple[Tensor, Tensor] | None = None  # the batch's gradient, beside those of all rows, and a copy
         with as_plain():
             self._placeholder = weight.detach()
-        self.batch = nn.Parameter(self._placeholder)  # with the weight's version counter
+        self.batch = nn.Parameter(self._placeholder, weight.requires_grad)  # with the weight's version counter
         self.batch.stands_for = weight  # type: ignore[attr-defined]
 
     def _hold(self, values: Tensor | None) -> None:

@@ -527,10 +527,10 @@ class TableModule(nn.Module):
             WeightError: the weight was replaced by a tensor that does not fit; or rows are trained inside
                 ``torch.func``.
         """
-        weight, step = self.weight, self._step
+        weight, step = self._parameters["weight"], self._step
         if weight is not step.weight and self._is_replacement(weight):
             return self._in_place_of_table(weight, ids_of(request))
-        trains = torch.is_grad_enabled() and weight.requires_grad
+        trains = torch.is_grad_enabled() and step.batch.requires_grad
         if in_transform():
             if trains:
                 refuse_training(self.table.name)

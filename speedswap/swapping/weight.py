@@ -258,6 +258,12 @@ class _Rows:
     def requires_grad(self, requires_grad: bool) -> None:
         with as_plain():
             _tensor.requires_grad.__set__(self, requires_grad)
+        if (keeper := self._keeper()) is not None:
+            keeper.batch.requires_grad = requires_grad
+
+    def _requires_grad(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
 
     def _set_grad(self, grad: Tensor | None) -> None:
         if (keeper := self._keeper()) is None:
@@ -429,18 +435,14 @@ def _answered(names: str, answer: Callable[..., Any], *places: Any) -> dict[Any,
 _tensor: Any = Tensor  # its attributes are descriptors here
 
 # Valid both for the tensor behind a weight and for the whole table, or about a batch's gradient.
-_PLAIN = (
-    _functions(
-        "grad_dtype requires_grad requires_grad_ retains_grad is_leaf grad_fn device dtype layout itemsize "
-        "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
-        "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
-        "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
-        "__dir__",
-        Tensor,
-    )
-    | _functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
-    | {_tensor.requires_grad.__set__}
-)
+_PLAIN = _functions(
+    "grad_dtype requires_grad retains_grad is_leaf grad_fn device dtype layout itemsize "
+    "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
+    "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
+    "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
+    "__dir__",
+    Tensor,
+) | _functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     **_answered("shape size", _Rows._size),
@@ -458,6 +460,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.zeros_like: lambda rows, **kwargs: rows._like(torch.zeros_like, **kwargs),
     _tensor.data.__set__: lambda rows, values: rows._detached()._copy(values),
     **_answered("grad _grad", lambda rows: rows.grad),
+    **_answered("requires_grad_", _Rows._requires_grad),
+    _tensor.requires_grad.__set__: lambda rows, requires_grad: setattr(rows, "requires_grad", requires_grad),
     _tensor.grad.__set__: lambda rows, grad: rows._set_grad(grad),
     _tensor.grad.__delete__: lambda rows: rows._set_grad(None),
 }
