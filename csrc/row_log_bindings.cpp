@@ -110,10 +110,10 @@ py::object next_piece(const PyScan& scan) {
                           std::move(piece.records), piece.layout);
 }
 
-// How many groups are there, and which of them are damaged; -1 for a header.
-py::tuple verify(const PyRowLog& log, const py::function& advance) {
+// How many groups are there, and which of them are damaged, -1 for a header; a strict check throws the first error.
+py::tuple verify(const PyRowLog& log, const py::function& advance, bool strict) {
     constexpr int64_t kAtOnce = 1024;
-    const auto scan = without_gil([&] { return std::make_unique<LogScan>(log.shared(), kAtOnce, true); });
+    const auto scan = without_gil([&] { return std::make_unique<LogScan>(log.shared(), kAtOnce, !strict); });
     LogScan::Piece piece;
     while (without_gil([&] { return scan->next(piece); }))
         advance(piece.groups.size());
@@ -250,7 +250,7 @@ void bind_row_log(py::module_& module) {
                 });
             },
             arg("groups_per_piece"))
-        .def("verify", &verify, arg("advance"))
+        .def("verify", &verify, arg("advance"), arg("strict"))
         .def("wait_for_cleaner",
              [](const PyRowLog& log) { return without_gil([&] { return log->wait_for_cleaner(); }); })
         .def("stats", &stats)

@@ -350,16 +350,22 @@ class RowLog(_C.RowLog):
             group_bytes = len(records) // groups_per_piece
             yield groups, records.view(groups_per_piece, group_bytes)[: len(groups)], piece[2]
 
-    def verify(self, advance: Callable[[int], object] = lambda groups: None) -> tuple[int, list[int]]:
+    def verify(
+        self, advance: Callable[[int], object] = lambda groups: None, strict: bool = False
+    ) -> tuple[int, list[int]]:
         """Read every group that was ever written, and compare it with its checksum.
 
         Args:
             advance: called with the number of groups read since the last call.
+            strict: True to raise the first error.
 
         Returns:
             The number of sound groups; and the damaged ones, with -1 for each damaged header.
+
+        Raises:
+            RowLogDamaged, OSError: as for :meth:`scan`, if ``strict``.
         """
-        return super().verify(advance)
+        return super().verify(advance, strict)
 
     def fail(self, op: str, after: int, errno: int, times: int = 1, seconds: float = 0.0) -> None:
         """Inject failures of system calls, for tests; see _C.pyi."""

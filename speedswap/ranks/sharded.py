@@ -391,9 +391,9 @@ class ShardedStore(RowStore, Files, JointRows):
         own = self.own.store.files
         return own is not None and own.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
 
-    def verify(self, advance: Callable[[float], object]) -> Checked:
+    def verify(self, advance: Callable[[float], object], *, strict: bool = False) -> Checked:
         assert self.own.store.files is not None
-        return self.own.store.files.verify(advance)
+        return self.own.store.files.verify(advance, strict=strict)
 
     def remove(self) -> None:
         place = self.own.path

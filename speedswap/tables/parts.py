@@ -145,10 +145,10 @@ class ShardsInFiles(RowStore, Files):
     def _files(self) -> list[Files]:
         return [files for shard in self.shards if (files := shard.files) is not None]
 
-    def verify(self, advance: Callable[[float], object]) -> Checked:
+    def verify(self, advance: Callable[[float], object], *, strict: bool = False) -> Checked:
         checked = Checked()
         for rank, files in enumerate(self._files()):
-            found, name = files.verify(advance), shard_name(rank, len(self.shards))
+            found, name = files.verify(advance, strict=strict), shard_name(rank, len(self.shards))
             checked.rows += found.rows
             checked.nbytes += found.nbytes
             checked.problems += [f"{name}: {problem}" for problem in found.problems]

@@ -487,11 +487,15 @@ class Files(ABC):
         """Return whether a path leads to the files."""
 
     @abstractmethod
-    def verify(self, advance: Callable[[float], object]) -> Checked:
+    def verify(self, advance: Callable[[float], object], *, strict: bool = False) -> Checked:
         """Read everything in the files, and verify all checksums.
 
         Args:
             advance: called with the number of rows read since the last call, which may be fractional.
+            strict: True to raise the first error.
+
+        Raises:
+            TableFormatError, OSError: a row or a header is damaged, or cannot be read, if ``strict``.
         """
 
     def take_rows(self, source: RowStore, columns: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
@@ -41,9 +42,20 @@ def test_a_flipped_bit_in_a_record_names_its_group(log: Log) -> None:
         bringing.wait()
     assert raised.value.group == 123  # type: ignore[attr-defined]
     assert log.log.verify() == (log.log.touched - 1, [123])
-    with pytest.raises(RowLogDamaged):
-        list(log.log.scan(10))
+    for read in (lambda: log.log.verify(strict=True), lambda: list(log.log.scan(10))):
+        with pytest.raises(RowLogDamaged, match="group 123"):
+            read()
     log.check(torch.arange(100, 116))
+
+
+def test_a_read_that_fails_is_told_from_damage_by_a_strict_check(log: Log) -> None:
+    """The other one goes on, and counts what it could not read, rows and headers alike."""
+    log.log.fail("read", 0, errno.EIO, 10**6)
+    assert -1 in log.log.verify()[1]
+    with pytest.raises(OSError, match="Input/output error"):
+        log.log.verify(strict=True)
+    log.log.fail("read", 0, 0, 0)
+    assert log.log.verify(strict=True) == (log.log.touched, [])
 
 
 def test_a_flipped_bit_in_a_header_is_noticed_when_opening(log: Log) -> None:

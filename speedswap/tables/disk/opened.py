@@ -372,9 +372,12 @@ class OpenedLog(RowStore, Files):
             "access": f"O_DIRECT in blocks of {log.alignment} bytes" if log.direct else f"page cache: {log.fallback}",
         }
 
-    def verify(self, advance: Callable[[float], object]) -> Checked:
+    def verify(self, advance: Callable[[float], object], *, strict: bool = False) -> Checked:
         size, most = self.manifest.group_rows, self.num_embeddings
-        sound, damaged = self.log.verify(lambda groups: advance(groups * size))
+        try:
+            sound, damaged = self.log.verify(lambda groups: advance(groups * size), strict)
+        except kernels.RowLogDamaged as error:
+            raise self._cache.damage(error) from error
         if damaged and self.check():  # another process has written meanwhile: check again
             damaged = [group for group in damaged if group >= 0 and self._is_damaged(group * size)]
         checked = Checked(sound * size, sound * self.log.stats()["record_bytes"])
