@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.errors import CheckpointError, SpeedswapError
-from speedswap.swapping.checkpoints import folders
 from torture.attack import Attack, Broken
 
 ROWS, DIM = 300, 8
@@ -61,7 +60,6 @@ class _Run:
         """Go on as another process would."""
         if self.on_disk:
             self.items.table.close()
-            folders._watched.clear()
             items = speedswap.Embedding(ROWS, DIM, table=speedswap.Table.open(self.folder / "table"))
             self._begin(items, self.model[1].weight.detach().clone())
 
@@ -105,9 +103,7 @@ class _Run:
         return sorted(path for path in self.rows if path.exists())
 
     def move(self, folder: Path, how: str) -> None:
-        """Move or link a checkpoint to another directory, or remove it, unless a link may still need its commit."""
-        if how == "remove" and os.stat(folder / "CHECKPOINT").st_nlink > 1:
-            return
+        """Move or link a checkpoint to another directory, or another disk, or remove it."""
         aside = self.folder / f"aside-{self.step}-{self.draw.randrange(10**6)}" / folder.name
         if how != "remove":
             aside.parent.mkdir()
@@ -116,9 +112,9 @@ class _Run:
                 self.damaged.add(aside)
         if how == "move":
             folder.rename(aside)
-        elif how == "link":
-            shutil.copytree(folder, aside, copy_function=os.link)
-        else:
+        elif how != "remove":
+            shutil.copytree(folder, aside, copy_function=os.link if how == "link" else shutil.copy)
+        if how in ("remove", "to another disk"):
             shutil.rmtree(folder)
 
     def damage(self, folder: Path) -> None:
@@ -193,7 +189,9 @@ def _round(seed: int, folder: Path) -> dict[str, int]:
     run = _Run(draw, folder, on_disk=draw.random() < 0.6)
     run.save("last", 1, "auto")
     for _ in range(12):
-        what = draw.choice(["save", "save", "save", "fail", "fail", "damage", "move", "link", "remove", "reopen"])
+        what = draw.choice(
+            ["save"] * 3 + ["fail"] * 2 + ["damage", "move", "to another disk", "link", "remove", "reopen"]
+        )
         old = run.folders()
         if what in ("save", "fail"):
             faults = {"draw": draw, "of": old, "rate": draw.choice([0.05, 0.3, 1.0])} if what == "fail" else {}

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: numbered, locked for writing, and judged before anything is let go.
+"""The folders of a run's checkpoints: filled, numbered, locked, and judged before anything is let go.
 
 A checkpoint is good if each of its bytes was read from the disk just now and fits its checksum, and damaged if what was
 read does not. Anything else proves nothing, and it is unknown: a disk or network that fails now, missing permissions,
@@ -8,46 +8,304 @@ log says why.
 
 from __future__ import annotations
 
-import enum
+import hashlib
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from speedswap.collectives import Task
 from speedswap.errors import CheckpointError, TableFormatError
-from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.format import (
     MANIFEST,
     MISSING,
     Manifest,
     SavedTable,
+    SavedTensor,
     UnknownCheckpoint,
+    damaged,
     says_malformed,
 )
-from speedswap.swapping.checkpoints.tables import KEEPER, TOKEN, path_in
 from speedswap.tables import Table
 from speedswap.tables.files.damage import require
 from speedswap.tables.files.locks import locked
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full, sync_names
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full, sync_names
 from speedswap.tables.files.place import refuse_within_table
+from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
 
+_log = logging.getLogger("speedswap")
+_PIECE_BYTES = 8 << 20
+_MOST_THREADS = 8
+_NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table
+# A table's attributes for the last checkpoint that references it: the checkpoint's token and folder.
+TOKEN, KEEPER = "checkpoint", "checkpoints"
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
 # The token tells, after a kill, which commits were held for a checkpoint that never was complete, or was removed.
 _LEFT = re.compile(r"\.(?:unfinished|removed)(?:-([0-9a-f]{32}))?")
-_log = logging.getLogger("speedswap")
-_watched: dict[str, OpenDirectory] = {}  # folders of checkpoints that hold commits, by token, wherever they are moved
 
 
-class Verdict(enum.Enum):
-    """The state of a checkpoint, as far as it is proven."""
+# ---- the files of one checkpoint
 
-    GOOD, DAMAGED, UNKNOWN = range(3)
+
+def new_digest(dtype: torch.dtype, shape: Sequence[int]) -> hashlib.blake2b:
+    """Return the hash of a tensor, to which its bytes are still to be added."""
+    return hashlib.blake2b(f"{dtype} {tuple(shape)}".encode(), digest_size=16)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in ordinary memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return a hash of a contiguous tensor in ordinary memory: of its dtype, shape and bytes."""
+    digest = new_digest(tensor.dtype, tensor.shape)
+    digest.update(raw(tensor))
+    return digest.hexdigest()
+
+
+def _in_threads(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Return a function's results for all items; reading and hashing leave the interpreter to other threads."""
+    threads = min(_MOST_THREADS, torch.get_num_threads())
+    if threads == 1 or not threading.main_thread().is_alive():  # no thread can be started when Python ends
+        return [*map(function, items)]
+    with ThreadPoolExecutor(threads) as pool:
+        return [*pool.map(function, items)]
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides of its shape; torch considers one item contiguous with any strides."""
+    return tensor.contiguous() if tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class NewFiles:
+    """A checkpoint's folder while it is being filled.
+
+    Args:
+        folder: an empty folder.
+        sound: what this save has verified.
+
+    Attributes:
+        bytes_written: bytes written so far, without linked files.
+    """
+
+    def __init__(self, folder: Path, sound: set[object]) -> None:
+        self.folder = folder
+        self.directory = OpenDirectory(folder)
+        self.bytes_written = 0
+        self._sound = sound
+
+    @property
+    def written(self) -> TensorsOf:
+        """The tensors in it, to be read back."""
+        return TensorsOf(self.directory, self._sound)
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors to a new file, durably."""
+        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        with self.new_tensors(name, shapes) as writer:
+            for key, tensor in tensors.items():
+                writer.write(key, tensor)
+
+    def write_changed(
+        self, name: str, tensors: Mapping[str, Tensor], previous: tuple[Manifest, Path] | None
+    ) -> dict[str, SavedTensor]:
+        """Write tensors that the previous checkpoint lacks to a new file, durably, and link the others' files.
+
+        Args:
+            name: name of the new file.
+            tensors: tensors by name, on any device.
+            previous: the previous checkpoint, and its folder.
+
+        Returns:
+            The location of every tensor.
+        """
+        host = {key: _packed(tensor.cpu()) for key, tensor in tensors.items()}
+        digests = dict(zip(host, _in_threads(digest_of, host.values()), strict=True))
+        there: dict[str, SavedTensor] = {}
+        if previous is not None:
+            there = {each.digest: each for each in previous[0].tensors.values()}
+            for file in {there[digest].file for digest in digests.values() if digest in there}:
+                path = previous[1] / file
+                same = [key for key, digest in digests.items() if digest in there and there[digest].file == file]
+                verify = partial(TensorsOf.check, tensors=[there[digests[key]] for key in same])
+                # A file of mostly outdated values is dropped; the contents of a lost file are written again.
+                is_worth = path.is_file() and 2 * sum(host[key].nbytes for key in same) >= path.stat().st_size
+                if not (is_worth and self.link(previous[1], [file], verify)):
+                    there = {digest: each for digest, each in there.items() if each.file != file}
+        new: dict[str, Tensor] = {}
+        for key, digest in digests.items():
+            if digest not in there:
+                new[key] = host[key]
+                there[digest] = SavedTensor(name, key, digest)
+        if new:
+            self.write_tensors(name, new)
+        return {key: there[digest] for key, digest in digests.items()}
+
+    @contextmanager
+    def new_tensors(self, name: str, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Iterator[TensorWriter]:
+        """Yield a new file of tensors to be written piece by piece; it is durable at the end of the block."""
+        file = OpenFile(self.directory.create(name))
+        writer = TensorWriter(file, shapes)
+        yield writer
+        os.fsync(file.fd)
+        self.bytes_written += writer.nbytes
+
+    def link(self, other: Path, names: Sequence[str], verify: Callable[[TensorsOf], None]) -> bool:
+        """Hard-link files, or folders of files, of another checkpoint into this one, or copy them, and read them back.
+
+        Args:
+            other: the other checkpoint.
+            names: the names of the files and folders.
+            verify: raises if what was read back is damaged.
+
+        Returns:
+            False if they cannot be read as they were written, so that they must be written again.
+        """
+        try:
+            for name in names:
+                self._link_all(other / name, self.folder / name)
+            verify(self.written)
+            return True
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s is written again, not taken from the last checkpoint: %s", ", ".join(names), error)
+            for name in names:
+                shutil.rmtree(self.folder / name, ignore_errors=True)  # if it is a folder
+                self.directory.remove(name)
+            return False
+
+    def _link_all(self, source: Path, target: Path) -> None:
+        if not source.is_dir():
+            self._link(source, target)
+            return
+        target.parent.mkdir(exist_ok=True)  # of all ranks' rows
+        os.mkdir(target)
+        for path in source.iterdir():
+            if path.name not in _NOT_LINKED:
+                self._link(path, target / path.name)
+        sync_names(target)
+        sync_names(target.parent)
+
+    def _link(self, source: Path, target: Path) -> None:
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except FileExistsError:  # another rank also refers to it
+            return
+        except OSError:  # no hard links here, or too many
+            shutil.copyfile(source, target, follow_symlinks=False)
+            with open(target, "rb") as file:
+                os.fsync(file.fileno())
+            self.bytes_written += target.stat().st_size
+
+    def add_copy(self, table: Table, name: str) -> None:
+        """Write a copy of a table to a new folder, durably."""
+        table.save(self.folder / name)
+        self.bytes_written += sum(path.stat().st_blocks * 512 for path in (self.folder / name).iterdir())
+
+
+class TensorsOf:
+    """The tensors in the files of a checkpoint, each checked against its hash.
+
+    Args:
+        directory: the checkpoint's directory.
+        sound: what need not be verified again: tensors and tables' copies, by the device and inode numbers of their
+            files. It gets what is verified.
+
+    Attributes:
+        folder: its path.
+    """
+
+    def __init__(self, directory: OpenDirectory, sound: set[object] | None = None) -> None:
+        self._directory = directory
+        self.sound = set[object]() if sound is None else sound
+        self.folder = directory.path
+        self._readers: dict[str, TensorReader] = {}
+
+    def file(self, name: str) -> TensorReader:
+        """Open a file of tensors.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        if name not in self._readers:
+            what = str(self.folder / name)
+            with says_malformed(self.folder, "its header", name):
+                self._readers[name] = TensorReader(OpenFile(self._directory.open(name)), what)
+        return self._readers[name]
+
+    def pieces(self, file: str, *names: str) -> Iterator[list[Tensor]]:
+        """Yield some rows after the other of tensors that have equally many.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        reader = self.file(file)
+        places = [reader.places[name] for name in names]
+        rows = places[0].shape[0] if places[0].shape else 1
+        step = max(1, _PIECE_BYTES * rows // max(1, sum(place.nbytes for place in places)))
+        for start in range(0, rows, step):
+            with says_malformed(self.folder, "its tensors", file):
+                some = [reader.read_rows(name, start, min(start + step, rows)) for name in names]
+            yield some
+
+    def read(self, saved: SavedTensor) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        reader = self._reader_of(saved)
+        with says_malformed(self.folder, "its tensors", saved.file):
+            tensor = reader.read(saved.key)
+        self._compare(digest_of(tensor), saved)
+        return tensor
+
+    def check(self, tensors: Iterable[SavedTensor]) -> None:
+        """Read tensors from the disk, a piece at a time, and compare them with their hashes.
+
+        Raises:
+            CheckpointError: one is missing or damaged.
+        """
+        unread: dict[object, SavedTensor] = {}
+        for saved in tensors:
+            which = identity(os.fstat(self._reader_of(saved).file.fd)), saved.key, saved.digest
+            if which not in self.sound:
+                unread[which] = saved
+        for file in {saved.file for saved in unread.values()}:
+            self.file(file).file.forget_cached()
+        _in_threads(self._verify, unread.values())
+        self.sound.update(unread)
+
+    def _verify(self, saved: SavedTensor) -> None:
+        place = self.file(saved.file).places[saved.key]
+        digest = new_digest(place.dtype, place.shape)
+        for (piece,) in self.pieces(saved.file, saved.key):
+            digest.update(raw(piece))
+        self._compare(digest.hexdigest(), saved)
+
+    def _reader_of(self, saved: SavedTensor) -> TensorReader:
+        reader = self.file(saved.file)
+        if saved.key not in reader.places:
+            raise damaged(self.folder, f"{saved.file} lacks {saved.key!r}")
+        return reader
+
+    def _compare(self, digest: str, saved: SavedTensor) -> None:
+        if digest != saved.digest:
+            raise damaged(self.folder, f"the bytes of {saved.key!r} in {saved.file} are not those that were written")
+
+
+# ---- the folders of a run
 
 
 class Folder(NamedTuple):
@@ -65,54 +323,40 @@ class Folder(NamedTuple):
         except OSError as error:
             return error.errno not in MISSING
 
-    def open(self) -> tuple[Manifest, TensorsOf]:
-        """Return its description, and its tensors.
 
-        Raises:
-            CheckpointError: it is damaged, or unknown.
-        """
-        with says_malformed(self.path, "its folder", ""):
-            directory = OpenDirectory(self.path)
-        return Manifest.read(directory), TensorsOf(directory)
+def open_folder(path: Path) -> OpenDirectory:
+    """Open a checkpoint's folder.
 
-    def judge(self, logs: set[tuple[int, int]]) -> Verdict:
-        """Read all of it, and log why it is not good.
-
-        Rows that it refers to in a table on disk are not read: they are the table's, whatever refers to them.
-
-        Args:
-            logs: as in :class:`Folders`.
-        """
-        try:
-            manifest, files = self.open()
-            files.check(manifest.tensors.values())
-            for part in (part for table in manifest.tables for part in table.parts):
-                verify_part(part, files, manifest.token, logs)
-            return Verdict.GOOD
-        except (CheckpointError, MemoryError) as error:
-            _log.warning("%s is not one of the checkpoints to keep: %s", self.path, error)
-            is_unknown = isinstance(error, UnknownCheckpoint | MemoryError)
-            return Verdict.UNKNOWN if is_unknown else Verdict.DAMAGED
+    Raises:
+        CheckpointError: there is none, or it cannot be opened.
+    """
+    with says_malformed(path, "its folder", ""):
+        return OpenDirectory(path)
 
 
 class Found(NamedTuple):
     """The checkpoints in a directory, as far as they can be read.
 
     Attributes:
-        manifests: those that can be read, each with its folder, oldest first.
+        manifests: those that can be read, by their folders, oldest first.
         unknown: why others are unknown; empty if there can be no others.
         gone: the tokens of those that are proven not to exist.
         leftovers: unfinished ones, and half-removed ones.
     """
 
-    manifests: list[tuple[Manifest, Path]]
+    manifests: dict[Path, Manifest]
     unknown: list[str]
     gone: set[str]
     leftovers: list[Path]
 
+    @property
+    def newest(self) -> tuple[Manifest, Path] | None:
+        """The newest one, and its folder."""
+        return next(((manifest, path) for path, manifest in reversed(self.manifests.items())), None)
+
     def folder_of(self, token: object) -> Path | None:
         """Return the folder of a checkpoint; None if it is not among these."""
-        return next((path for manifest, path in self.manifests if manifest.token == token), None)
+        return next((path for path, manifest in self.manifests.items() if manifest.token == token), None)
 
 
 class Folders:
@@ -122,16 +366,16 @@ class Folders:
         path: the directory; it need not exist.
 
     Attributes:
-        verified: the token of a checkpoint of which this object's save has read everything.
-        logs: the logs of copied tables that it has read, which other checkpoints share, by device and inode number.
+        sound: what was verified, as in :class:`TensorsOf`; checkpoints share files.
     """
 
     known_sound: ClassVar[str] = ""
     """The token of the checkpoint that this process has loaded or saved last, which checks all of it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.verified = path, ""
-        self.logs: set[tuple[int, int]] = set()
+        self.path = path
+        self.sound: set[object] = set()
+        self._manifests: dict[Path, Manifest] = {}
 
     @staticmethod
     def name(number: int, step: int) -> str:
@@ -153,22 +397,25 @@ class Folders:
 
     def read(self) -> Found:
         """Read the descriptions of all checkpoints."""
-        found = Found([], [], set(), [])
+        found = Found({}, [], set(), [])
         try:
             left = [match for name in os.listdir(self.path) if (match := _LEFT.fullmatch(name))]
         except OSError as error:
             return found._replace(unknown=[f"{self.path} cannot be read ({error.strerror})"])
         found.leftovers.extend(self.path / match[0] for match in left)
         for folder in self.entries():
+            path = folder.path
             try:
                 if not folder.is_complete:
-                    raise UnknownCheckpoint(f"{folder.path} has no {MANIFEST}: copy all of it there, or remove it")
-                found.manifests.append((folder.open()[0], folder.path))
+                    raise UnknownCheckpoint(f"{path} has no {MANIFEST}: copy all of it there, or remove it")
+                if path not in self._manifests:
+                    self._manifests[path] = Manifest.read(open_folder(path))
+                found.manifests[path] = self._manifests[path]
             except (UnknownCheckpoint, MemoryError) as error:
-                found.unknown.append(str(error) or f"{folder.path} does not fit in memory")
+                found.unknown.append(str(error) or f"{path} does not fit in memory")
             except CheckpointError as error:
                 _log.warning("%s", error)
-        found.gone.update({match[1] for match in left if match[1]} - {each.token for each, _ in found.manifests})
+        found.gone.update({match[1] for match in left if match[1]} - {each.token for each in found.manifests.values()})
         return found
 
     def choose(self, step: int | None) -> Folder:
@@ -257,63 +504,83 @@ class Folders:
         with suppress(OSError):  # it has other files
             self.path.rmdir()
 
-    def tidy(self, task: Task, tables: Sequence[Table], keep: int | Collection[int] | None) -> Found:
+    def tidy(self, task: Task, tables: Sequence[Table], keep: int | Collection[int] | None, saved: str = "") -> Found:
         """Remove leftovers, the checkpoints that ``keep`` leaves out, and the commits held for them; return the others.
 
         Args:
             task: that of the ranks, all of which call this; the first holds the directory's lock.
             tables: this rank's.
             keep: as for :func:`save_checkpoint`.
-                Before a save, they are only removed where a killed process has not: if this one has loaded or saved the
-                newest.
+            saved: the token of the newest, of which everything has just been read. Before a save, checkpoints are only
+                removed where a killed process has not: if this one has loaded or saved the newest.
         """
         found = self.read()
         if task.lane.rank == 0:
             for leftover in found.leftovers:
                 _log.warning("%s was left behind by a process that was killed, and is removed", leftover)
-            for path in self._beyond(found, keep):
+            for path in self._beyond(found, keep, saved):
                 # One with links was set aside, and may need its commits: without its token it is not known to be gone.
                 has_links = path.is_symlink() or os.stat(path / MANIFEST).st_nlink > 1
-                tokens = [manifest.token for manifest, folder in found.manifests if folder == path and not has_links]
-                self._set_aside(path, *tokens)
+                is_known = path in found.manifests and not has_links
+                self._set_aside(path, found.manifests[path].token if is_known else "")
         task.round()
         found = self.read()
         for table in tables:
-            release(table, found)
+            release(table, found, warns=bool(saved))
         task.round()
         if task.lane.rank == 0:
             _clear(found.leftovers)
         return found
 
-    def _beyond(self, found: Found, keep: int | Collection[int] | None) -> list[Path]:
+    def _beyond(self, found: Found, keep: int | Collection[int] | None, saved: str) -> list[Path]:
         """Return the folders to remove: none unless those that stay are proven good."""
         newest_first = self.entries()[::-1]
-        is_due = self.verified or (newest_first and newest_first[0].path == found.folder_of(Folders.known_sound))
+        is_due = saved or (newest_first and newest_first[0].path == found.folder_of(Folders.known_sound))
         if keep is None or not is_due or len(newest_first) <= (keep if isinstance(keep, int) else 1):
             return []
-        if found.unknown:
-            _log.warning("no checkpoint in %s is removed: %s", self.path, "; ".join(found.unknown))
+        kept, beyond = list[int](), list[Path]()
+        try:
+            if found.unknown:
+                raise UnknownCheckpoint("; ".join(found.unknown))
+            for folder in newest_first:
+                if isinstance(keep, int):
+                    is_kept = len(kept) < keep
+                else:
+                    is_kept = not kept or (folder.step in keep and folder.step not in kept)
+                if not is_kept:
+                    beyond.append(folder.path)
+                elif folder.path == found.folder_of(saved) or self._is_good(folder.path, found):
+                    kept.append(folder.step)
+        except (UnknownCheckpoint, MemoryError) as error:
+            _log.warning("no checkpoint in %s is removed: %s", self.path, error or "they do not fit in memory")
             return []
-        kept, beyond, newest = set[int](), list[Path](), found.folder_of(self.verified)
-        for folder in newest_first:
-            if isinstance(keep, int):
-                is_kept, of = len(kept) < keep, folder.number
-            else:
-                is_kept = folder is newest_first[0] or (folder.step in keep and folder.step not in kept)
-                of = folder.step
-            verdict = Verdict.GOOD if not is_kept or folder.path == newest else folder.judge(self.logs)
-            if verdict is Verdict.UNKNOWN:
-                return []
-            if not is_kept:
-                beyond.append(folder.path)
-            elif verdict is Verdict.GOOD:
-                kept.add(of)
         return beyond
+
+    def _is_good(self, path: Path, found: Found) -> bool:
+        """Read all of a checkpoint, and log why it is not good.
+
+        Rows that it refers to in a table on disk are not read: they are the table's, whatever refers to them.
+
+        Raises:
+            UnknownCheckpoint, MemoryError: it cannot be read now.
+        """
+        if path not in found.manifests:
+            return False
+        try:
+            manifest, files = found.manifests[path], TensorsOf(open_folder(path), self.sound)
+            files.check(manifest.tensors.values())
+            for part in (part for table in manifest.tables for part in table.parts):
+                verify_part(part, files, manifest.token)
+        except UnknownCheckpoint:
+            raise
+        except CheckpointError as error:
+            _log.warning("%s is not one of the checkpoints to keep: %s", path, error)
+            return False
+        return True
 
     def _set_aside(self, folder: Path, token: str = "") -> None:
         """Take a checkpoint's name from it durably, so that a half-removed one never has it."""
-        removed = self.path / (f".removed-{token}" if token else f".removed-{secrets.token_hex(16)}")
-        os.rename(folder, removed)
+        os.rename(folder, self.path / f".removed-{token or secrets.token_hex(16)}")
         sync_names(self.path)
 
 
@@ -325,13 +592,14 @@ def _clear(leftovers: Sequence[Path]) -> None:
             path.unlink()
 
 
-def release(table: Table, here: Found, after: int = 0) -> bool:
+def release(table: Table, here: Found, after: int = 0, *, warns: bool = False) -> bool:
     """Release commits of a table on disk whose checkpoints are proven not to exist.
 
     Args:
         table: the table.
         here: the checkpoints in the directory at hand; others are looked for where they were saved.
         after: keep this commit and earlier ones.
+        warns: True to log why others stay.
 
     Returns:
         True if later commits stay.
@@ -348,45 +616,40 @@ def release(table: Table, here: Found, after: int = 0) -> bool:
         directory, name = os.path.split(table.path / keeper)
         where = Path(os.path.realpath(directory), name)
         there = here if token in here.gone or here.folder_of(token) else Folders(where.parent).read()
-        if (folder := there.folder_of(token)) is not None:
-            with suppress(OSError):
-                _watched[token] = _watched.get(token) or OpenDirectory(folder)
-            continue
-        watched, was_removed = _watched.pop(token, None), token in there.gone
-        with suppress(OSError):
-            was_removed |= watched is not None and not watched.exists
-        if not was_removed:
-            why = "; ".join(there.unknown) or f"{where} was moved, or removed by other means"
+        if token in there.gone:
+            commits.let_go(commit)
+        elif warns and there.folder_of(token) is None:
             _log.warning(
                 "commit %d of table %r stays, for a checkpoint that may exist: %s. Put that right, or release the "
                 "commit with table.commits.let_go(%d); until then, some checkpoints copy the table. To move or copy "
                 "folders away, save them with tables='copy'",
-                *(commit, table.name, why, commit),
+                *(commit, table.name, "; ".join(there.unknown) or f"{where} was moved or removed by hand", commit),
             )
-            continue
-        if token not in there.gone:
-            _log.warning("commit %d of table %r is released: %s was removed", commit, table.name, where)
-        commits.let_go(commit)
     return any(commit > after for commit in commits.held)
 
 
-def verify_part(part: SavedTable, files: TensorsOf, token: str, logs: set[tuple[int, int]]) -> None:
+def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
     """Read a table's copy and changed rows, or open it as of the commit that a checkpoint refers to.
 
     Args:
         part: the table's description.
         files, token: the checkpoint's.
-        logs: as in :class:`Folders`; those in it are not read again.
 
     Raises:
         CheckpointError: it is damaged or unknown.
     """
-    table = open_part(part, files.folder, token)
-    log = os.stat(table.path / "rows.log") if part.copy and table.path else None
-    if log is not None and (log.st_dev, log.st_ino) not in logs:
-        verify_rows(table, files.folder)
-        logs.add((log.st_dev, log.st_ino))
-    table.close()
+    which: object = None
+    if part.copy:
+        with says_malformed(files.folder, "its rows", part.copy):
+            copy = OpenDirectory(files.folder / part.copy, follow=False)
+            names = {*copy.names()}.difference(_NOT_LINKED)
+            which = tuple(sorted(identity(os.stat(each, dir_fd=copy.fd, follow_symlinks=False)) for each in names))
+    if which not in files.sound:
+        table = open_part(part, files.folder, token)
+        if part.copy:
+            verify_rows(table, files.folder)
+            files.sound.add(which)
+        table.close()
     for delta in part.deltas:
         files.check(delta.tensors)
 
@@ -437,19 +700,28 @@ def verify_rows(table: Table, folder: Path) -> None:
     """
     assert table.store.files is not None
     with says_malformed(folder, "its rows", str(table.path)):
-        checked = table.store.files.verify(lambda rows: None)
-        for rows in checked.damaged:
-            table.read(rows.start, rows.start + 1)  # raises an error that tells damage from a disk that fails
-        require(not checked.problems, "; ".join(checked.problems))
+        table.store.files.verify(lambda rows: None, strict=True)
 
 
-def opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest, TensorsOf]:
-    """Return the folder of a checkpoint, its description and its tensors.
+def path_from(here: Path, there: Path, above: Path) -> str:
+    """Return a path, relative if both are in the same directory, without links between, and so move together.
 
-    Raises:
-        CheckpointError: it does not exist, or is damaged.
+    Args:
+        here: the path to be relative to.
+        there: the target.
+        above: the common directory.
     """
-    folder = Path(path).absolute()
-    if step is not None or not (folder / MANIFEST).exists():
-        folder = Folders(folder).choose(step).path
-    return folder, *Folder(0, 0, folder).open()
+    near = os.path.relpath(there, here)
+    moves = here.is_relative_to(above) and there.is_relative_to(above)
+    return near if moves and os.path.realpath(here / near) == os.path.realpath(there) else str(there)
+
+
+def path_in(folder: Path, path: str) -> Path:
+    """Return the path of a table that a checkpoint references.
+
+    Args:
+        folder: the checkpoint's, or a link to it.
+        path: the path stored in the checkpoint.
+    """
+    near = folder.parent / path
+    return near if near.exists() else Path(os.path.realpath(folder)).parent / path

@@ -191,6 +191,7 @@ class Manifest:
         """
         with says_malformed(directory.path, "its description"):
             file = OpenFile(directory.open(MANIFEST))
+            file.forget_cached()
             raw = os.pread(file.fd, _MAX_BYTES + 1, 0)
             checksum, _, body = raw.partition(b"\n")
             is_whole = len(raw) <= _MAX_BYTES and checksum == b"%08x" % zlib.crc32(body)
@@ -214,7 +215,7 @@ class Manifest:
             Damage, TypeError, KeyError, AttributeError: the data are not a manifest.
         """
         token, step, content = data["token"], data["step"], data["content"]
-        require(isinstance(token, str) and _is_count(step) and isinstance(content, dict), "its step is missing")
+        require(_matches(_DIGEST, token) and _is_count(step) and isinstance(content, dict), "its step is missing")
         tensors = {name: SavedTensor(**entry) for name, entry in data["tensors"].items()}
         return cls(token, step, content, tensors, tuple(map(SavedTable.of, data["tables"])))
 
@@ -271,6 +272,8 @@ def says_malformed(folder: Path, what: str, file: str = MANIFEST) -> Iterator[No
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's
+            raise MemoryError(str(error)) from error
         says_all = isinstance(error, OSError | TableFormatError | Damage)
         problem = error if says_all else f"{what}: {type(error).__name__}: {error}"
         raise damaged(folder, problem, file) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,16 +28,17 @@ from speedswap.swapping.checkpoints.dense import (
     restore_random_state,
     restored,
 )
-from speedswap.swapping.checkpoints.files import TensorsOf, decoded
-from speedswap.swapping.checkpoints.folders import Folders, open_part, opened, release, verify_rows
+from speedswap.swapping.checkpoints.folders import Folders, TensorsOf, open_folder, open_part, release, verify_rows
 from speedswap.swapping.checkpoints.format import (
+    MANIFEST,
     Delta,
     Manifest,
     SavedTable,
     damaged,
+    decode,
     says_malformed,
 )
-from speedswap.swapping.checkpoints.tables import (
+from speedswap.swapping.checkpoints.saving import (
     ROWS,
     CopiedIn,
     as_stored,
@@ -126,21 +127,21 @@ def load_checkpoint(
                 f"model is None, to read step and extra alone, so that {given} would not be loaded; give the model "
                 f"too, or leave {given} out"
             )
-        folder, manifest, files = opened(path, step)
-        return LoadedCheckpoint(manifest.step, decoded(manifest, files, ("extra",))["extra"], folder)
+        folder, manifest, files = _opened(path, step)
+        return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
     lane = lane_of(modules)
     with lane.task(Kind.CHECKPOINT) as task:
         for module in modules.values():
             module.table.check_open()
-        folder, manifest, files = opened(path, step)
+        folder, manifest, files = _opened(path, step)
         if len({*task.share(manifest.token)}) > 1:
             raise CheckpointError(
                 f"path is {os.fspath(path)!r}, where ranks find different checkpoints; give all the same"
             )
         random = random_of(lane.rank)
         names = ("model", "optimizers", "extra", *({random} & manifest.content.keys()))
-        content = decoded(manifest, files, names)
+        content = _decoded(manifest, files, names)
         check_model(content["model"], model, folder)
         if optimizers:
             with says_malformed(folder, "the optimizers"):
@@ -178,6 +179,36 @@ def load_checkpoint(
         task.finish()
     Folders.known_sound = manifest.token
     return LoadedCheckpoint(manifest.step, content["extra"], folder)
+
+
+def _opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest, TensorsOf]:
+    """Return the folder of a checkpoint, its description and its tensors.
+
+    Raises:
+        CheckpointError: it does not exist, or is damaged.
+    """
+    folder = Path(path).absolute()
+    if step is not None or not (folder / MANIFEST).exists():
+        folder = Folders(folder).choose(step).path
+    directory = open_folder(folder)
+    return folder, Manifest.read(directory), TensorsOf(directory)
+
+
+def _decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[str, Any]:
+    """Return parts of the checkpoint's data.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    with says_malformed(files.folder, "its content"):
+        content = {
+            part: decode(manifest.content[part], lambda name: files.read(manifest.tensors[name])) for part in parts
+        }
+        for each in content.get("optimizers", []):
+            is_whole = isinstance(each["class"], str) and {"state", "param_groups"} <= each["state"].keys()
+            require(is_whole, "an optimizer's state is missing")
+        require(isinstance(content.get("model", {}), dict), "the model's state is missing")
+    return content
 
 
 def _take_settings(tables: Iterable[TableToLoad], state_of: Mapping[Optimizer, dict[str, Any]]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,31 +17,112 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap.collectives import Kind, of_all_ranks
+from speedswap.collectives import Kind, Lane, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
-from speedswap.swapping.checkpoints.files import NewFiles, TensorsOf, new_digest, raw
-from speedswap.swapping.checkpoints.folders import Folders, release, verify_part
-from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable
-from speedswap.swapping.checkpoints.tables import (
+from speedswap.swapping.checkpoints.folders import (
     KEEPER,
-    ROWS,
     TOKEN,
-    CopiedIn,
-    all_locked,
-    as_stored,
-    copied,
-    descriptions_of,
-    lane_of,
+    Folders,
+    NewFiles,
+    new_digest,
     path_from,
-    tables_of,
+    raw,
+    release,
+    verify_part,
 )
+from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable, word
+from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.files.manifest import require_shared, shard_name
+from speedswap.tables.idle import IdleStore, RowsAsStored
 from speedswap.tables.owners import InOrder
 from speedswap.tables.parts import own_shard, remove_former
 from speedswap.tables.store import ChangedRows, Commits
+
+ROWS = "rows"
+
+
+class CopiedIn(NamedTuple):
+    """The checkpoint that holds a store as it was before these changes."""
+
+    token: str
+    changes: ChangedRows
+
+
+copied: weakref.WeakKeyDictionary[RowStore, CopiedIn] = weakref.WeakKeyDictionary()
+
+
+def modules_of(model: nn.Module) -> dict[str, TableModule]:
+    """Return all modules over tables, by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TableModule)}
+
+
+def tables_of(
+    model: nn.Module, optimizers: Iterable[Optimizer] = (), names: Collection[str] = ()
+) -> dict[str, TableModule]:
+    """Return the modules that train tables, by their names in the model; one per table.
+
+    Args:
+        model: their model.
+        optimizers: among several modules over one table, prefer the one that these train;
+        names: then one with one of these names.
+    """
+    every = modules_of(model)
+
+    def rank(name: str) -> tuple[bool, ...]:
+        module = every[name]
+        is_held = any(holds(each, module.weight) for each in optimizers)
+        is_trained = module._step.state.optimizer is not None
+        return not is_trained, not (is_held and module.weight.requires_grad), name not in names, not is_held
+
+    best_last = sorted(every, key=rank)[::-1]
+    of_store = {every[name].table.store: name for name in best_last}
+    return {name: module for name, module in every.items() if of_store[module.table.store] == name}
+
+
+def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
+    """Lock every table until the stack is closed, so that all are saved consistently."""
+    with ExitStack() as held:
+        for table in sorted({module.table for module in modules.values()}, key=id):
+            held.enter_context(table.lock)
+            table.check_open()
+        return held.pop_all()
+
+
+def as_stored(table: Table) -> Table:
+    """Return a table of the same rows without the steps that they may have missed, which are among its attributes."""
+    return Table(RowsAsStored(table.store)) if isinstance(table.store, IdleStore) else table
+
+
+def descriptions_of(table: Table) -> dict[str, list[Any]]:
+    """Return, by column, the properties that must be equal to copy rows, as plain data."""
+    columns = table.columns.values()
+    return {each.name: [list(each.row_shape), word(each.dtype), word(each.stored_dtype)] for each in columns}
+
+
+def lane_of(modules: Mapping[str, TableModule]) -> Lane:
+    """Return the lane of the ranks that own the tables of a model; that of this process alone if none do.
+
+    Raises:
+        ValueError: a table is local to each rank, so that it has no common state; or tables belong to several groups.
+    """
+    groups = {each.table.ranks for each in modules.values()} - {None}
+    if len(groups) > 1:
+        raise ValueError(
+            f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables those of "
+            "one, or save parts of the model apart"
+        )
+    for name, each in modules.items():
+        if groups and each.table.ranks is None and each.weight.requires_grad:
+            raise ValueError(
+                f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are owned "
+                "by all of them; give it their storage=speedswap.Ranks() too, or save it apart"
+            )
+    group = next(iter(groups), None)
+    return Lane(None, "checkpoint") if group is None else group.main
+
 
 _MOST_DELTAS = 0.5  # share of the copy's bytes beyond which a new copy is written
 _MOST_HELD = 2  # commits that a table keeps
@@ -142,14 +224,14 @@ def save_checkpoint(
     with lane.task(Kind.CHECKPOINT) as task, folders.locked() if is_first else nullcontext():
         number = _next_number(folders, extra) if is_first else 0
         number, token = task.share([number, secrets.token_hex(16)])[0]
-        existing = folders.tidy(task, own, keep if isinstance(keep, int) else None).manifests
+        previous = folders.tidy(task, own, keep if isinstance(keep, int) else None).newest
         with folders.writing(number, step, token) if is_first else folders.joining(token) as folder:
             saving = None
             try:
                 task.round()
-                files = NewFiles(require_shared(folder, folders.path))
+                files = NewFiles(require_shared(folder, folders.path), folders.sound)
                 encoder, suffix = Encoder(), "" if is_first else f"-{lane.rank}"
-                saving = TablesToSave(folders, files, number, step, token, existing, suffix, copies=tables == "copy")
+                saving = TablesToSave(folders, files, number, step, token, previous, suffix, copies=tables == "copy")
                 with all_locked(modules):
                     saved = tuple(
                         saving.save(index, name, module, encoder)
@@ -159,15 +241,14 @@ def save_checkpoint(
                     task.round()  # a failed rank is noticed before dense parameters are gathered
                     content = content_of(model, optimizers, extra, encoder, lane.rank)
                 name = f"tensors-{number}{suffix}.safetensors"
-                tensors = files.write_changed(name, encoder.tensors, existing[-1] if existing else None)
+                tensors = files.write_changed(name, encoder.tensors, previous)
                 saving.wait()
                 with _says_unreadable(folders):
-                    written = TensorsOf(files.directory)
-                    changes = [each for part in saved for delta in part.deltas for each in delta.tensors]
-                    written.check(each for each in (*tensors.values(), *changes) if each.file in files.new)
+                    written = files.written  # and what was linked, which is known to be sound
+                    written.check(tensors.values())
                     for part in saved:
-                        if part.copy in files.new:
-                            verify_part(part, written, token, folders.logs)
+                        if part.copy:
+                            verify_part(part, written, token)
                 description = Manifest(token, step, content, tensors, saved)
                 parts = task.share([asdict(description), files.bytes_written])
                 bytes_written = sum(nbytes for _, nbytes in parts)
@@ -182,10 +263,10 @@ def save_checkpoint(
                 if saving is not None:
                     saving.give_up()
                 raise
-        Folders.known_sound = folders.verified = token
+        Folders.known_sound = token
         task.round()  # the folder has its name
         saving.published()
-        found = folders.tidy(task, own, keep)
+        found = folders.tidy(task, own, keep, token)
         for module in modules.values():
             table, owners, _ = own_shard(module.table)
             if module._step.is_sharded and table.path is not None and is_first:
@@ -246,7 +327,7 @@ class TablesToSave:
         folders: the directory's checkpoints.
         files: the checkpoint's files.
         number, step, token: the checkpoint's.
-        existing: the existing checkpoints, each with its folder, oldest first.
+        previous: the newest of the existing checkpoints, and its folder.
         suffix: suffix of this rank's file names.
         copies: True to copy tables on disk too.
     """
@@ -258,14 +339,14 @@ class TablesToSave:
         number: int,
         step: int,
         token: str,
-        existing: Sequence[tuple[Manifest, Path]],
+        previous: tuple[Manifest, Path] | None,
         suffix: str,
         *,
         copies: bool,
     ) -> None:
         self._folders, self._files, self._token, self._suffix = folders, files, token, suffix
         self._number, self._name = number, folders.name(number, step)
-        self._previous, self._copies = existing[-1] if existing else None, copies
+        self._previous, self._copies = previous, copies
         self._changes: dict[RowStore, ChangedRows | None] = {}
         self._held: list[tuple[Table, Commits, int]] = []
 
@@ -340,7 +421,7 @@ class TablesToSave:
             exact = all(column.stored_dtype != torch.int8 or not column.compact for column in stored.columns.values())
             rows = len(changed) + sum(delta.rows for delta in before.deltas)
             names = [before.copy, *(delta.file for delta in before.deltas)]
-            verify = partial(verify_part, before, token=self._token, logs=self._folders.logs)
+            verify = partial(verify_part, before, token=self._token)
             few = exact and rows * row_bytes <= _MOST_DELTAS * stored.nbytes
             if few and self._files.link(self._previous[1], names, verify):
                 more = (self._delta(stored, changed, index),) if len(changed) else ()
@@ -358,9 +439,7 @@ class TablesToSave:
         columns = descriptions_of(table)
         for before in (part for each in manifest.tables for part in each.parts):
             is_same = before.name == name and before.columns == columns and before.copy.endswith(shard)
-            files = (before.copy, *(delta.file for delta in before.deltas))
-            is_there = bool(before.copy) and all((self._previous[1] / each).exists() for each in files)
-            if saved.token == manifest.token and is_same and is_there:
+            if saved.token == manifest.token and is_same and before.copy:
                 return before
         return None
 

@@ -17,7 +17,7 @@ from swapping.checkpoints.trainings import OPTIMIZERS, Training, assert_same
 from torture.hostile import VALUES, fields, replaced, write
 
 from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints.files import NewFiles, digest_of
+from speedswap.swapping.checkpoints.folders import NewFiles, digest_of
 from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.files.tensor_file import TensorReader
 
@@ -100,7 +100,7 @@ def test_what_would_fail_late_is_refused_early(path: tuple[Any, ...], value: Any
 
 def test_any_tensor_of_another_kind(attacked: Attacked) -> None:
     """With the hash that belongs to it."""
-    new = NewFiles(attacked.folder)
+    new = NewFiles(attacked.folder, set())
     for number, (name, place) in enumerate(attacked.data["tensors"].items()):
         tensor = TensorReader(OpenFile(os.open(attacked.folder / place["file"], os.O_RDONLY)), name).read(place["key"])
         bad = {"short": tensor.reshape(-1)[:0], "bytes": torch.full((5056,), 255, dtype=torch.uint8)}
@@ -122,7 +122,7 @@ def test_changes_of_rows_that_are_not_there(row: int, attacked: Attacked) -> Non
     path = attacked.folder / delta["file"]
     reader = TensorReader(OpenFile(os.open(path, os.O_RDONLY)), "changes")
     tensors = {name: reader.read(name) for name in reader.places} | {"rows": torch.tensor([row])}
-    NewFiles(attacked.folder).write_tensors("rows-99-0.safetensors", tensors)
+    NewFiles(attacked.folder, set()).write_tensors("rows-99-0.safetensors", tensors)
     digests = {name: digest_of(each) for name, each in tensors.items()}
     changed = {**delta, "file": "rows-99-0.safetensors", "digests": digests}
     write(attacked.folder, replaced(attacked.data, ("tables", 1, "deltas", 0), changed))

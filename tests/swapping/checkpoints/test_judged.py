@@ -7,7 +7,11 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.errors import CheckpointError
+from speedswap.swapping.checkpoints import folders, saving
 
 ROWS = 600
 
@@ -111,6 +116,55 @@ def test_an_error_that_passes_lets_nothing_go(
     assert first.exists() == elsewhere
     assert len(run.items.table.commits.held) == 1
     run.items.table.close()
+
+
+def test_a_header_of_rows_that_cannot_be_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk fails under the blocks that say which rows follow, after the table was opened."""
+    run = Run(tmp_path, on_disk=False)
+    paths = []
+    for step in (1, 2):
+        paths += [run.save(step, keep=2)]
+        saving.copied.clear()  # so that each has its own copy
+    open_part = folders.open_part
+
+    def opened(part: Any, folder: Path, token: str) -> Any:
+        table = open_part(part, folder, token)
+        if folder == paths[1]:
+            table.store.log.fail("read", 0, errno.EIO, 1000)
+        return table
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "speedswap"):
+        patch.setattr(folders, "open_part", opened)
+        paths += [run.save(3, keep=2)]
+    assert f"no checkpoint in {tmp_path / 'saved'} is removed" in caplog.text
+    assert os.strerror(errno.EIO) in caplog.text
+    assert all(run.loads(path, step) for step, path in enumerate(paths, 1))
+    paths += [run.save(4, keep=2)]
+    assert names_in(tmp_path / "saved") == [path.name for path in paths[2:]]
+
+
+def test_memory_that_runs_out_while_a_checkpoint_is_read_is_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, empty = Run(tmp_path, on_disk=False), torch.empty
+
+    def save(step: int) -> Path:
+        return run.save(step, keep=2, extra=torch.full((1, 2**16), step))
+
+    def without_memory(*shape: Any, **settings: Any) -> Tensor:
+        found = empty(*shape, **settings)
+        is_read = found.nbytes == 2**19 and (tmp_path / "saved" / "000003-step-3").exists()
+        return empty(2**60) if is_read else found
+
+    paths = [save(1), save(2)]
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "speedswap"):
+        patch.setattr(torch, "empty", without_memory)
+        paths += [save(3)]
+    assert f"no checkpoint in {tmp_path / 'saved'} is removed" in caplog.text
+    assert "allocate" in caplog.text
+    assert all(run.loads(path, step) for step, path in enumerate(paths, 1))
 
 
 def test_a_newer_format_is_not_taken_for_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,7 +307,7 @@ def test_damaged_ones_do_not_count_and_stay_until_there_are_good_ones(what: str,
         with torch.no_grad():
             run.model[1].weight.fill_(step)
         run.items.table.write(500, torch.full((1, 8), 7.0))
-        speedswap.swapping.checkpoints.tables.copied.clear()  # and a table
+        saving.copied.clear()  # and a table
         return run.save(step, keep=kept)
 
     numbers = keep == "number"
@@ -307,7 +361,7 @@ def test_a_damaged_row_of_a_table_that_is_referred_to_is_found_before_the_first_
 
 
 @pytest.mark.parametrize("reopened", [False, True], ids=["by the same process", "by another"])
-@pytest.mark.parametrize("how", ["moved", "hard links", "symbolic link"])
+@pytest.mark.parametrize("how", ["moved", "moved to another disk", "hard links", "only hard links", "symbolic link"])
 def test_a_folder_that_was_set_aside_keeps_its_commit(
     how: str, reopened: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -315,18 +369,19 @@ def test_a_folder_that_was_set_aside_keeps_its_commit(
     first = run.save(1)
     (tmp_path / "best").mkdir()
     aside = tmp_path / "best" / first.name
-    if how == "hard links":
-        shutil.copytree(first, aside, copy_function=os.link)
-    else:
+    if how in ("moved", "symbolic link"):
         first.rename(aside)
         if how == "symbolic link":
             first.symlink_to(aside)
+    else:
+        shutil.copytree(first, aside, copy_function=os.link if "links" in how else shutil.copy)
+        if how != "hard links":
+            shutil.rmtree(first)
     if reopened:
         run.items.table.close()
         run.items = speedswap.Embedding(ROWS, 8, table=speedswap.Table.open(tmp_path / "table"))
         run.model[0] = run.items
         run.optimizer = torch.optim.Adagrad(run.items.parameters(), lr=0.1)
-        speedswap.swapping.checkpoints.folders._watched.clear()
     for step in (2, 3, 4):
         with caplog.at_level(logging.WARNING, "speedswap"):
             run.save(step)
@@ -360,15 +415,25 @@ def test_a_table_that_was_moved_keeps_the_commit_of_its_checkpoint(tmp_path: Pat
     assert run.loads(first, 1)
 
 
-def test_a_folder_removed_by_hand_lets_its_commit_go_and_says_so(
+def test_a_folder_removed_by_hand_keeps_its_commit_until_it_is_released(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It may have been moved to another disk, which looks the same."""
     run = Run(tmp_path)
     shutil.rmtree(run.save(1, keep=None))
     with caplog.at_level(logging.WARNING, "speedswap"):
         run.save(2, keep=None)
-    assert "commit 1 of table 'table' is released" in caplog.text
-    assert len(run.items.table.commits.held) == 1
+    (record,) = caplog.records
+    assert "release the commit with table.commits.let_go(1)" in record.getMessage()
+    commits = run.items.table.commits
+    assert len(commits.held) == 2
+    commits.let_go(1)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "speedswap"):
+        run.save(3, keep=None)
+    assert not caplog.records
+    assert 1 not in commits.held
+    assert len(commits.held) == 2
     run.items.table.close()
 
 
@@ -383,3 +448,66 @@ def test_a_copy_of_a_folder_says_that_the_rows_were_the_tables(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"no longer keeps commit 1, .*tables='copy'"):
         speedswap.load_checkpoint(tmp_path / "best" / "auto", run.model)
     run.items.table.close()
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_save_reads_each_description_and_each_byte_once(
+    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many checkpoints share it; those to be removed are not read at all."""
+    run = Run(tmp_path, on_disk=False)
+    run.model[1].requires_grad_(True)
+
+    def save(step: int) -> Path:
+        with torch.no_grad():
+            run.model[1].weight.fill_(step)
+        return run.save(step, keep=keep, extra=torch.arange(2**16))
+
+    for step in range(1, keep + 2):
+        save(step)
+    read, opened, descriptions, logs = Counter[int](), folders.open_part, list[str](), list[str]()
+    pread, preadv = os.pread, os.preadv
+
+    def counted(fd: int, pieces: Any, at: int) -> int:
+        count = preadv(fd, pieces, at)
+        read[os.fstat(fd).st_ino] += count
+        return count
+
+    def noted(fd: int, nbytes: int, at: int) -> bytes:
+        if (path := os.readlink(f"/proc/self/fd/{fd}")).endswith("CHECKPOINT"):
+            descriptions.append(path)
+        return pread(fd, nbytes, at)
+
+    def noted_table(part: Any, *where: Any) -> Any:
+        logs.append(part.copy)
+        return opened(part, *where)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(os, "pread", noted)
+    monkeypatch.setattr(folders, "open_part", noted_table)
+    last = save(keep + 2)
+    monkeypatch.undo()
+    sizes = {each.stat().st_ino: each.stat().st_size for each in (tmp_path / "saved").rglob("*.safetensors")}
+    assert read.keys() <= sizes.keys()
+    assert max(read.values()) > 2**19
+    assert all(nbytes <= sizes[file] for file, nbytes in read.items())
+    assert len(read) > keep
+    assert len(descriptions) == keep + 2
+    assert logs == ["table-1-0"]
+    assert len(names_in(tmp_path / "saved")) == keep
+    assert run.loads(last, keep + 2)
+
+
+def test_a_save_at_the_end_of_python_needs_no_threads(tmp_path: Path) -> None:
+    program = f"""
+        import atexit, torch, speedswap
+        torch.set_num_threads(2)
+        model = torch.nn.Sequential(speedswap.Embedding(10, 4), torch.nn.Linear(4, 4))
+        atexit.register(speedswap.save_checkpoint, {str(tmp_path / "saved")!r}, model, step=3)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    model = nn.Sequential(speedswap.Embedding(10, 4), nn.Linear(4, 4))
+    assert speedswap.load_checkpoint(tmp_path / "saved", model).step == 3
