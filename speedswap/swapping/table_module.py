@@ -527,7 +527,8 @@ class TableModule(nn.Module):
             WeightError: the weight was replaced by a tensor that does not fit; or rows are trained inside
                 ``torch.func``.
         """
-        weight, step = self._parameters["weight"], self._step
+        weight: Any = self._parameters["weight"]
+        step = self._step
         if weight is not step.weight and self._is_replacement(weight):
             return self._in_place_of_table(weight, ids_of(request))
         trains = torch.is_grad_enabled() and step.batch.requires_grad
