@@ -13,7 +13,7 @@
 
 namespace speedswap {
 
-// A kernel of rows.cuh between packed records and their blocks, as kernels/cuda/launch.py plans it.
+// A kernel of rows.cuh between packed records and their blocks, as kernels/cuda/moves.py plans it.
 struct StagedLaunch {
     // A block's address within `columns`, and the bytes from one row to the next; 0 if `places` tell the rows.
     struct Block {

@@ -16,7 +16,7 @@ import torch
 
 import speedswap
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.launch import copy
+from speedswap.kernels.cuda.moves import copy
 from speedswap.tables import Block
 
 ROOT = Path(__file__).resolve().parent.parent

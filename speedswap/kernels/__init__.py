@@ -5,8 +5,17 @@ from speedswap.kernels._compiled import with_compiled_part
 __path__ = with_compiled_part(__path__)
 
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
+from speedswap.kernels.copies import (
+    gather_on_cpu,
+    gather_records,
+    round_rows,
+    rounding_key,
+    scatter_block,
+    scatter_records,
+)
 from speedswap.kernels.cuda.engines import copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
+from speedswap.kernels.cuda.launch import Fence
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,
@@ -55,18 +64,11 @@ from speedswap.kernels.lines import Lines, read_lines, read_vectors, write_vecto
 from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
     ENGINES,
-    Fence,
     Part,
     Records,
     Stored,
     WantedColumn,
     WantedColumns,
-    gather_on_cpu,
-    gather_records,
-    round_rows,
-    rounding_key,
-    scatter_block,
-    scatter_records,
     stored_bytes,
 )
 from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, allocate, are_intact

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
+from speedswap.kernels.cuda import launch
 from speedswap.kernels.host import get_num_threads
 
 _DTYPES = (torch.float32, torch.float64)
@@ -76,6 +77,4 @@ def _fill(kind: str, into: Tensor, rows: range | Tensor, a: float, b: float, see
         return
     if not isinstance(rows, range):
         raise ValueError(f"rows were given for memory on {into.device}; give a range, or fill memory of the host")
-    from speedswap.kernels.cuda import launch
-
     launch.fill(kind, into, rows.start, a, b, seed, column_key)

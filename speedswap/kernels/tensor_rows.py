@@ -7,9 +7,10 @@ from torch import Tensor
 
 from speedswap.errors import DuplicateIdError
 from speedswap.kernels import _C
+from speedswap.kernels.copies import gather_records, scatter_records
 from speedswap.kernels.host import as_ids, empty, get_num_threads, require_apart, require_dense
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
-from speedswap.kernels.records import Part, Records, gather_records, scatter_records
+from speedswap.kernels.records import Part, Records
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

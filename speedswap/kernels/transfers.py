@@ -26,9 +26,10 @@ from torch.profiler import record_function
 
 from speedswap._process import EndingThread, in_child
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.launch import by_launch, copy
+from speedswap.kernels.copies import round_rows
 from speedswap.kernels.cuda.lookups import find_places
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
+from speedswap.kernels.cuda.moves import by_launch, copy
 from speedswap.kernels.host import as_ids, deferred_interrupts, get_num_threads
 from speedswap.kernels.ids import find_all, order_of
 from speedswap.kernels.records import (
@@ -37,7 +38,6 @@ from speedswap.kernels.records import (
     Stored,
     WantedColumn,
     cpu_parts,
-    round_rows,
 )
 
 T = TypeVar("T")

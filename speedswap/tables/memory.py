@@ -19,6 +19,7 @@ from speedswap import kernels
 from speedswap._words import warn_once
 from speedswap.errors import TableTooLargeError
 from speedswap.kernels.cuda import pinning
+from speedswap.kernels.cuda.hot import MOST_SLOTS, Home, HotRows
 from speedswap.tables.init import CHUNK_ROWS, ColumnSpec, CopyOf
 from speedswap.tables.record import Column, RecordLayout
 
@@ -60,8 +61,6 @@ def make_cache(
         device: the GPU.
         table: the table's name, for the warning.
     """
-    from speedswap.kernels.cuda.hot import MOST_SLOTS, HotRows
-
     num_rows, row_bytes = groups[0].num_rows, sum(each.stride for each in groups)
     if isinstance(hot_bytes, float):
         slots = int(hot_bytes * num_rows)
@@ -76,7 +75,8 @@ def make_cache(
         )
     else:
         try:
-            return HotRows(groups, slots, device)
+            homes = [Home(each.pointer, each.stride, each.num_rows, each.fence) for each in groups]
+            return HotRows(homes, slots, device)
         except torch.OutOfMemoryError as error:
             why = f"is more than the GPU has left ({error}); give less"
     warn_once("SW404", f"hot_bytes={hot_bytes!r} of table {table!r} {why}: it trains without a cache of hot rows")

@@ -13,7 +13,7 @@ import torch
 from engine_tables import WAYS, Table, ascending, blocks
 
 from speedswap.kernels import Part, Stored, gather_records, rounding_key, scatter_records
-from speedswap.kernels.cuda import engines, launch
+from speedswap.kernels.cuda import engines, moves
 
 ADAM = [(0, 64), (64, 64), (128, 64)]
 
@@ -150,7 +150,7 @@ def test_blocks_limit_what_one_launch_moves(gpu):
     halves = Part(64, torch.randn(30, 8, device=gpu), Stored(HALF))
     for begin in (0, 1):
         block = torch.randn(30 * 16 + begin, device=gpu)[begin:].view(30, 16)
-        launches = [*launch.plan("scatter", table.records, 30, [Part(0, block), halves], 4)]
+        launches = [*moves.plan("scatter", table.records, 30, [Part(0, block), halves], 4)]
         assert [each.kernel for each in launches] == ["scatter_bfloat16_w16", "scatter_w4"][: 1 + begin]
         engines.move_between("scatter", WAYS["zero_copy"], table.records, ids, [Part(0, block), halves], gpu)
         np.testing.assert_array_equal(table.now()[ids.cpu(), :64], block.cpu().numpy().view(np.uint8))

@@ -13,7 +13,7 @@ import torch
 
 import speedswap
 from speedswap import Table
-from speedswap.kernels.cuda import engines, launch
+from speedswap.kernels.cuda import engines, moves
 from speedswap.tables import Commit, prefetch
 
 ENGINES = ["auto", "zero_copy", "staged_out", "split_out", "staged", "split"]
@@ -66,14 +66,14 @@ def test_auto_reads_and_writes_pinned_memory_directly_and_stages_any_other(
         shares.append(share)
         real(what, share, *more)
 
-    by_kernel = launch.copy
+    by_kernel = moves.copy
 
     def copied(*given: object) -> None:
         shares.append(1.0)
         by_kernel(*given)
 
     monkeypatch.setattr(engines, "move_between", watched)
-    monkeypatch.setattr(launch, "copy", copied)
+    monkeypatch.setattr(moves, "copy", copied)
     rows = torch.tensor([3, 49], device=device)
     for storage, share in (("pinned", 1.0), ("pageable", 0.0)):
         with Table.create(50, 4, storage=storage) as table:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import launch, modules
+from speedswap.kernels.cuda import launch, modules, moves
 from speedswap.kernels.cuda.hot import HotRecords
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.kernels.host import get_num_threads
-from speedswap.kernels.records import Part, Records, WantedColumns
+from speedswap.kernels.records import Part, Records, WantedColumns, What
 
 _BUFFERS = 4
 _BUFFER_BYTES = 8 << 20
@@ -151,7 +151,7 @@ class Ring:
             self._turns.scatter(_source(records, on_host), packed, *near, launches, get_num_threads())
 
     def _plan(
-        self, what: launch.What, ids: Tensor, parts: Sequence[Part], *, in_order: bool
+        self, what: What, ids: Tensor, parts: Sequence[Part], *, in_order: bool
     ) -> tuple[_C.Packed, list[_C.Launch]]:
         """Return the layout of packed records, and the launches between those of a buffer and the blocks.
 
@@ -163,7 +163,7 @@ class Ring:
         packed = Records(near.data_ptr(), packing.stride, at_once, self._device, False, near)
         some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
         launches: list[_C.Launch] = []
-        for each in launch.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
+        for each in moves.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
             blocks = [(place, row_bytes if in_order else 0) for place, row_bytes in each.blocks()]
             launches.append(
                 (launch.kernel_handle(self._device.index, each.kernel), each.grid, each.threads_per_block, each.stride,
@@ -242,8 +242,8 @@ def ring(device: int, direction: Direction) -> Ring:
     return Ring(device, direction)
 
 
-def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
-    """Copy columns between records and blocks if either is on a GPU; see :mod:`speedswap.kernels.records`."""
+def move(what: What, records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
+    """Copy columns between records and blocks if either is on a GPU; see :mod:`speedswap.kernels.copies`."""
     parts = [part for part in parts if part.block.nbytes]
     if not parts:
         return
@@ -263,7 +263,7 @@ def move(what: launch.What, records: Records, ids: Tensor, parts: Sequence[Part]
 
 
 def move_between(
-    what: launch.What, share: float, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device
+    what: What, share: float, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device
 ) -> None:
     """Fill blocks on a GPU with host records, on torch's current stream; or write such blocks to them.
 
@@ -328,20 +328,18 @@ def _detached(parts: Sequence[Part]) -> list[Part]:
 
 
 def _move_by_kernel(
-    what: launch.What,
+    what: What,
     records: Records,
     ids: Tensor,
     parts: Sequence[Part],
     device: torch.device,
     stream: torch.cuda.Stream,
 ) -> None:
-    queue = functools.partial(launch.move, what, records, ids, parts, device, stream)
+    queue = functools.partial(moves.move, what, records, ids, parts, device, stream)
     _launch(records, what == "scatter", device, stream, queue)
 
 
-def copy_by_kernel(
-    what: launch.What, records: Records, ids: Tensor, columns: WantedColumns, blocks: Sequence[Tensor]
-) -> bool:
+def copy_by_kernel(what: What, records: Records, ids: Tensor, columns: WantedColumns, blocks: Sequence[Tensor]) -> bool:
     """Queue a move of columns that a single launch copies, on torch's current stream, as most steps' moves.
 
     Args:
@@ -364,7 +362,7 @@ def copy_by_kernel(
     addresses = [block.data_ptr() for block in blocks]
     _launch(
         records, what == "scatter", device, stream,
-        functools.partial(launch.copy, what, records, ids, copied, addresses, device.index, stream),
+        functools.partial(moves.copy, what, records, ids, copied, addresses, device.index, stream),
     )  # fmt: skip
     return True
 

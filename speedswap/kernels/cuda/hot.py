@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels.cuda import modules
-from speedswap.kernels.cuda.launch import host_limit, launch_kernel, multiprocessors
+from speedswap.kernels.cuda.launch import Fence, host_limit, launch_kernel, multiprocessors
 from speedswap.kernels.cuda.modules import index_of
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.kernels.cuda.shapes import THREADS_PER_BLOCK, BlockPart, grid_of, launch_shape
 from speedswap.kernels.host import deferred_interrupts
-from speedswap.kernels.records import Records
 
 MOST_SLOTS = 2**24 - 1
 # Scatters between two admissions: at first few, until the cache may be full.
@@ -61,6 +60,15 @@ class HotCounts(NamedTuple):
     scattered_bytes: int = 0
     admitted: int = 0
     evicted: int = 0
+
+
+class Home(NamedTuple):
+    """The host's records of one group, which the cache is in front of, as in :class:`speedswap.kernels.Records`."""
+
+    pointer: int
+    stride: int
+    num_rows: int
+    fence: Fence | None
 
 
 class HotRecords(NamedTuple):
@@ -105,7 +113,7 @@ class HotRows:
         torch.OutOfMemoryError: the GPU has no room for it.
     """
 
-    def __init__(self, groups: Sequence[Records], slots: int, device: torch.device) -> None:
+    def __init__(self, groups: Sequence[Home], slots: int, device: torch.device) -> None:
         self.slots = slots
         self._device = torch.device("cuda", index_of(device))
         self._groups = groups
