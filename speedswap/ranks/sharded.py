@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from speedswap.tables.store import Checked
 
 
-class ShardedStore(RowStore, Files, JointRows):
+class ShardedStore(RowStore, Files, JointRows[Table]):
     """Rows partitioned over the ranks of a process group, presented as one table on each of them.
 
     All ranks must make calls that read or write rows together, in the same order, each with its own rows: ids go to

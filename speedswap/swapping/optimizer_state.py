@@ -119,7 +119,8 @@ class OptimizerState:
         """Return the state of a copy of the table."""
         twin = OptimizerState(table, weight, *self._stored_as)
         if self.idle is not None:
-            twin._keep_idle(IdleStore.over(table))
+            table.store = idle = IdleStore.over(table.store)
+            twin._keep_idle(idle)
         twin._row_state = self._row_state
         twin._is_copied = True
         return twin
@@ -305,7 +306,7 @@ class OptimizerState:
         if held or not self._row_state.columns:
             self._is_initial = False
             self._scalars.names, self._scalars.state = self._row_state.scalars, state
-        commit.add(self.table)
+        commit.add(self.table.commit)
         self._before = self._after = {}
         self.averages = []
 
@@ -421,7 +422,10 @@ class OptimizerState:
 
     def move_idle_rows(self, twin: Twin | None) -> None:
         """Let rows outside the batch take each step from now on, by a twin of the optimizer; or no longer."""
-        self._keep_idle(None if twin is None else IdleStore.over(self.table))
+        idle = None
+        if twin is not None:
+            self.table.store = idle = IdleStore.over(self.table.store)
+        self._keep_idle(idle)
         self._twin, store = twin, self.table.store
         if isinstance(store, IdleStore) and not (twin is not None and twin.goes_on(store.steps)):
             store.bring_up_to_date()

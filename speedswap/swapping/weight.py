@@ -23,7 +23,8 @@ from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
 from speedswap.swapping.whole_rows import OneValue
 from speedswap.tables import Table, init
-from speedswap.tables.table import put, require_alike
+from speedswap.tables.store import require_alike
+from speedswap.tables.table import put
 
 NOT_TAKEN_ALONG = (
     "a graph cannot take a table's rows along; export the part of the model that takes embedding(ids) as its input"
@@ -200,7 +201,7 @@ class _Rows:
             with torch.no_grad():
                 func(init.as_rows_of(chunk, table.num_embeddings), *args, **kwargs)
             if first == start:  # and the function takes them
-                require_alike(table, given, f"arguments of {name_of(func)} for")
+                require_alike(table.store, given, f"arguments of {name_of(func)} for")
             put(table, first, chunk)  # the rows' owners draw random values
         return self
 
@@ -220,7 +221,7 @@ class _Rows:
         table, (start, stop) = self._of, self._bounds
         values = source.detach().reshape(stop - start, table.embedding_dim)
         table.reserve_rows(range(start, stop))
-        require_alike(table, values, "values of")
+        require_alike(table.store, values, "values of")
         table.columns["weight"].require_storable(values, start)  # before the first piece is written
         for first in range(0, stop - start, init.CHUNK_ROWS):
             put(table, start + first, values[first : first + init.CHUNK_ROWS].to("cpu", table.dtype))

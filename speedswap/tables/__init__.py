@@ -11,9 +11,10 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys, is_single_key, select_texts
 from speedswap.tables.local import LocalStore
-from speedswap.tables.many import Commit, gather_rows, prefetch, scatter_rows
+from speedswap.tables.many import gather_rows, prefetch, scatter_rows
 from speedswap.tables.mapped import FileStore, TensorFiles, TensorSource
 from speedswap.tables.ngrams import ngram_rows, token_classes
+from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place
 from speedswap.tables.store import Prefetched, RowStore, WrappedStore

@@ -29,7 +29,6 @@ from speedswap.tables.store import IDLE_STEPS, Found, Notes, Prefetched, RowStor
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.table import Table
 
 MOST_STEPS = 4096  # that rows can miss before all are brought up to date
 _NONE_LEFT = 1e-18
@@ -246,15 +245,15 @@ class IdleStore(WrappedStore):
         self.notes.live_attributes[IDLE_STEPS] = self._known
 
     @classmethod
-    def over(cls, table: Table) -> IdleStore:
+    def over(cls, store: RowStore) -> IdleStore:
         """Return the store that a table's rows are behind from now on, also for the tables of its parts."""
-        if not isinstance(table.store, cls):
-            idle = cls(table.store)
-            for part in table.store.notes.parts:
-                if part.inner is table.store:
-                    part.inner = idle
-            table.store = idle
-        return table.store
+        if isinstance(store, cls):
+            return store
+        idle = cls(store)
+        for part in store.notes.parts:
+            if part.inner is store:
+                part.inner = idle
+        return idle
 
     @classmethod
     def in_front_of(cls, store: RowStore) -> RowStore:

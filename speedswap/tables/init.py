@@ -32,6 +32,10 @@ class Initializer:
     """The values of a column's rows before they are first written."""
 
     kind: ClassVar[str] = ""
+    _kinds: ClassVar[dict[str, type[Initializer]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._kinds.setdefault(cls.kind, cls)
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         """Write the initial values of some rows; the bits do not depend on which other rows are filled with them.
@@ -70,6 +74,15 @@ class Initializer:
     def to_json(self) -> dict[str, Any]:
         """Return the initializer as plain data, for a table's manifest."""
         return {"kind": self.kind, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Initializer | None:
+        """Return the initializer of this kind that :meth:`to_json` encoded; None if it cannot be rebuilt.
+
+        Raises:
+            TypeError, ValueError, KeyError: the data do not describe one.
+        """
+        return None
 
     @property
     def is_zero(self) -> bool:
@@ -138,6 +151,10 @@ class _Constant(_OfNumbers):
     def is_zero(self) -> bool:
         return self.value == 0 and math.copysign(1.0, self.value) > 0
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Initializer:
+        return constant(_number(data["value"]))
+
 
 @dataclass(frozen=True)
 class _Random(_OfNumbers):
@@ -154,16 +171,26 @@ class _Random(_OfNumbers):
 class _Uniform(_Random):
     low: float
     high: float
+
     kind: ClassVar[str] = "uniform"
     draw: ClassVar[Callable[..., None]] = staticmethod(kernels.fill_uniform)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Initializer:
+        return uniform(_number(data["low"]), _number(data["high"]))
 
 
 @dataclass(frozen=True)
 class _Normal(_Random):
     mean: float
     std: float
+
     kind: ClassVar[str] = "normal"
     draw: ClassVar[Callable[..., None]] = staticmethod(kernels.fill_normal)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Initializer:
+        return normal(_number(data["mean"]), _number(data["std"]))
 
 
 @dataclass(frozen=True)
@@ -172,6 +199,12 @@ class CopyOf(Initializer):
 
     column: str
     kind: ClassVar[str] = "copy_of"
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CopyOf:
+        if not isinstance(data["column"], str):
+            raise TypeError(f"init is a copy of column {data['column']!r}, which is not a name")
+        return cls(data["column"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,29 +388,8 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
     """
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise TypeError(f"init is {data!r}; an object with its kind was expected")
-    if data["kind"] == "copy_of":
-        if not isinstance(data["column"], str):
-            raise TypeError(f"init is a copy of column {data['column']!r}, which is not a name")
-        return copy_of(data["column"])
-    if data["kind"] == "ranges":
-        from speedswap.tables.initial import InRanges
-
-        return InRanges.from_json(data)
-    if data["kind"] == "owned":
-        from speedswap.tables.owners import OwnedRows
-
-        return OwnedRows.from_json(data)
-    if data["kind"] not in _OF_NUMBERS:
-        return None
-    make, names = _OF_NUMBERS[data["kind"]]
-    return make(*(_number(data[name]) for name in names))
-
-
-_OF_NUMBERS: dict[str, tuple[Callable[..., Initializer], tuple[str, ...]]] = {
-    "constant": (constant, ("value",)),
-    "uniform": (uniform, ("low", "high")),
-    "normal": (normal, ("mean", "std")),
-}
+    kind = Initializer._kinds.get(data["kind"])
+    return None if kind is None else kind.from_json(data)
 
 
 def _number(value: object) -> float:

@@ -206,11 +206,6 @@ class InRanges(Initializer):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> InRanges | None:
-        """Return the ranges that :meth:`to_json` encoded; None if one of them cannot be computed again.
-
-        Raises:
-            TypeError, ValueError, KeyError: the data do not describe ranges.
-        """
         if not isinstance(data["ranges"], list) or not data["ranges"]:
             raise TypeError(f"init has ranges {data['ranges']!r}; a list of them was expected")
         known, ranges = True, []

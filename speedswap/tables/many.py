@@ -45,45 +45,6 @@ def prefetch(
         return prefetched
 
 
-class Commit:
-    """The end of a step: its writes to any number of tables start together, and then each table's store commits.
-
-    A context manager. Leaving it, even with an exception, starts the transfers and commits the tables added so far.
-    """
-
-    def __init__(self) -> None:
-        self._transfers: Transfers | None = None
-        self._tables: list[Table] = []
-
-    @property
-    def transfers(self) -> Transfers:
-        """Scatters that may still run during the next step."""
-        if self._transfers is None:
-            self._transfers = Transfers("out")
-        return self._transfers
-
-    def add(self, table: Table) -> None:
-        """Add a table that the step wrote."""
-        self._tables.append(table)
-
-    def __enter__(self) -> Commit:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if len(self._tables) == 1:  # the usual case
-            try:
-                if self._transfers is not None:
-                    self._transfers.start()
-            finally:
-                self._tables[0].commit()
-            return
-        with ExitStack() as ended:  # each table commits, even if another raises
-            for table in reversed(self._tables):
-                ended.callback(table.commit)
-            if self._transfers is not None:
-                self._transfers.start()
-
-
 def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Copy rows out of a 2-D tensor, or weights out of a table.
 
@@ -157,6 +118,14 @@ def scatter_rows(
         positions = kernels.last_occurrences(ids)
         ids, values = ids[positions], values[positions.to(values.device)]
     target.scatter(ids, values)
+
+
+def discard(table: Table) -> None:
+    """Close a table whose intended user could not be created; remove its files if they are new."""
+    if table.was_found:
+        table.close()
+    else:
+        table.remove()
 
 
 def _require_room(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

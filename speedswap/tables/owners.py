@@ -229,11 +229,6 @@ class OwnedRows(Initializer):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OwnedRows | None:
-        """Return the values that :meth:`to_json` encoded; None if they cannot be computed again.
-
-        Raises:
-            TypeError, ValueError, KeyError: the data do not describe a rank's rows.
-        """
         num_embeddings, world_size, rank = (data[name] for name in ("num_embeddings", "world_size", "rank"))
         zero_row, init = data["zero_row"], from_json(data["init"])
         is_sized = is_int(num_embeddings, 1, 2**62 - 1) and is_int(world_size, 1, 2**20)

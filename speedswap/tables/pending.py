@@ -8,7 +8,8 @@ result is bitwise equal to the store's rows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -231,3 +232,42 @@ class PendingTransfers:
             del self._writes[0]
         if failure is not None:
             raise failure
+
+
+class Commit:
+    """The end of a step: its writes to any number of tables start together, and then each table's store commits.
+
+    A context manager. Leaving it, even with an exception, starts the transfers and commits the tables added so far.
+    """
+
+    def __init__(self) -> None:
+        self._transfers: Transfers | None = None
+        self._commits: list[Callable[[], None]] = []
+
+    @property
+    def transfers(self) -> Transfers:
+        """Scatters that may still run during the next step."""
+        if self._transfers is None:
+            self._transfers = Transfers("out")
+        return self._transfers
+
+    def add(self, commit: Callable[[], None]) -> None:
+        """Add the commit of a table that the step wrote."""
+        self._commits.append(commit)
+
+    def __enter__(self) -> Commit:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if len(self._commits) == 1:  # the usual case
+            try:
+                if self._transfers is not None:
+                    self._transfers.start()
+            finally:
+                self._commits[0]()
+            return
+        with ExitStack() as ended:  # each table commits, even if another raises
+            for commit in reversed(self._commits):
+                ended.callback(commit)
+            if self._transfers is not None:
+                self._transfers.start()

@@ -296,6 +296,29 @@ class Block:
         return self.columns["weight"]
 
 
+def column_among(columns: Mapping[str, Column], name: str, table: str) -> Column:
+    """Return a column of a table.
+
+    Raises:
+        ValueError: no column has that name.
+    """
+    if name not in columns:
+        raise ValueError(f"column {name!r} is not in table {table!r}; it has {', '.join(columns)}")
+    return columns[name]
+
+
+def row_of(zero_row: int | None, num_embeddings: int) -> int | None:
+    """Return a column's zero_row as an int, or None.
+
+    Raises:
+        ValueError: it is not a row of the table.
+    """
+    last = num_embeddings - 1
+    if zero_row is None:
+        return None
+    return whole_number("zero_row", zero_row, 0, last, remedy=f"give one of the table's rows, 0 to {last}, or None")
+
+
 def fitting(
     values: Block | Tensor | Mapping[str, Tensor], columns: Mapping[str, Column], num_rows: int, table: str
 ) -> Mapping[str, Tensor]:
@@ -311,8 +334,7 @@ def fitting(
     elif not isinstance(values, Mapping):
         raise TypeError(f"values is {a_kind(values)}; give a block, a tensor of weights, or tensors by column name")
     for name, tensor in values.items():
-        if name not in columns:
-            raise ValueError(f"column {name!r} is not in table {table!r}; it has {', '.join(columns)}")
+        column_among(columns, name, table)
         kernels.require_dense(tensor, f"values[{name!r}]")
         wanted = (num_rows, *columns[name].row_shape)
         if tensor.dtype != columns[name].dtype:

@@ -22,10 +22,11 @@ from speedswap.tables.disk.layout import FreshRows, LogLayout
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
-from speedswap.tables.idle import LAST_STEP, IdleStore
+from speedswap.tables.idle import LAST_STEP
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import HotBytes, MemoryKind, default_kind, require_hot_bytes
+from speedswap.tables.opening import open_store
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, StoreFacts, origins_in
 
@@ -301,54 +302,6 @@ def opened_place(path: Storage | str | os.PathLike[str]) -> Storage:
 
 _log = logging.getLogger("speedswap")
 _SAVE_BYTES = 64 * 2**20
-_TRIES = 100
-
-
-def open_store(
-    path: Path,
-    mode: str = "r+",
-    disk: DiskOptions = DiskOptions(),  # noqa: B008
-    commit: int | None = None,
-) -> RowStore:
-    """Open a store in files; arguments and errors are those of :meth:`Table.open`."""
-    if mode not in ("r", "r+"):
-        raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
-    if commit is not None and (isinstance(commit, bool) or not isinstance(commit, int) or commit < 0):
-        raise ValueError(f"commit is {commit!r}; give the number of a commit that is kept, or None for the last one")
-    if (sharded := _opened_shards(path, mode, disk)) is not None:
-        if commit is not None:
-            sharded.close()
-            raise ValueError(f"commit is {commit}, but table {sharded.facts.name!r} keeps no commits; leave it out")
-        return sharded
-    for last in (*[False] * _TRIES, True):
-        directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+")
-        try:
-            return IdleStore.in_front_of(LogStore(directory, manifest, contents, disk, commit))
-        except TableFormatError:
-            directory.release()
-            if last or directory.writable or not directory.has_changed:
-                raise  # otherwise a writer has just added columns
-        except BaseException:
-            directory.release()
-            raise
-    raise AssertionError
-
-
-def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
-    """Open a store of all rows of a table owned by ranks; None if the path holds another kind of table, or nothing."""
-    from speedswap.tables.parts import ShardsInFiles, read_manifest
-
-    try:
-        manifest = read_manifest(path)
-    except (TableFormatError, OSError):
-        return None  # opening it as an ordinary table reports it
-    if manifest is None:
-        return None
-    store = ShardsInFiles(path, manifest, disk)
-    if mode == "r+":
-        store.close()
-        store.check(writing=True)
-    return store
 
 
 def lives_there(path: str | os.PathLike[str]) -> FileExistsError:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from speedswap import kernels
 from speedswap._process import Locked
 from speedswap.tables.init import CopyOf, chunks_of
 from speedswap.tables.initial import InRanges, Origin, origins_of
-from speedswap.tables.record import Block, Column
+from speedswap.tables.record import Block, Column, fitting
 
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from speedswap.tables.id_map import IdMap
     from speedswap.tables.memory import HotBytes
     from speedswap.tables.owners import Owners
-    from speedswap.tables.table import Table
+
+TableT = TypeVar("TableT")
+"""The table that holds a rank's own rows."""
 
 PARTS = "tables"
 """The attribute of a store that names its parts; a copy of one of them is without it."""
@@ -606,7 +608,7 @@ class WrappedStore(RowStore):
         self.inner.close()
 
 
-class JointRows(ABC):
+class JointRows(ABC, Generic[TableT]):
     """Rows owned by ranks together, as seen by one of them. Every rank must make each of these calls.
 
     Attributes:
@@ -617,7 +619,7 @@ class JointRows(ABC):
     """
 
     group: RankGroup
-    own: Table
+    own: TableT
     owners: Owners
     torn: str | None = None
 
@@ -630,7 +632,7 @@ class JointRows(ABC):
         """
 
     @abstractmethod
-    def make_step(self, table: Table, *arguments: Any) -> Any:
+    def make_step(self, table: TableT, *arguments: Any) -> Any:
         """Return the training step of a table over these rows; arguments are those for an ordinary table's step."""
 
     @abstractmethod
@@ -687,6 +689,53 @@ def read_alone(store: RowStore) -> AbstractContextManager[RowStore | None]:
     joint = innermost(store)
     assert isinstance(joint, JointRows)
     return joint.alone(store)
+
+
+def require_alike(store: RowStore, given: object, what: str) -> None:
+    """Raise ValueError, on all ranks that own the rows together, unless all of them passed the same values.
+
+    Args:
+        given: a tensor, or settings.
+        what: its description for the message, before the table's name.
+    """
+    if store.facts.ranks is not None:
+        store.facts.ranks.require_alike(given, f"{what} table {store.facts.name!r}")
+
+
+def require_out(store: RowStore, out: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> None:
+    """Raise ValueError or TypeError unless tensors can receive rows of columns, as ``out`` of :meth:`Table.gather`."""
+    for name, tensor in fitting(out, store.columns, len(rows), store.facts.name).items():
+        kernels.require_apart(tensor, f"out[{name!r}]", rows, "rows")
+        is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        if not is_plain or tensor.device != device or tensor.untyped_storage().data_ptr() in store.notes.viewed:
+            raise ValueError(
+                f"out[{name!r}], on {tensor.device} with strides {tensor.stride()}, cannot take the rows; give a "
+                f"contiguous tensor on {device} that is not a view of the table"
+            )
+
+
+def leave(store: RowStore) -> None:
+    """Flush a store whose table was not closed: it was freed, or the process is exiting."""
+    if not store.facts.is_borrowed:
+        with store.facts.locked.lock:
+            if store.files is None:
+                store.flush()
+            else:
+                store.files.leave(store.flush)
+
+
+def note_change(store: RowStore, rows: Tensor | range | None) -> None:
+    """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
+    facts = store.facts
+    if facts.ranks is not None:
+        return  # the owners' tables record changes where they are made
+    if facts.part_name:
+        if isinstance(rows, Tensor):
+            rows = rows.long() + facts.first_row
+        else:
+            some = range(facts.num_embeddings) if rows is None else rows
+            rows = range(facts.first_row + some.start, facts.first_row + some.stop)
+    store.notes.note_change(rows)
 
 
 def origins_in(store: RowStore) -> dict[str, Origin]:

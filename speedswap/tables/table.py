@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +14,27 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._words import AVERAGE_OTHERS, a_kind
+from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
-from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
-from speedswap.tables.formats import export_table, import_table
+from speedswap.tables.formats import export_rows, import_rows
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
-from speedswap.tables.record import Block, Column, RecordLayout, count, fitting, require_name, seed_of, whole_number
+from speedswap.tables.making import create_store, keep_map, map_for
+from speedswap.tables.pending import Commit
+from speedswap.tables.record import Block, Column, RecordLayout, column_among, fitting, row_of
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
-from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore
+from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore, leave, note_change, require_out
 
 if TYPE_CHECKING:
     import enum
 
-    from speedswap.tables.many import Commit
+    from numpy.typing import DTypeLike, NDArray
 
 
 class Table:
@@ -78,7 +78,7 @@ class Table:
     def __init__(self, store: RowStore) -> None:
         self.store, facts = store, store.facts
         self.ranks = facts.ranks
-        self.joint: JointRows | None = store if isinstance(store, JointRows) else None
+        self.joint: JointRows[Table] | None = store if isinstance(store, JointRows) else None
         if self.ranks is not None and self.joint is None and not facts.is_borrowed:
             raise TypeError(
                 f"store is a {type(store).__name__} in front of rows that ranks own; wrap each rank's store instead: "
@@ -90,7 +90,7 @@ class Table:
         self.live_attributes = store.notes.live_attributes
         self._locked = facts.locked
         self._is_closed = False  # by this table, though another one may have the rows still
-        self._flush_at_end = weakref.finalize(self, _flush_at_end, store)
+        self._flush_at_end = weakref.finalize(self, leave, store)
 
     # ------------------------------------------------------------------ made, opened, loaded
 
@@ -147,19 +147,11 @@ class Table:
             TableTooLargeError: the memory could not be allocated, or the size overflows.
         """
         place = as_storage(storage, path)
-        num_embeddings = count("num_embeddings", num_embeddings)
-        embedding_dim = count("embedding_dim", embedding_dim)
-        seed = seed_of(seed)
-        require_name(name)
-        zero_row = _require_zero_row(zero_row, num_embeddings)
-        if str(dtype).startswith("torch.q"):
-            raise TypeError(
-                f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
-            )
-        weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
-        for rows in weight.init.given():
-            weight.require_storable(rows)
-        return cls._at(place, place.create(num_embeddings, weight, seed=seed, name=name))
+        store = create_store(
+            place, num_embeddings, embedding_dim, dtype=dtype, init=init, seed=seed, name=name, zero_row=zero_row,
+            stored_dtype=stored_dtype, rounding=rounding,
+        )  # fmt: skip
+        return cls._at(place, store)
 
     @classmethod
     @of_all_ranks
@@ -273,20 +265,12 @@ class Table:
             tensor([[4.0000, 5.0000, 6.5000],
                     [0.0000, 0.0000, 0.0000]])
         """
-        return import_table(
-            cls,
-            file,
-            as_storage(storage, path),
-            format,
-            columns=columns,
-            keys=keys,
-            allow_nan=allow_nan,
-            dtype=dtype,
-            seed=seed,
-            name=name,
-            stored_dtype=stored_dtype,
-            rounding=rounding,
-        )
+        place = as_storage(storage, path)
+        store = import_rows(
+            file, place, format, columns=columns, keys=keys, allow_nan=allow_nan, dtype=dtype, seed=seed, name=name,
+            stored_dtype=stored_dtype, rounding=rounding,
+        )  # fmt: skip
+        return cls._at(place, store)
 
     salvage = staticmethod(salvage)
 
@@ -321,9 +305,7 @@ class Table:
         Raises:
             ValueError: no column has that name.
         """
-        if name not in self.columns:
-            raise ValueError(f"column {name!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
-        return self.columns[name]
+        return column_among(self.columns, name, self.name)
 
     @property
     def nbytes(self) -> int:
@@ -383,21 +365,9 @@ class Table:
             return
         if self.id_map is not None:
             raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
-        if id_map.num_rows != self.num_embeddings:
-            raise ValueError(
-                f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
-                "make the table with id_map.num_rows rows"
-            )
-        self.check_resettable()
-        id_map = self.store.notes.map_of(id_map)
-        if id_map.evict is not None and id_map.holder() not in (None, self.store):
-            raise ValueError(
-                f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
-                "its own, or one with evict=None"
-            )
+        id_map = map_for(self.store, id_map)
         with self._held(writing=True):
-            id_map.holder = weakref.ref(self.store)
-            self.store.notes.id_maps[self.store.facts.part_name] = id_map
+            keep_map(self.store, id_map)
 
     @property
     def lock(self) -> threading.RLock:
@@ -433,30 +403,12 @@ class Table:
     def __reduce__(self) -> tuple[Any, ...]:
         path, files = self.path, self.store.files
         if path is None or files is None:
-            remedy = "save torch.save(model.state_dict(), …), or speedswap.save_checkpoint(path, model); for another "
-            remedy += "process use Table.save(path), and Table.open(path, mode='r') there"
-            if get_spawning_popen() is not None:
-                remedy = (
-                    "to read its rows in a worker, start that with fork (multiprocessing_context='fork'), or make the "
-                )
-                remedy += "table on disk (path=), which opens there; to train it in several processes, make it in each "
-                remedy += "of them with storage=speedswap.Ranks()"
-            raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
+            raise whole_table.not_pickled(self.name, self.storage)
         self.flush()  # another process sees only what is committed
         return (_opened_to_read, (str(path), files.stays_at, self.local_to_rank))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
-        if self.path is not None:
-            raise TypeError(
-                f"table {self.name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
-                f"and Table.open(path), or into memory with Table.load(path); {AVERAGE_OTHERS}"
-            )
-        if self.ranks is not None:
-            raise TypeError(
-                f"table {self.name!r} is owned by {len(self.ranks)} ranks, and cannot be copied; save it, or make "
-                "another model with storage=speedswap.Ranks() that loads this one's state_dict(). To average dense "
-                "layers (AveragedModel), take a module without the embedding"
-            )
+        whole_table.require_copyable(self.store)
         with self._held():
             twin = type(self)(copy_rows(self.store))
             twin.local_to_rank = self.local_to_rank
@@ -496,7 +448,7 @@ class Table:
             target = target or next(iter(out.values())).device
         self.check_rows(rows)
         if out and target is not None:
-            _require_out(self, out, rows, target)
+            require_out(self.store, out, rows, target)
         with self._held():
             block = self.store.gather(rows, columns, target, out)
         for tensor in (out or {}).values():
@@ -628,9 +580,8 @@ class Table:
 
     def commit(self) -> None:
         """Mark the end of a step: its writes and the live attributes are consistent."""
-        store = self.store
         with self._locked.lock:
-            store.commit()
+            self.store.commit()
 
     # ------------------------------------------------------------------ whole columns
 
@@ -684,7 +635,7 @@ class Table:
             )
         if self.ranks is not None:  # each of which writes in pieces
             self.reserve_rows(len(values))
-        require_alike(self, values, f"values of column {column!r} of")
+            self.ranks.require_alike(values, f"values of column {column!r} of table {self.name!r}")
         put(self, start, values, column)
         if commit:
             self.commit()
@@ -772,7 +723,7 @@ class Table:
         for column in columns:
             if not isinstance(column, Column):
                 raise TypeError(f"columns has {a_kind(column)}; give speedswap.Column(…)")
-            _require_zero_row(column.zero_row, self.num_embeddings)
+            row_of(column.zero_row, self.num_embeddings)
         require_sources(columns, self.columns, self.name)
 
     @of_all_ranks
@@ -784,8 +735,13 @@ class Table:
         """
         self.reserve_rows(*[range(self.num_embeddings)] * len(columns))
 
-    __array__ = whole_table.to_numpy
-    __dlpack__ = whole_table.to_dlpack
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return whole_table.to_numpy(self.store, self.read, dtype, copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options.get("copy") is False:
+            raise BufferError(f"copy is False, but the rows of table {self.name!r} are always copied; use Table.view()")
+        return self.read().__dlpack__(**options)
 
     # ------------------------------------------------------------------ files and the end
 
@@ -867,7 +823,8 @@ class Table:
             dog 0.1 0.1 0.1
             <BLANKLINE>
         """
-        export_table(self, path, format, columns=columns, keys=keys, overwrite=overwrite)
+        self.check_open()
+        export_rows(self.store, path, format, columns=columns, keys=keys, overwrite=overwrite)
 
     @of_all_ranks
     def flush(self) -> None:
@@ -922,16 +879,7 @@ class Table:
 
     def note_change(self, rows: Tensor | range | None) -> None:
         """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
-        facts = self.store.facts
-        if facts.ranks is not None:
-            return  # the owners' tables record changes where they are made
-        if facts.part_name:
-            if isinstance(rows, Tensor):
-                rows = rows.long() + facts.first_row
-            else:
-                some = range(self.num_embeddings) if rows is None else rows
-                rows = range(facts.first_row + some.start, facts.first_row + some.stop)
-        self.store.notes.note_change(rows)
+        note_change(self.store, rows)
 
     def is_backed_by(self, memory: Tensor) -> bool:
         """Return whether a tensor's memory is the rows', as that of :meth:`view` is."""
@@ -984,58 +932,6 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
         table.store.write(column, start, values)
 
 
-def discard(table: Table) -> None:
-    """Close a table whose intended user could not be created; remove its files if they are new."""
-    if table.was_found:
-        table.close()
-    else:
-        table.remove()
-
-
-def require_alike(table: Table, given: object, what: str) -> None:
-    """Raise ValueError, on all ranks that own the rows together, unless all of them passed the same values.
-
-    Args:
-        given: a tensor, or settings.
-        what: its description for the message, before the table's name.
-    """
-    if table.ranks is not None:
-        table.ranks.require_alike(given, f"{what} table {table.name!r}")
-
-
-def _require_zero_row(zero_row: int | None, num_embeddings: int) -> int | None:
-    """Return a column's zero_row as an int, or None.
-
-    Raises:
-        ValueError: it is not a row of the table.
-    """
-    last = num_embeddings - 1
-    if zero_row is None:
-        return None
-    return whole_number("zero_row", zero_row, 0, last, remedy=f"give one of the table's rows, 0 to {last}, or None")
-
-
-def _require_out(table: Table, out: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> None:
-    for name, tensor in fitting(out, table.columns, len(rows), table.name).items():
-        kernels.require_apart(tensor, f"out[{name!r}]", rows, "rows")
-        is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        if not is_plain or tensor.device != device or table.is_backed_by(tensor):
-            raise ValueError(
-                f"out[{name!r}], on {tensor.device} with strides {tensor.stride()}, cannot take the rows; give a "
-                f"contiguous tensor on {device} that is not a view of the table"
-            )
-
-
 def _opened_to_read(path: str, commit: int | None, local_to_rank: bool) -> Table:
     """Rebuild an unpickled table."""
     return Table.open(Disk(path, local_to_rank=local_to_rank), "r", commit=commit)
-
-
-def _flush_at_end(store: RowStore) -> None:
-    """Flush a store whose table was not closed: it was freed, or the process is exiting."""
-    if not store.facts.is_borrowed:
-        with store.facts.locked.lock:
-            if store.files is None:
-                store.flush()
-            else:
-                store.files.leave(store.flush)

@@ -1,29 +1,36 @@
-"""Whole-table operations: copies as one array, a memory check, and a progress bar."""
+"""Whole-table operations: copies as one array, refusals of other copies, a memory check, and a progress bar."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from speedswap._machine import available_bytes
+from speedswap._words import AVERAGE_OTHERS
 from speedswap.errors import TableTooLargeError
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-    from speedswap.tables.table import Table
+    from speedswap.tables.store import RowStore
 
 CHUNK_BYTES = 64 * 2**20
 
 
-def to_numpy(table: Table, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+def to_numpy(
+    store: RowStore, read: Callable[[int, int], Tensor], dtype: DTypeLike | None, copy: bool | None
+) -> NDArray[Any]:
     """Copy all weights into an array, for ``np.asarray(table)``.
 
     Args:
+        store: the table's store.
+        read: :meth:`Table.read`.
         dtype: the array's dtype; by default the weights'.
         copy: must not be False: only :meth:`Table.view` shares the table's memory.
 
@@ -35,42 +42,51 @@ def to_numpy(table: Table, dtype: DTypeLike | None = None, copy: bool | None = N
         TypeError: NumPy lacks the dtype (bfloat16), and no other was requested.
         ValueError: ``copy`` is False.
     """
+    num_rows, name, weight = store.facts.num_embeddings, store.facts.name, store.columns["weight"]
     if copy is False:
-        raise ValueError(f"copy is False, but the rows of table {table.name!r} are always copied; use Table.view()")
-    known = numpy_dtype(table.dtype)
+        raise ValueError(f"copy is False, but the rows of table {name!r} are always copied; use Table.view()")
+    known = numpy_dtype(weight.dtype)
     wanted = known if dtype is None else np.dtype(dtype)
-    if wanted is None or (known is None and not table.dtype.is_floating_point):
+    if wanted is None or (known is None and not weight.dtype.is_floating_point):
         raise TypeError(
-            f"table {table.name!r} holds {table.dtype}, which NumPy does not have; give a dtype that it has, such as "
+            f"table {name!r} holds {weight.dtype}, which NumPy does not have; give a dtype that it has, such as "
             "np.asarray(table, dtype=np.float32), or use Table.read() for a tensor"
         )
     if known is not None and wanted == known:  # np.dtype(float) == None is True
-        return table.read().numpy()
-    return converted(table, wanted)
-
-
-def to_dlpack(table: Table, **options: Any) -> Any:
-    """Copy all weights into a DLPack capsule in host memory, for ``torch.as_tensor(table)``.
-
-    Raises:
-        TableTooLargeError: they do not fit into free memory.
-        BufferError: ``copy`` is False.
-    """
-    if options.get("copy") is False:
-        raise BufferError(f"copy is False, but the rows of table {table.name!r} are always copied; use Table.view()")
-    return table.read().__dlpack__(**options)
-
-
-def converted(table: Table, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Copy the weights to another dtype, a chunk of rows at a time."""
-    rows, dim = table.num_embeddings, table.embedding_dim
-    require_memory(rows * dim * dtype.itemsize, f"rows 0 to {rows - 1} of table {table.name!r} as {dtype}")
-    out = np.empty((rows, dim), dtype)
-    step = max(1, CHUNK_BYTES // (dim * table.dtype.itemsize))
-    for start in range(0, rows, step):
-        values = table.read(start, start + step)
-        out[start : start + step] = as_numpy(values)
+        return read(0, num_rows).numpy()
+    require_memory(num_rows * weight.width * wanted.itemsize, f"rows 0 to {num_rows - 1} of table {name!r} as {wanted}")
+    out = np.empty((num_rows, weight.width), wanted)
+    step = max(1, CHUNK_BYTES // (weight.width * weight.dtype.itemsize))
+    for start in range(0, num_rows, step):
+        out[start : start + step] = as_numpy(read(start, start + step))
     return out
+
+
+def not_pickled(name: str, storage: str) -> TypeError:
+    """Return the error for pickling a table in memory."""
+    remedy = "save torch.save(model.state_dict(), …), or speedswap.save_checkpoint(path, model); for another "
+    remedy += "process use Table.save(path), and Table.open(path, mode='r') there"
+    if get_spawning_popen() is not None:
+        remedy = "to read its rows in a worker, start that with fork (multiprocessing_context='fork'), or make the "
+        remedy += "table on disk (path=), which opens there; to train it in several processes, make it in each "
+        remedy += "of them with storage=speedswap.Ranks()"
+    return TypeError(f"table {name!r} is {storage} memory and cannot be pickled; {remedy}")
+
+
+def require_copyable(store: RowStore) -> None:
+    """Raise TypeError unless the rows are in the memory of this process alone, so that a model's copy has its own."""
+    name, ranks, files = store.facts.name, store.facts.ranks, store.files
+    if files is not None and files.path is not None and not store.facts.part_name:
+        raise TypeError(
+            f"table {name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
+            f"and Table.open(path), or into memory with Table.load(path); {AVERAGE_OTHERS}"
+        )
+    if ranks is not None:
+        raise TypeError(
+            f"table {name!r} is owned by {len(ranks)} ranks, and cannot be copied; save it, or make "
+            "another model with storage=speedswap.Ranks() that loads this one's state_dict(). To average dense "
+            "layers (AveragedModel), take a module without the embedding"
+        )
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
@@ -81,7 +97,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
         return None
 
 
-def as_numpy(values: torch.Tensor) -> NDArray[Any]:
+def as_numpy(values: Tensor) -> NDArray[Any]:
     """Return values as an array; bfloat16 and float8, which NumPy lacks, as float32, which is exact.
 
     Raises:

@@ -260,7 +260,7 @@ def test_rows_take_no_fewer_bytes_than_the_disk_is_asked_for(dtype, suffix, tmp_
     form = FORMATS[format_of(tmp_path / f"rows{suffix}", None)]
     keys = None if form.keys == "never" else ["1"] * 5000
     table.export(tmp_path / f"rows{suffix}", keys=keys)
-    with outgoing(table, format_of(tmp_path / f"rows{suffix}", None), ["weight"], keys) as rows:
+    with outgoing(table.store, format_of(tmp_path / f"rows{suffix}", None), ["weight"], keys) as rows:
         least = least_bytes(form, rows)
     size = (tmp_path / f"rows{suffix}").stat().st_size
     assert size // 8 < least <= size

@@ -20,7 +20,8 @@ from torch import Tensor
 import speedswap
 from speedswap.kernels import Lookup
 from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore, as_storage
-from speedswap.tables.storage import copy_rows, open_store
+from speedswap.tables.opening import open_store
+from speedswap.tables.storage import copy_rows
 from speedswap.tables.store import StoreFacts
 
 ROWS, DIM = 30, 4

@@ -140,7 +140,7 @@ class WordVectors:
             OutputError: it cannot be written.
         """
         with write_whole(path) as file:
-            write_rows(file, self.table, "word2vec", keys=self.words)
+            write_rows(file, self.table.store, "word2vec", keys=self.words)
 
 
 def read_pairs(path: Path) -> WordPairs:

@@ -487,7 +487,8 @@ class TableToLoad:
             table.store.bring_up_to_date()
         target, sources = self._target, [source.shard for source in self._sources]
         if lack_steps := self._take_as_stored(table, names):
-            IdleStore.over(table).number_rows()
+            table.store = idle = IdleStore.over(table.store)
+            idle.number_rows()
             target, *sources = (each._replace(table=as_stored(each.table)) for each in (target, *sources))
             names = [*names, LAST_STEP]
         files, found = table.store.files, sources[0].table.store

@@ -43,8 +43,8 @@ from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
 from speedswap.tables.files.place import Place, refuse_within_table
 from speedswap.tables.initial import InRanges, Range
+from speedswap.tables.many import discard
 from speedswap.tables.store import PARTS, PartStore
-from speedswap.tables.table import discard
 
 _log = logging.getLogger("speedswap")
 

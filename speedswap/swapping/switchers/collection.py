@@ -21,8 +21,8 @@ from speedswap.swapping.switchers.arrays import ColumnArray
 from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.init import Initializer
+from speedswap.tables.many import discard
 from speedswap.tables.record import Column
-from speedswap.tables.table import discard
 from speedswap.tables.whole_table import as_numpy
 
 

@@ -14,6 +14,6 @@ Only Parquet needs another package (pyarrow). A column that is stored in fewer b
 lookup returns. bfloat16 and float8 are written as float32, which is exact, if a format lacks them.
 """
 
-from speedswap.tables.formats.tables import FORMATS, export_table, import_table, write_rows
+from speedswap.tables.formats.tables import FORMATS, export_rows, import_rows, write_rows
 
-__all__ = ["FORMATS", "export_table", "import_table", "write_rows"]
+__all__ = ["FORMATS", "export_rows", "import_rows", "write_rows"]

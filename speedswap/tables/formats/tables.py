@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.errors import TableFormatError, TableFullError
+from speedswap.errors import TableClosedError, TableFormatError, TableFullError
 from speedswap.tables import init
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.open_directory import says_if_full, sync_names
@@ -32,13 +32,11 @@ from speedswap.tables.formats.pieces import (
     opened_keys,
 )
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.record import Column
+from speedswap.tables.making import create_store, keep_map, map_for
+from speedswap.tables.record import Column, column_among
 from speedswap.tables.storage import Disk, Storage
-from speedswap.tables.store import read_alone
+from speedswap.tables.store import RowStore, read_alone, require_alike
 from speedswap.tables.whole_table import numpy_dtype
-
-if TYPE_CHECKING:
-    from speedswap.tables.table import Table
 
 
 class Format(NamedTuple):
@@ -113,8 +111,8 @@ NOTHING_LEFT = "nothing was left there: free space, or give another place"
 """The outcome of a full disk, for :func:`says_if_full`."""
 
 
-def export_table(
-    table: Table,
+def export_rows(
+    store: RowStore,
     path: str | os.PathLike[str],
     format: str | None = None,
     *,
@@ -122,21 +120,26 @@ def export_table(
     keys: KeySource | RowKeys | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write columns of a table to a file; see :meth:`speedswap.Table.export`."""
-    if (part := part_of_ranks(table.columns["weight"])) is not None:
-        raise ValueError(f"table {table.name!r} is {part}, which are not in its order; {remedy_for_part(table.path)}")
+    """Write columns of a table's store to a file; see :meth:`speedswap.Table.export`."""
+    facts, files = store.facts, store.files
+    if (part := part_of_ranks(store.columns["weight"])) is not None:
+        remedy = remedy_for_part(None if files is None else files.path)
+        raise ValueError(f"table {facts.name!r} is {part}, which are not in its order; {remedy}")
     name = format_of(Path(path), format)
-    kind = FORMATS[name]
-    if table.ranks is not None and kind.keys != "never":  # each rank holds part of the keys
-        id_map = table.id_map if keys is None else keys
-        keys = keys_of_map(id_map, table.num_embeddings) if isinstance(id_map, IdMap) else keys
-    with read_alone(table.store) as store:
-        if store is not None:
-            _write(table if store is table.store else type(table)(store), Path(path), name, columns, keys, overwrite)
+    if facts.ranks is not None and FORMATS[name].keys != "never":  # each rank holds part of the keys
+        id_map = _map_of(store) if keys is None else keys
+        keys = keys_of_map(id_map, facts.num_embeddings) if isinstance(id_map, IdMap) else keys
+    with read_alone(store) as alone:
+        if alone is not None:
+            _write(alone, Path(path), name, columns, keys, overwrite)
+
+
+def _map_of(store: RowStore) -> IdMap | None:
+    return store.notes.id_maps.get(store.facts.part_name)
 
 
 def _write(
-    table: Table, path: Path, format: str, columns: Sequence[str], keys: KeySource | RowKeys | None, overwrite: bool
+    store: RowStore, path: Path, format: str, columns: Sequence[str], keys: KeySource | RowKeys | None, overwrite: bool
 ) -> None:
     real = Path(os.path.realpath(path))
     if real.is_dir():
@@ -149,19 +152,21 @@ def _write(
     require_folder(real.parent)
     remove_leftovers(real.parent)
     with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
-        rows = written.enter_context(outgoing(table, format, columns, keys))
+        rows = written.enter_context(outgoing(store, format, columns, keys))
         require_room(least_bytes(FORMATS[format], rows), real)
         FORMATS[format].write(written.enter_context(write_whole(real)), rows)
 
 
-def write_rows(file: BinaryIO, table: Table, format: str, *, keys: KeySource | None = None) -> None:
+def write_rows(file: BinaryIO, store: RowStore, format: str, *, keys: KeySource | None = None) -> None:
     """Write a table's weights to an open file, in a format of :data:`FORMATS`."""
-    with outgoing(table, format, ["weight"], keys) as rows:
+    with outgoing(store, format, ["weight"], keys) as rows:
         FORMATS[format].write(file, rows)
 
 
 @contextmanager
-def outgoing(table: Table, format: str, columns: Sequence[str], keys: KeySource | RowKeys | None) -> Iterator[Outgoing]:
+def outgoing(
+    store: RowStore, format: str, columns: Sequence[str], keys: KeySource | RowKeys | None
+) -> Iterator[Outgoing]:
     """Provide the rows for a format, while no thread can change them.
 
     Raises:
@@ -173,14 +178,16 @@ def outgoing(table: Table, format: str, columns: Sequence[str], keys: KeySource 
         raise ValueError(f"columns is {columns!r}; give {wanted} for {format}")
     if keys is not None and kind.keys == "never":
         raise ValueError(f"{format} holds no keys; export without them, or to word2vec or Parquet")
-    with table.lock, ExitStack() as held:
-        table.check_open()
+    facts = store.facts
+    with facts.locked.lock, ExitStack() as held:
+        if store.notes.closed:
+            raise TableClosedError(f"table {facts.name!r} is closed; open it again with Table.open")
         for name in columns:
-            table.column_of(name)
+            column_among(store.columns, name, facts.name)
         if keys is None and kind.keys != "never":
-            keys = table.id_map if table.id_map is not None else "rows" if kind.keys == "always" else None
-        found = None if keys is None else held.enter_context(opened_keys(keys, table.num_embeddings))
-        yield Outgoing(table.store, columns, found)
+            keys = "rows" if kind.keys == "always" and _map_of(store) is None else _map_of(store)
+        found = None if keys is None else held.enter_context(opened_keys(keys, facts.num_embeddings))
+        yield Outgoing(store, columns, found)
 
 
 def require_folder(folder: Path) -> None:
@@ -205,8 +212,7 @@ _KEYS = ("map", "drop")
 _CACHE_BYTES = 64 << 20  # every row is written once
 
 
-def import_table(
-    make: type[Table],
+def import_rows(
     file: str | os.PathLike[str],
     place: Storage,
     format: str | None = None,
@@ -216,8 +222,8 @@ def import_table(
     allow_nan: bool = False,
     dtype: torch.dtype | None = None,
     **options: Any,
-) -> Table:
-    """Create a table from a file's rows; see :meth:`speedswap.Table.from_file`."""
+) -> RowStore:
+    """Create a table's store from a file's rows; see :meth:`speedswap.Table.from_file`."""
     source, what = Path(file), os.fspath(file)
     name = format_of(source, format)
     with open_regular(source) as handle:
@@ -238,17 +244,19 @@ def import_table(
                     "has none give dtype=torch.float32 (--dtype float32), or save the products in a wider dtype"
                 )
 
-        def filled(at: Storage) -> Table:
+        def filled(at: Storage) -> RowStore:
             with nullcontext() if vocabulary is None else write_whole(vocabulary) as lines:
                 sink = KeySink(str(rows.key_kind), rows.num_rows, lines, what) if has_keys else None
                 dim = math.prod(weight.row_shape)
-                table = make.create(rows.num_rows + first_row, dim, dtype=dtype or weight.dtype, storage=at, **options)
+                store = create_store(at, rows.num_rows + first_row, dim, dtype=dtype or weight.dtype, **options)
                 try:
-                    _fill(table, rows, wanted, first_row, sink, "" if allow_nan else what)
+                    _fill(store, rows, wanted, first_row, sink, "" if allow_nan else what)
                 except BaseException:
-                    table.remove()
+                    store.close()
+                    if store.files is not None:
+                        store.files.remove()
                     raise
-                return table
+                return store
 
         if place.folder is None:
             return filled(place)
@@ -262,7 +270,7 @@ def import_table(
             filled(Disk(folder / "table", cache_bytes=_CACHE_BYTES, commit_seconds=None)).close()  # commits once
             rename_anew(folder / "table", real)
             sync_names(real.parent)
-    return make.open(place)
+    return place.open("r+", None)
 
 
 def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[str]:
@@ -282,7 +290,9 @@ def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[st
     return list(columns)
 
 
-def _fill(table: Table, rows: Incoming, columns: list[str], first_row: int, sink: KeySink | None, finite: str) -> None:
+def _fill(
+    store: RowStore, rows: Incoming, columns: list[str], first_row: int, sink: KeySink | None, finite: str
+) -> None:
     """Write all rows of a file to a new table, from row ``first_row`` on.
 
     Args:
@@ -292,21 +302,26 @@ def _fill(table: Table, rows: Incoming, columns: list[str], first_row: int, sink
     """
     names = dict(zip(columns, ["weight", *columns[1:]], strict=True))
     forms = {name: rows.columns[name] for name in columns[1:]}
-    table.add_columns([Column(name, form.row_shape, form.dtype, init.zeros()) for name, form in forms.items()])
-    table.reserve(["weight"])  # every row is written
+    if forms:
+        store.add_columns([Column(name, form.row_shape, form.dtype, init.zeros()) for name, form in forms.items()])
+    if store.files is not None:
+        store.files.reserve(range(store.facts.num_embeddings))  # every row is written
     for piece in rows.pieces(columns):
         for column, values in piece.values.items():
-            found = table.columns[names[column]]
+            found, begin = store.columns[names[column]], first_row + piece.start
             values = values.to(found.dtype).reshape(-1, *found.row_shape)
             if finite:
                 is_narrower = found.compact and found.stored_dtype.is_floating_point
                 _check_finite(values.to(found.stored_dtype) if is_narrower else values, column, piece.start, finite)
-            table.write(first_row + piece.start, values, column=found.name)
+            found.require_storable(values, begin)
+            require_alike(store, values, f"values of column {found.name!r} of")
+            store.write(found.name, begin, values)
+            store.commit()
         if sink is not None:
             assert piece.keys is not None
             sink.add(piece.start, piece.keys)
     if first_row and sink is not None:
-        table.set_id_map(sink.id_map)
+        keep_map(store, map_for(store, sink.id_map))
 
 
 def _check_finite(values: Tensor, column: str, start: int, what: str) -> None:
