@@ -156,7 +156,7 @@ class JointGradients:
     Attributes:
         unsettled: tables with lookups whose gradients were not exchanged, also of modules that are freed here.
         looked_up_alone: tables with lookups in separate rounds since the last step.
-        expected: the lookups of the next pass that a lookahead has told: the numbers of the tables, each with its ids.
+        expected: the lookups of the next pass that a lookahead has told: the tables' training steps, each with its ids.
     """
 
     kind = Kind.GRADIENTS
@@ -166,7 +166,7 @@ class JointGradients:
         self._steps: weakref.WeakValueDictionary[int, SendsGradients] = weakref.WeakValueDictionary()
         self.unsettled: set[int] = set()
         self.looked_up_alone: set[int] = set()
-        self.expected: list[tuple[int, Tensor]] = []
+        self.expected: list[tuple[SendsGradients, Tensor]] = []
         self._told: set[int] = set()  # tables covered by the last exchange, not used since
         self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, for tables not asked about yet
 
@@ -183,17 +183,12 @@ class JointGradients:
         self._steps[number] = step
         return number
 
-    def step(self, number: int) -> SendsGradients | None:
-        """Return a live table's training step."""
-        return self._steps.get(number)
-
-    def expected_with(self, number: int, ids: Tensor) -> list[tuple[SendsGradients, Tensor]]:
+    def expected_with(self, step: SendsGradients, ids: Tensor) -> list[tuple[SendsGradients, Tensor]]:
         """Return the other expected lookups, once, if this lookup in a table is one of them."""
         expected, self.expected = self.expected, []
         for place, (other, some) in enumerate(expected):
-            if other == number and some.dtype == ids.dtype and torch.equal(some, ids):
-                others = expected[:place] + expected[place + 1 :]
-                return [(step, some) for other, some in others if (step := self.step(other)) is not None]
+            if other is step and some.dtype == ids.dtype and torch.equal(some, ids):
+                return expected[:place] + expected[place + 1 :]
         return []
 
     def steps(self) -> list[SendsGradients]:

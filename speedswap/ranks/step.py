@@ -176,7 +176,7 @@ class ShardedStep(RowStep):
         if request.device.type != "cpu" or len(self.group) == 1:
             return None
         ids = request.ids_of()
-        lookups = self._of_group([*request.followed_by, *self._gradients.expected_with(self.number, ids)])
+        lookups = self._of_group([*request.followed_by, *self._gradients.expected_with(self, ids)])
         if not lookups:
             return None
         errand = LookupsAhead(self.group)
@@ -200,10 +200,11 @@ class ShardedStep(RowStep):
 
     def end_lookahead(self, loop: Loop) -> None:
         super().end_lookahead(loop)
+        self._gradients.expected = []
         self.group.main.begin_batch(None)
 
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
-        self._gradients.expected = [(step.number, ids) for step, ids in self._of_group(lookups)]
+        self._gradients.expected = [*self._of_group(lookups)]
 
     def _of_group(self, lookups: Iterable[tuple[object, Tensor]]) -> list[tuple[ShardedStep, Tensor]]:
         """Return those of some lookups whose rows the same ranks own."""
