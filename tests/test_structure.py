@@ -22,7 +22,7 @@ from speedswap.tables import Block
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"
 
-OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_forks", "_machine", "_threads", "_warnings", "_words"}
+OPEN_TO_ALL = {"errors", "_machine", "_process", "_words"}
 # Each package may import itself and these.
 BELOW: dict[str, set[str]] = {
     "kernels": set(),
@@ -88,13 +88,8 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-# Where a class or a method of an object is still replaced; in weight.py a parameter from meta becomes a table's.
-REPLACING = {
-    "speedswap/swapping/attach.py": {"__func__"},
-    "speedswap/swapping/batch_rows.py": {"__class__"},
-    "speedswap/swapping/row_step.py": {"__class__"},
-    "speedswap/swapping/weight.py": {"__class__"},
-}
+# A parameter from meta becomes a table's there.
+REPLACING = {"speedswap/swapping/weight.py": {"__class__"}}
 OF_FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_globals", "f_lineno", "f_locals", "co_name"}
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -168,7 +169,7 @@ def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
     own: Callable[..., Any] | None = optimizer.__dict__.get("step")  # wrapped by a scheduler, or the class's
 
     @functools.wraps(own or type(optimizer).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         optimizer = reference()
         assert optimizer is not None
         state = optimizer.__dict__
@@ -180,11 +181,7 @@ def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
             if _UNDER_WAY in state:
                 _take_back(state)
 
-    def method(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
-
-    step.__func__ = method  # type: ignore[attr-defined]  # which a scheduler that is made later binds again
-    return step
+    return MethodType(step, weakref.proxy(optimizer))  # a scheduler that is made later binds the function again
 
 
 def _counted(optimizer: Optimizer) -> Callable[..., None]:
