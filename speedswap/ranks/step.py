@@ -48,6 +48,7 @@ from speedswap.swapping.row_step import Leaving, Loop, RowStep
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
+_tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing; one bit of a note each
 
 
@@ -269,6 +270,11 @@ class ShardedStep(RowStep):
 
     # ------------------------------------------------------------------ the gradient of this rank's rows
 
+    @property
+    def own_grad(self) -> Tensor | None:
+        """The gradient of the rows that this rank owns, as of the last exchange."""
+        return self.batch.grad
+
     def gradient(self) -> Tensor | None:
         """Return the weight's gradient; if passes await their exchange, one whose first use exchanges them.
 
@@ -468,6 +474,12 @@ class ShardedStep(RowStep):
         return ShardedKeys(id_map, table, self, first_row, self.start_anew)
 
     top_rows = staticmethod(top_rows_of_ranks)  # type: ignore[assignment]
+
+    def takes_part(self) -> bool:
+        self.settle()
+        takes_part = self.own_grad is not None and super().takes_part()
+        self._end_wait()  # lookups without a backward pass so far are not in this step
+        return takes_part
 
     def _is_zeroed(self, grad: Tensor) -> bool:
         return self._gradients.is_zeroed(self.number)

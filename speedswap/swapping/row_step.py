@@ -327,11 +327,6 @@ class RowStep(Locked):
     def before_zero_grad(self) -> None:
         """Record that the optimizer's ``zero_grad`` was called, with which the training loop may begin a batch."""
 
-    @property
-    def own_grad(self) -> Tensor | None:
-        """The weight's gradient; of the rows that this rank owns, as of the last exchange with other ranks."""
-        return self.batch.grad
-
     def gradient(self) -> Tensor | None:
         """Return the weight's gradient."""
         return self.batch.grad
@@ -406,8 +401,7 @@ class RowStep(Locked):
         Raises:
             LostUpdateError: a gradient from no lookup is not zero. It is dropped before anything changes.
         """
-        self.settle()
-        grad = self.own_grad
+        grad = self.batch.grad
         if self._rows.block is not None or grad is None:
             return grad is not None
         self.batch.grad = None
