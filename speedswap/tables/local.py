@@ -224,7 +224,7 @@ class LocalStore(RowStore):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        if self._pending.has_writes:
+        if self._pending.unfinished:
             self.drain()
         names = self._columns if columns is None else columns
         if not self._is_filled and self._computes(rows.shape[0], near := device or rows.device):
@@ -295,7 +295,7 @@ class LocalStore(RowStore):
             self.notes.writes += 1
             self._pending.add_write(write)
             return
-        if is_busy := not self._pending.is_empty:
+        if is_busy := bool(self._pending.unfinished or self._pending.prefetches):
             self.drain()
             self._pending.finish_prefetches()
         self._written = True  # from here on

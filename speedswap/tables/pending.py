@@ -148,6 +148,8 @@ class PendingTransfers:
     """Transfers to and from one store that may still be running.
 
     Attributes:
+        unfinished: writes that may not have arrived, in their order.
+        prefetches: references to prefetches that may still read.
         steps_write_what_they_read: True if the last step wrote exactly the rows prefetched for it.
         drained: the event after the last write that was waited for, which is forwarded no longer: whatever reads ahead
             waits for it, as for all writes before; None if no GPU wrote it.
@@ -156,28 +158,18 @@ class PendingTransfers:
     def __init__(self) -> None:
         self.steps_write_what_they_read = False
         self.drained: torch.cuda.Event | None = None
-        self._writes: list[PendingWrite] = []
-        self._prefetches: list[weakref.ref[Prefetch]] = []
-
-    @property
-    def has_writes(self) -> bool:
-        """True if some writes may not have arrived yet."""
-        return bool(self._writes)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no write may be under way, and no prefetch waits for its turn."""
-        return not self._writes and not self._prefetches
+        self.unfinished: list[PendingWrite] = []
+        self.prefetches: list[weakref.ref[Prefetch]] = []
 
     def writes(self) -> list[PendingWrite]:
         """Return the writes that may not have arrived, including failed ones until :meth:`drain` reports them."""
         # The newest first: had it arrived after an older one was still under way, that one would be forwarded over it.
-        self._writes = [write for write in reversed(self._writes) if not write.has_arrived()][::-1]
-        return list(self._writes)
+        self.unfinished = [write for write in reversed(self.unfinished) if not write.has_arrived()][::-1]
+        return list(self.unfinished)
 
     def add_write(self, write: PendingWrite) -> None:
         """Add a step's write, which is forwarded to prefetches under way."""
-        self._writes = [*self.writes(), write]
+        self.unfinished = [*self.writes(), write]
         alive = self._alive()
         if not any(prefetch.has_made(write.block) for prefetch in alive):
             write.note_rows_made()
@@ -190,30 +182,30 @@ class PendingTransfers:
     def add_prefetch(self, prefetch: Prefetch) -> None:
         """Add a prefetch, to which later writes must be forwarded."""
         waiting = [each for each in self._alive() if not each.is_taken]
-        self._prefetches = [*map(weakref.ref, waiting), weakref.ref(prefetch)]
+        self.prefetches = [*map(weakref.ref, waiting), weakref.ref(prefetch)]
 
     def not_taken(self) -> list[Prefetch]:
         """Return the prefetches whose steps are to come."""
         return [prefetch for prefetch in self._alive() if not prefetch.is_taken]
 
     def _alive(self) -> list[Prefetch]:
-        return [prefetch for reference in self._prefetches if (prefetch := reference()) is not None]
+        return [prefetch for reference in self.prefetches if (prefetch := reference()) is not None]
 
     def previous(self, transfers: Transfers) -> Prefetch | None:
         """Return the last prefetch on a GPU before these transfers, if its step will probably write its rows."""
-        earlier = [reference() for reference in self._prefetches]
+        earlier = [reference() for reference in self.prefetches]
         earlier = [prefetch for prefetch in earlier if prefetch is None or prefetch.transfers is not transfers]
         last = earlier[-1] if earlier and self.steps_write_what_they_read else None
         return last if last is not None and last.transfers is not None and not last.is_taken else None
 
     def make_stale(self) -> None:
         """Mark every prefetch as stale, so that its rows are read again."""
-        for prefetch in self._alive() if self._prefetches else ():
+        for prefetch in self._alive() if self.prefetches else ():
             prefetch.is_stale = True
 
     def finish_prefetches(self) -> None:
         """Wait until no prefetch reads the memory."""
-        if self._prefetches and any(not prefetch.is_taken for prefetch in self._alive()):
+        if self.prefetches and any(not prefetch.is_taken for prefetch in self._alive()):
             kernels.finish_transfers()
 
     def drain(self) -> None:
@@ -223,13 +215,13 @@ class PendingTransfers:
             Exception: the error of the first failed write.
         """
         failure: Exception | None = None
-        while self._writes:
+        while self.unfinished:
             try:
-                self._writes[0].result()  # if interrupted, wait for it again
-                self.drained = self._writes[0].event
+                self.unfinished[0].result()  # if interrupted, wait for it again
+                self.drained = self.unfinished[0].event
             except Exception as error:
                 failure = failure or error
-            del self._writes[0]
+            del self.unfinished[0]
         if failure is not None:
             raise failure
 
