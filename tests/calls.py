@@ -1,7 +1,7 @@
 """The calls of one training step, and the files of the package that they enter, for tests and as a program.
 
 ``python tests/calls.py`` prints each step's calls by file, most first, and the walks of a lookup and a scatter; with
-``--json``, the same for a test, which needs a fresh process.
+``--json``, the calls for a test, which needs a fresh process.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def calls_by_file(function: Callable[[], object]) -> Counter[str]:
 
 
 def files_entered(function: Callable[[], object], end: object) -> list[str]:
-    """Return the package's files whose functions are called until ``end``, a function of C, is; in order, each once."""
+    """Return the package's files whose functions are called until ``end`` is; in order, each once."""
     files: dict[str, None] = {}
     ended = False
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal ended
-        ended = ended or (event == "c_call" and argument == end)
+        ended = ended or (argument == end if event == "c_call" else frame.f_code is getattr(end, "__code__", None))
         path = Path(frame.f_code.co_filename)
         if event == "call" and not ended and path.is_relative_to(PACKAGE):
             files[str(path.relative_to(PACKAGE))] = None
@@ -125,15 +125,14 @@ def main() -> None:
     """Print the calls of each step by file, and the walks."""
     torch.set_num_threads(1)
     calls = {name: calls_by_file(make()) for name, make in STEPS.items()}
-    walks = lookup_and_scatter()
     if sys.argv[1:] == ["--json"]:
-        print(json.dumps({"calls": calls, "walks": walks}))
+        print(json.dumps(calls))
         return
     for name, counts in calls.items():
         print(f"{sum(counts.values()):6,}  {name}")
         for path, count in counts.most_common(25):
             print(f"{count:14,}  {path}")
-    for name, files in walks.items():
+    for name, files in lookup_and_scatter().items():
         print(f"{len(files):6,}  files of a {name}\n        " + "\n        ".join(files))
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Callable
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
+from calls import files_entered
 
 import speedswap
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.moves import copy
-from speedswap.tables import Block
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"
@@ -180,11 +176,11 @@ def test_underscore_names_stay_in_their_package(package):
 
 
 def test_lookup_and_scatter_walk_through_the_documented_files(device):
-    """The files whose functions take ids or rows, from the forward pass and from the hook after a step."""
+    """Every file counts whose functions are called, in a process that has done its one-time work."""
     items = speedswap.Embedding(1000, 8, storage="pageable" if device == "cpu" else "pinned").to(device)
     optimizer = torch.optim.Adam(items.parameters())
     ids = torch.randint(1000, (64,), device=device)
-    for _ in range(2):  # one-time work
+    for _ in range(3):
         items(ids).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -204,35 +200,3 @@ def documented_walk(section: str) -> list[str]:
     text = (ROOT / "docs" / "architecture.md").read_text().split("## The walk")[1].split("\n## ")[0]
     block = text.split(f"\n{section}")[1].split("```")[1]
     return [line.split()[0] for line in block.strip().splitlines()]
-
-
-def files_entered(call: Callable[[], object], end: Callable[..., object]) -> list[str]:
-    """Return the files whose functions are called with ids or blocks, in order, until ``end`` is called."""
-    entered: list[str] = []
-    ended = False
-
-    def are_ids(value: object) -> bool:
-        if isinstance(value, tuple):
-            return any(map(are_ids, value))
-        if isinstance(value, Block):
-            return True
-        return isinstance(value, torch.Tensor) and value.dtype == torch.int64
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal ended
-        if event == "c_call":
-            ended = ended or argument == end
-            return
-        function, path = frame.f_code.co_name, Path(frame.f_code.co_filename)
-        is_ours = event == "call" and path.is_relative_to(PACKAGE) and not function.startswith("<")
-        if is_ours and not ended and any(map(are_ids, frame.f_locals.values())):
-            entered.append(str(path.relative_to(PACKAGE)))
-        ended = ended or frame.f_code is getattr(end, "__code__", None)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    assert ended
-    return list(dict.fromkeys(entered))

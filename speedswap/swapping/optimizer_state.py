@@ -21,7 +21,7 @@ from speedswap._words import warn_once
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
-from speedswap.swapping.optimizers import RowState, probe, replace_parameter
+from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
@@ -192,7 +192,7 @@ class OptimizerState:
             self._step = Before.of(optimizer, self.weight, {}, ()) if is_taken_again else None
         else:
             self._put_in_state(optimizer, block, state, is_taken_again=self.idle is not None or steps_others)
-        replace_parameter(optimizer, self.weight, batch)
+        _replace_parameter(optimizer, self.weight, batch)
         optimizer.state[batch] = state
         del optimizer.state[self.weight]
 
@@ -289,7 +289,7 @@ class OptimizerState:
         state, row_state, more = optimizer.state[batch], self._row_state, None
         self._after = optimizer.state[self.weight] = state
         del optimizer.state[batch]
-        replace_parameter(optimizer, batch, self.weight)
+        _replace_parameter(optimizer, batch, self.weight)
         if not state.keys() <= row_state.names:
             # A setting changed, and the optimizer now keeps more state.
             more = self._probe(optimizer)
@@ -313,7 +313,7 @@ class OptimizerState:
     def put_back(self, batch: nn.Parameter) -> None:
         """Put the weight back into the optimizer after a step that did not reach the table, with its scalars before."""
         if (optimizer := self.optimizer) is not None:
-            replace_parameter(optimizer, batch, self.weight)
+            _replace_parameter(optimizer, batch, self.weight)
             if batch in optimizer.state or self.weight in optimizer.state:
                 optimizer.state[self.weight] = self.scalars_before()
             optimizer.state.pop(batch, None)
@@ -726,6 +726,15 @@ def _are_scalars(value: object) -> bool:
     if not isinstance(scalars, dict) or not isinstance(value.get("dtypes", {}), dict):
         return False
     return all(each is None or isinstance(each, int | float) for each in scalars.values())
+
+
+def _replace_parameter(optimizer: Optimizer, held: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in another's place in an optimizer's groups, if they have the other."""
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        for place, parameter in enumerate(parameters):
+            if parameter is held:
+                parameters[place] = new
 
 
 def _copy(value: Any) -> Any:

@@ -38,15 +38,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def replace_parameter(optimizer: Optimizer, held: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in another's place in an optimizer's groups, if they have the other."""
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        for place, parameter in enumerate(parameters):
-            if parameter is held:
-                parameters[place] = new
-
-
 def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
     """Return whether a parameter is in one of the optimizer's groups."""
     return any(
