@@ -57,7 +57,7 @@ def test_info_of_a_table(path, capsys):
     assert facts["attributes"] == {"step": 7}
     assert facts["id_maps"][""]["used"] == 2
     assert (facts["open_for_writing_in"], facts["left_open"]) == (None, False)
-    assert (facts["format"], facts["touched_rows"], facts["rows_stored_as_one"]) == (4, 1000, 16)
+    assert (facts["format"], facts["touched_rows"], facts["rows_stored_as_one"]) == (1, 1000, 16)
     assert facts["last_commit"] >= 1
     assert facts["access"].startswith(("O_DIRECT in blocks of ", "page cache: the file system "))
     assert facts["bytes_on_disk"] == sum(file.stat().st_blocks * 512 for file in path.iterdir())

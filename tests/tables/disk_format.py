@@ -198,7 +198,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
 
 SALT, SEGMENT = 0xFEDCBA9876543210, 65536
 ROWS, DIM, GROUP = 30, 20, 4  # a row of 80 bytes, stored with three neighbours
-GIVEN = {"version": 4, "name": "by hand", "num_embeddings": ROWS, "seed": 5, "group_rows": GROUP}
+GIVEN = {"version": 1, "name": "by hand", "num_embeddings": ROWS, "seed": 5, "group_rows": GROUP}
 LAST = 9  # the sequence number of the last commit's last chunk
 OF_RANKS, RANKS = 1000, 3  # rows of a table that ranks own
 KEYS = {100: 1, 222: 2, 300: 3, 444: 4}
@@ -274,7 +274,7 @@ def by_hand(path: Path) -> LogBytes:
 def ranks_by_hand(path: Path) -> None:
     """Write a table that ranks own: every seventh row holds its number."""
     salts, weight = [7, 8, 9], column("weight", [DIM], 0.5)
-    body = {"version": 5, "name": "shared", "num_embeddings": OF_RANKS, "seed": 1, "weight": weight, "shards": salts}
+    body = {"version": 1, "name": "shared", "num_embeddings": OF_RANKS, "seed": 1, "weight": weight, "shards": salts}
     write_files(path, {"MANIFEST": manifest(body)})
     for rank, salt in enumerate(salts):
         own = {"kind": "owned", "init": weight["init"], "num_embeddings": OF_RANKS, "world_size": RANKS, "rank": rank}

@@ -271,7 +271,7 @@ def change_column(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (change_column(stored="int8"), "is 'stochastic'; int8 is rounded"),
         (change_column(dtype="float64"), "is torch.float64 and was to be stored"),
         (change_column(stored=None), "does not fit its record"),
-        (lambda m: m.update(version=6), "version is 6; this speedswap reads 4 and 5"),
+        (lambda m: m.update(version=6), "version is 6; this speedswap reads 1"),
         (lambda m: m.update(version=True), "version is True"),
     ],
 )

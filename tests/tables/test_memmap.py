@@ -313,7 +313,7 @@ def test_hostile_manifests_are_errors_and_never_a_crash(value: object, key: str,
         is_power = is_positive and value & (value - 1) == 0
         legal = {
             "num_embeddings": is_positive,  # of which the log has some
-            "version": value == 4,
+            "version": value == 1,
             "group_rows": is_power,
             "segment_bytes": is_power,
         }

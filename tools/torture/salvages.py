@@ -176,7 +176,7 @@ def _manifest(shape: Shape) -> bytes:
     body = json.dumps(
         {
             "format": "speedswap-table",
-            "version": 4,
+            "version": 1,
             "name": "a log",
             "num_embeddings": shape.groups,
             "seed": 0,

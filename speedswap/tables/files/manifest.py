@@ -1,4 +1,4 @@
-"""The MANIFEST file of a table's directory, never trusted: for a table in a log (format 4), or of ranks (format 5)."""
+"""The MANIFEST file of a table's directory, never trusted: for a table in a log, or one whose shards ranks own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from speedswap.tables.init import CopyOf, Unknown, from_json
 from speedswap.tables.initial import InRanges, Origin
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
 
-FORMAT = "speedswap-table"
+FORMAT, VERSION = "speedswap-table", 1
 MANIFEST = "MANIFEST"
 MAX_BYTES = (1 << 20) - 9  # without the checksum
 _MAX_ROWS, _MAX_STRIDE, _MAX_ITEMS, _MAX_FILE_BYTES = 2**62, 2**40, 2**32, 2**63 - 1
@@ -254,7 +254,7 @@ class LogManifest:
         named = ("name", "num_embeddings", "seed", "group_rows", "segment_bytes", "salt", "scratch")
         data = {
             "format": FORMAT,
-            "version": 4,
+            "version": VERSION,
             **{name: getattr(self, name) for name in named},
             **({"log": self.log} if self.log else {}),
             "columns": [json.loads(column) for column in columns],
@@ -270,7 +270,7 @@ class LogManifest:
 
 
 def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
-    """Parse and check a manifest of version 4.
+    """Parse and check the manifest of a table in a log.
 
     Raises:
         Damage, ValueError, TypeError, KeyError: it is damaged.
@@ -401,7 +401,7 @@ class ShardsManifest:
         return json.dumps(
             {
                 "format": FORMAT,
-                "version": 5,
+                "version": VERSION,
                 "name": self.name,
                 "num_embeddings": self.num_embeddings,
                 "seed": self.seed,
@@ -412,7 +412,7 @@ class ShardsManifest:
 
 
 def parse_shards_manifest(data: dict[str, Any]) -> ShardsManifest:
-    """Parse and check a manifest of version 5.
+    """Parse and check the manifest of a table owned by ranks.
 
     Raises:
         Damage, ValueError, TypeError, KeyError: it is damaged.
@@ -441,7 +441,6 @@ def require_shared(directory: Path, path: Path) -> Path:
 
 
 AnyManifest = LogManifest | ShardsManifest
-_PARSERS: dict[int, Callable[[dict[str, Any]], AnyManifest]] = {4: parse_log_manifest, 5: parse_shards_manifest}
 
 
 class ManifestFile(NamedTuple):
@@ -511,8 +510,6 @@ def parse(directory: Path, raw: bytes) -> AnyManifest:
         data = json.loads(body)
         require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
         version = data["version"]
-        known = " and ".join(map(str, _PARSERS))
-        is_known = is_int(version, min(_PARSERS), max(_PARSERS))
-        require(is_known, f"its version is {version!r}; this speedswap reads {known}")
-        manifest = _PARSERS[version](data)
+        require(is_int(version, VERSION, VERSION), f"its version is {version!r}; this speedswap reads {VERSION}")
+        manifest: AnyManifest = parse_shards_manifest(data) if "shards" in data else parse_log_manifest(data)
     return manifest
