@@ -25,7 +25,7 @@ from speedswap.errors import SpeedswapWarning
 from speedswap.kernels import HotCounts, HotRows
 from speedswap.kernels.cuda import engines, hot
 from speedswap.kernels.cuda.modules import side_stream
-from speedswap.monitor import figures
+from speedswap.monitor import hot_rows
 from speedswap.optim import RowwiseAdagrad
 from speedswap.tables import memory as sizes
 
@@ -121,7 +121,7 @@ def require_columns(table: Table, expected: dict[str, Tensor]) -> None:
 
 
 def counts_of(model: nn.Module) -> HotCounts:
-    (counts,) = figures(model).values()
+    (counts,) = hot_rows(model).values()
     return counts
 
 
@@ -322,7 +322,7 @@ def test_bags_of_a_collection(gpu: str, tiny: None, depth: int):
             sum(each.pow(2).sum() for each in model(batch).to_dict().values()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert bool(figures(model)) == (place is CACHED)
+        assert bool(hot_rows(model)) == (place is CACHED)
         return [table.read() for table in model.tables.values()]
 
     for ours, expected in zip(trained(CACHED), trained(Pinned()), strict=True):
@@ -407,7 +407,7 @@ def test_a_view_of_the_rows_ends_the_cache(gpu: str, tiny: None):
     require_same(model.table, plain.table)
     for each in (model, plain):
         train(each, walk(10, seed=1))
-    assert figures(model) == {}
+    assert hot_rows(model) == {}
     torch.cuda.synchronize()
     assert torch.equal(view, plain.table.read())
 
@@ -495,7 +495,7 @@ def test_a_cache_below_two_batches_is_none(gpu: str):
     )
     with pytest.warns(SpeedswapWarning, match=message):
         train(model, [torch.arange(5, device=gpu)] * 5)
-    assert figures(model) == {}
+    assert hot_rows(model) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = embedding(Pinned(hot_bytes=10 / ROWS + 1e-9))
