@@ -28,7 +28,7 @@ from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.measure import Peer, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
-from speedswap.monitor import figures as hot_rows
+from speedswap.monitor import hot_rows
 
 __all__ = ["RUNS", "Plan", "Run", "measure"]
 
