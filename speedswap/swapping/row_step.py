@@ -137,7 +137,7 @@ class RowStep(Locked):
             twin = RowStep(self.state.over(table, TableWeight(table, self.weight.device)), self.padding)
             twin.weight.requires_grad_(self.weight.requires_grad)
             twin.weight.may_be_taken = self.weight.may_be_taken or self.state.optimizer is not None  # by a copy
-            memo |= {id(self): twin, id(self.weight): twin.weight}
+            memo |= {id(self): twin, id(self.weight): twin.weight, id(self.batch): twin.weight}
         found: RowStep = memo[id(self)]
         return found
 
