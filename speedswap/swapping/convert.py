@@ -20,6 +20,15 @@ from speedswap.errors import ConversionError, TableError, TableTooLargeError
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.row_step import ReplacedByPlain
+from speedswap.swapping.subclasses import (
+    OwnParts,
+    combined,
+    over_table,
+    plain_class,
+    plain_with,
+    reasons_against,
+    settings_of,
+)
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Storage, TensorFiles, TensorSource, as_storage
 from speedswap.tables import init as initializers
@@ -92,11 +101,13 @@ def wrapped(model: nn.Module) -> Iterator[str]:
         yield "the model is wrapped in DistributedDataParallel, which holds the old weights; wrap it afterwards"
 
 
-def own_parts(module: nn.Module) -> Iterator[str]:
-    """Yield the reasons against replacing an embedding with hooks, or with parts that its replacement lacks."""
+def own_parts(module: nn.Module, *, is_plain: bool) -> Iterator[str]:
+    """Yield the reasons against replacing an embedding with hooks, or a plain one with parts that no class knows."""
     if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
         yield "it has hooks; remove them, and register them with what replaces it"
-    if more := [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]:
+    if is_plain and (
+        more := [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]
+    ):
         yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
 
 
@@ -115,7 +126,7 @@ def _reasons(model: nn.Module, found: Found) -> Iterator[str]:
 
 def _reasons_to_keep(module: TableModule, others: Sequence[TableModule], ignored: set[int]) -> Iterator[str]:
     """Yield the reasons against replacing a module, each with its remedy."""
-    if type(module) not in (Embedding, EmbeddingBag):
+    if plain_class(type(module)) is None:
         yield f"is of type {type(module).__name__}, a subclass that may compute something else; use torch's in it"
         return
     if module._is_on_meta:
@@ -140,7 +151,7 @@ def _reasons_to_keep(module: TableModule, others: Sequence[TableModule], ignored
         yield "its weight has a gradient that awaits a step, and would be lost; call optimizer.step() or zero_grad()"
     if id(module.weight) in ignored:
         yield f"DistributedDataParallel is told to ignore its weight; delete {_IGNORED} first"
-    yield from own_parts(module)
+    yield from own_parts(module, is_plain=type(module) in (Embedding, EmbeddingBag))
 
 
 def _require_room(found: Found) -> None:
@@ -174,13 +185,12 @@ def _plain(old: TableModule) -> nn.Embedding | nn.EmbeddingBag:
         for some in chunks_of(len(rows)):
             with table.rows_between(some.start, some.stop, device) as piece:
                 rows[some.start : some.stop] = piece
-    kind: Any = nn.EmbeddingBag if isinstance(old, EmbeddingBag) else nn.Embedding
-    new: nn.Embedding | nn.EmbeddingBag = kind(len(rows), rows.shape[1], _weight=rows, **old._settings())
+    kind = plain_class(type(old))
+    assert kind is not None
+    new: nn.Embedding | nn.EmbeddingBag = plain_with(kind, rows, old._settings())
     new.weight.requires_grad_(old.weight.requires_grad)
-    usual = type(old)(1, 1, storage="pageable", seed=0)
-    for name in vars(old).keys() - vars(usual).keys():
-        if not hasattr(type(old), name):
-            setattr(new, name, getattr(old, name))
+    OwnParts.of(old).give(new)  # type: ignore[arg-type]
+    usual = over_table(kind)(1, 1, storage="pageable", seed=0)
     for name in vars(old.weight).keys() - vars(usual.weight).keys():
         setattr(new.weight, name, getattr(old.weight, name))
     ReplacedByPlain(old.weight, cast(nn.Parameter, new.weight), table.name)
@@ -221,6 +231,9 @@ def convert(
     Every ``nn.Embedding`` and ``nn.EmbeddingBag`` with at least ``min_rows`` rows becomes a
     :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` with its values, ``padding_idx``, mode, device,
     dtype, training mode, and whether it is trained. Names and ``state_dict`` stay the same. Each replacement is logged.
+    One of a subclass, such as transformers' scaled embeddings, becomes a subclass of both, with its ``forward``,
+    parameters and buffers, if its ``forward`` computes the same from sample ids and looks rows up with
+    ``super().forward(ids)`` alone.
 
     **Convert before creating the optimizer**, and before the model is wrapped or compiled: an optimizer that holds an
     old weight would continue to train it, and so would any other object outside the model that holds it. The step of
@@ -259,9 +272,10 @@ def convert(
     Raises:
         ConversionError: an embedding cannot be replaced without changing the model's results: its weight is tied to
             another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient, it is
-            a subclass, a setting does not fit its dtype, its rows differ between the ranks that will own them, and so
-            on. Or ``init`` is given for one that is not on meta; or the checkpoint lacks a tensor, or has one of
-            another shape or kind of dtype. The error lists all of them; nothing was changed.
+            of a subclass that uses its weight otherwise, a setting does not fit its dtype, its rows differ between the
+            ranks that will own them, and so on. Or ``init`` is given for one that is not on meta; or the checkpoint
+            lacks a tensor, or has one of another shape or kind of dtype. The error lists all of them; nothing was
+            changed.
         ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid, or has no place for an
             embedding; or ``checkpoint`` is given, but nothing is on meta. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
@@ -385,8 +399,7 @@ def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> Table
         if place.folder is not None:
             shutil.rmtree(place.folder, ignore_errors=True)
         raise
-    for name in _own_attributes(old):
-        setattr(new, name, getattr(old, name))
+    OwnParts.of(old).give(new)
     for name, value in vars(old.weight).items():
         setattr(new.weight, name, value)
     if not new._is_on_meta:
@@ -396,12 +409,10 @@ def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> Table
 
 def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dict[str, Any]) -> TableModule:
     """Return speedswap's equivalent of an embedding, with the given rows."""
-    settings = {**settings, "device": old.weight.device}
+    settings = {**settings, "device": old.weight.device, **settings_of(old)}
     init = settings.pop("init")
-    kind: type[TableModule] = Embedding
-    if isinstance(old, nn.EmbeddingBag):
-        kind = EmbeddingBag
-        settings |= {"mode": old.mode, "include_last_offset": old.include_last_offset}
+    replaced_kind: Any = type(old)
+    kind: type[TableModule] = combined(replaced_kind)
     if not rows.is_meta:
         return kind._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
     new = kind(old.num_embeddings, old.embedding_dim, padding_idx=padding_idx, dtype=rows.dtype, init=init, **settings)
@@ -437,11 +448,11 @@ def _refuse(
 
 def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]) -> Iterator[str]:
     """Yield the reasons against replacing a module, each with its remedy."""
-    if type(module) not in _PLAIN:
-        yield f"is of type {type(module).__name__}, a subclass that may compute something else; use speedswap's in it"
-        return
     weight = module._parameters.get("weight")
-    if weight is None or type(weight) is not nn.Parameter:
+    if weight is None:
+        yield "its weight is no parameter but computed, as by a parametrization; convert the model before that"
+        return
+    if type(weight) is not nn.Parameter:
         yield f"its weight is of type {type(weight).__name__}, not a plain nn.Parameter; convert the model before that"
         return
     if tuple(weight.shape) != (module.num_embeddings, module.embedding_dim):
@@ -461,16 +472,19 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
         yield "its weight is in memory shared between processes, which its table would not be; convert it before that"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         yield "its weight has hooks; remove them first"
-    yield from own_parts(module)
+    yield from own_parts(module, is_plain=type(module) in _PLAIN)
     if settings["init"] is not None and not weight.is_meta:
         yield f"init is given, but its weight is on {weight.device} and keeps its values; leave init out"
+    if type(module) not in _PLAIN and (reasons := [*reasons_against(module)]):
+        yield from reasons
+        return
     try:
         one_row = torch.zeros_like(weight[:1], device="cpu") if weight.is_meta else weight[:1]
         trial = _with_rows(module, one_row, None, {**settings, "storage": "pageable"})
     except (ValueError, TypeError) as error:
         yield str(error)
         return
-    taken = [name for name in _own_attributes(module) if hasattr(trial, name)]
+    taken = [name for name in OwnParts.of(module).attributes if hasattr(trial, name)]
     if taken:
         yield f"it has attributes that its replacement has too: {', '.join(taken)}; delete them"
 
@@ -489,13 +503,6 @@ def _holders(model: nn.Module) -> _Holders:
 
 def _address(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
-
-
-def _own_attributes(module: _Plain) -> list[str]:
-    """Return the attributes that were set on a module in addition to torch's."""
-    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
-    plain = kind(1, 1, device="meta")  # draws no random numbers
-    return [name for name in vars(module) if name not in vars(plain)]
 
 
 def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:
