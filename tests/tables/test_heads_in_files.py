@@ -234,5 +234,5 @@ def test_commits_that_are_past_leave_nothing_in_memory(tmp_path: Path) -> None:
             table.flush()
             if value % 100 == 99:
                 gc.collect()
-                sizes.append(sum(isinstance(each, set) for each in gc.get_objects()))
+                sizes.append(sum(type(each) is set for each in gc.get_objects()))
     assert max(sizes[1:]) - sizes[0] < 50

@@ -53,7 +53,7 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     check_columns(columns)
     one_of(MISSING)(named("missing"), missing)
     try:
-        from speedswap.apps.ncf import columns as reading
+        import speedswap.apps.ncf.columns as reading
     except ImportError as error:
         raise RatingsError(f"ratings are read by pyarrow: {pip_install('pyarrow', extra='parquet')}") from error
     wrong: dict[int, str] = {}
