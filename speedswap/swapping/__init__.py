@@ -11,15 +11,9 @@ their weights. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by 
 
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
-from speedswap.swapping.collections import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
-)
+from speedswap.swapping.collections.collection import EmbeddingBagCollection, EmbeddingCollection
+from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
+from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from speedswap.swapping.convert import convert
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, lookahead

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from speedswap import kernels
-from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.swapping.arguments import refuse_torchs
-from speedswap.swapping.collections.jagged import offsets_of
-from speedswap.swapping.collections.one_feature import has_methods, is_keyed
+from speedswap.swapping.collections.door import keyed_features
 from speedswap.swapping.graphs import in_transform, outside_graphs
 from speedswap.swapping.lookup import look_up, pool
 from speedswap.swapping.table_module import TableModule
@@ -347,28 +345,12 @@ def keyed_bags(keyed: Any, offsets: Tensor | None, weights: Tensor | None) -> tu
     Raises:
         ValueError, TypeError: it lacks them, or their results do not fit together; the message says how.
     """
-    if not is_keyed(keyed):
-        raise TypeError(
-            f"input is {a_kind(keyed)}; pass a tensor of ids, or a KeyedJaggedTensor: something with keys(), "
-            "values(), stride(), and offsets() or lengths()"
-        )
+    found = keyed_features("input", keyed, "a tensor of ids")
     if offsets is not None or weights is not None:
         raise ValueError("input is keyed and has offsets and weights of its own; pass neither of them beside it")
-    if has_methods(keyed, ["variable_stride_per_key"]) and keyed.variable_stride_per_key():
-        raise ValueError("input has a stride for each of its keys; look the keys up one by one, keyed[key]")
-    num_keys, stride = len(keyed.keys()), keyed.stride()
-    ids = keyed.values()
-    _require_dense(ids, "input.values()")
-    if ids.ndim != 1:
-        raise ValueError(f"input.values() has shape {tuple(ids.shape)}; it must have one dimension")
-    begins = keyed.offsets() if has_methods(keyed, ["offsets"]) else offsets_of(keyed.lengths())
-    if num_keys * stride + 1 != len(begins):
-        raise ValueError(
-            f"input has {num_keys} keys and a stride of {stride}, but {len(begins) - 1} bags; there must be a bag for "
-            "each key and sample"
-        )
-    weights = keyed.weights_or_none() if has_methods(keyed, ["weights_or_none"]) else None
-    return bags_of(ids, begins, weights, True), num_keys, stride
+    _require_dense(found.ids, "input.values()")
+    bags = bags_of(found.ids, found.checked_offsets("input"), found.weights, True)
+    return bags, len(found.keys), found.stride
 
 
 def _require_dense(thing: Any, name: str) -> None:

@@ -458,8 +458,8 @@ class TableCollection(nn.Module, Generic[Config]):
                 request.followed_by = [(each._step, found.rows(place, checked=True)) for place, each in groups]
             return group._look_up(request)
         except IdError as error:
-            wrong = found.outside(error.with_traceback(None))
-        raise wrong
+            unnamed = error.with_traceback(None)
+        raise found.outside(unnamed)
 
     def lookups_of(self, features: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with these features, for a lookahead: one per group of tables.

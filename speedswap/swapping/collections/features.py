@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, output_names
-from speedswap.swapping.collections.group import TableGroup
-from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
-from speedswap.swapping.collections.one_feature import (
+from speedswap.swapping.collections.door import (
     GivenFeature,
+    KeyedFeatures,
+    at_door,
     checked_feature,
     given_feature,
-    has_methods,
-    is_keyed,
     require_bags,
     require_weights,
 )
+from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.jagged import offsets_of
 from speedswap.swapping.graphs import leaving_transforms
 from speedswap.swapping.prefetched import is_unchanged
 
@@ -164,8 +163,8 @@ class FeatureBatch:
         weights: a factor per id, shape (ids,), or None.
         by_name: each slot's ids as passed; empty for a keyed batch.
         announced: for a keyed batch, the tensors that its ids depend on.
-        wrong_offsets: returns the error of offsets that do not ascend, or None, after waiting for a GPU; None if they
-            have been checked.
+        require_offsets: raises the error of offsets that do not ascend, after waiting for a GPU; None if they have been
+            checked.
         room: a bound of the number of ids, if only a GPU knows it before the rows of all groups are found; or else 0.
         order: for a keyed batch, as :meth:`Slots.order` returned it.
     """
@@ -179,7 +178,7 @@ class FeatureBatch:
     weights: Tensor | None = None
     by_name: Sequence[Tensor] = ()
     announced: tuple[Tensor, ...] = ()
-    wrong_offsets: Callable[[], ValueError | None] | None = None
+    require_offsets: Callable[[], object] | None = None
     room: int = 0
     order: Tensor | None = None
     _arriving: _Arriving | None = None
@@ -320,18 +319,10 @@ class FeatureBatch:
             return False
         before, given, versions = self._source
         form, parts = _parts(features, self.slots)
-        if form != before:
-            return False
-        for then, version, now in zip(given, versions, parts, strict=True):
-            if then is None or now is None:
-                is_same = then is now
-            elif now is then:
-                is_same = now._version == version
-            else:
-                is_same = isinstance(now, Tensor) and is_unchanged(then, version, now)
-            if not is_same:
-                return False
-        return True
+        return form == before and all(
+            is_unchanged(then, version, now) if isinstance(then, Tensor) and isinstance(now, Tensor) else then is now
+            for then, version, now in zip(given, versions, parts, strict=True)
+        )
 
     def has_changed(self) -> bool:
         """Return whether the features' ids have been overwritten since; those of a keyed batch on the CPU say so."""
@@ -344,11 +335,14 @@ class FeatureBatch:
         return not kernels.have_same_bits(torch.cat([each.reshape(-1) for each in self.by_name]), ids)
 
     @leaving_transforms
-    def outside(self, error: IdError) -> IdError | ValueError:
-        """Return the error for wrong offsets, or for the first id outside its table, to replace one without names."""
-        wrong = None if self.wrong_offsets is None else self.wrong_offsets()
-        if wrong is not None:
-            return wrong
+    def outside(self, error: IdError) -> IdError:
+        """Return the error for the first id outside its table, to replace one without names.
+
+        Raises:
+            ValueError: offsets do not ascend.
+        """
+        if self.require_offsets is not None:
+            self.require_offsets()
         found = kernels.first_outside(self.asked)
         if found is None:
             return error
@@ -369,38 +363,24 @@ def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatc
     Raises:
         TypeError, ValueError: a feature is missing, unknown, or invalid; the message names it.
     """
-    if type(features) is not dict and not isinstance(require_features(features), Mapping):
-        return _keyed(features, slots, is_weighted)
-    if features.keys() != slots.names:
-        slots.require_features(list(features))
-    return read_slots([features[name] for name in slots.features], slots, is_weighted)
-
-
-def require_features(features: Any) -> Any:
-    """Check that features are a mapping or a keyed jagged tensor, and return them."""
-    if has_methods(features, ["variable_stride_per_key"]) and features.variable_stride_per_key():
-        raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
-    if isinstance(features, Mapping) or is_keyed(features):
-        return features
-    raise TypeError(
-        f"features is {a_kind(features)}; pass a mapping from each feature to its ids, or a KeyedJaggedTensor: an "
-        "object with keys(), values(), stride(), and offsets() or lengths()"
-    )
+    given = at_door(features)
+    if isinstance(given, KeyedFeatures):
+        return _read_keyed(given, slots, is_weighted)
+    if given.keys() != slots.names:
+        slots.require_features(list(given))
+    return read_slots([given[name] for name in slots.features], slots, is_weighted)
 
 
 def _parts(features: Any, slots: Slots) -> tuple[object, list[Any]]:
     """Return the tensors of features, None for offsets or weights left out, and what tells how they are arranged."""
-    if type(features) is dict or isinstance(features, Mapping):
-        if features.keys() != slots.names:
-            return None, []
-        given = [(name, features[name]) for name in slots.features]
-        parts = [(each,) if type(each) is Tensor else given_feature(name, each)[:3] for name, each in given]
-        return [*map(len, parts)], [each for some in parts for each in some]
-    if not is_keyed(features):
+    given = at_door(features)
+    if isinstance(given, KeyedFeatures):
+        return (*given.keys, given.stride), [given.ids, given.read_offsets(), given.weights]
+    if given.keys() != slots.names:
         return None, []
-    bags = features.offsets() if has_methods(features, ["offsets"]) else features.lengths()
-    weights = features.weights_or_none() if has_methods(features, ["weights_or_none"]) else None
-    return (*features.keys(), features.stride()), [features.values(), bags, weights]
+    named = [(name, given[name]) for name in slots.features]
+    parts = [(each,) if type(each) is Tensor else given_feature(name, each)[:3] for name, each in named]
+    return [*map(len, parts)], [each for some in parts for each in some]
 
 
 # ---------------------------------------------------------------------- by name
@@ -447,7 +427,7 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
     asked = kernels.FeatureIds(_together(given), slots.bases, slots.limits, counts)
     weights = [each.weights.reshape(-1) for each in bags if each.weights is not None]
     is_even = per_bag >= 0 and all(each.per_bag == per_bag for each in bags)
-    wrong_offsets = None
+    require_offsets = None
     if is_even:
         offsets = steps(len(slots) * stride + 1, per_bag, device)
     elif device.type == "cpu":
@@ -455,9 +435,9 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
     else:
         asked.offsets = [(None if each.offsets is None else each.offsets.contiguous(), each.is_closed) for each in bags]
         offsets = kernels.join_bags(asked, stride).offsets
-        wrong_offsets = functools.partial(_wrong_offsets, bags, slots)
-        if not (starts[-1] and stride) and (error := wrong_offsets()) is not None:  # no lookup would notice
-            raise error
+        require_offsets = functools.partial(_require_offsets, bags, slots)
+        if not (starts[-1] and stride):  # no lookup would notice
+            require_offsets()
     return FeatureBatch(
         slots,
         asked,
@@ -467,7 +447,7 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
         is_single=is_even and per_bag == 1,
         weights=torch.cat(weights) if weights else None,
         by_name=given,
-        wrong_offsets=wrong_offsets,
+        require_offsets=require_offsets,
     )
 
 
@@ -499,44 +479,36 @@ def _offsets(bags: list[GivenFeature], slots: Slots, starts: Sequence[int]) -> T
     if closed:
         lasts = torch.cat([bags[index].offsets[-1:] for index in closed])
         wrong = wrong | (lasts != torch.tensor([bags[index].ids.numel() for index in closed])).any()
-    if bool(wrong) and (error := _wrong_offsets(bags, slots)) is not None:
-        raise error
+    if bool(wrong):
+        _require_offsets(bags, slots)
     return offsets
 
 
-def _wrong_offsets(bags: Sequence[GivenFeature], slots: Slots) -> ValueError | None:
-    """Return the error of the first feature whose offsets do not ascend."""
-    errors = (each.wrong_offsets(name) for name, each in zip(slots.features, bags, strict=True))
-    return next((error for error in errors if error is not None), None)
+def _require_offsets(bags: Sequence[GivenFeature], slots: Slots) -> None:
+    """Raise the error of the first feature whose offsets do not ascend."""
+    for name, each in zip(slots.features, bags, strict=True):
+        each.require_offsets(name)
 
 
 # ---------------------------------------------------------------------- keyed
 
 
-def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
-    keys, stride, ids = keyed.keys(), keyed.stride(), keyed.values()
+def _read_keyed(given: KeyedFeatures, slots: Slots, is_weighted: bool) -> FeatureBatch:
+    keys, stride, ids = given.keys, given.stride, given.ids
     kernels.require_id_dtype(ids, "features.values()")
-    if ids.ndim != 1:
-        raise ValueError(f"features.values() has shape {tuple(ids.shape)}; it must have one dimension")
     order = slots.order(tuple(keys))
-    known = keyed.offsets() if has_methods(keyed, ["offsets"]) else offsets_of(keyed.lengths())
-    if len(known) != len(keys) * stride + 1 or known.device != ids.device:
-        raise ValueError(
-            f"features has {len(keys)} keys and a stride of {stride}, but {len(known) - 1} bags, on {known.device}; "
-            f"there must be a bag for each key and sample, on {ids.device}"
-        )
-    weights = keyed.weights_or_none() if is_weighted and has_methods(keyed, ["weights_or_none"]) else None
+    known = given.checked_offsets("features")
+    weights = given.weights if is_weighted else None
     if is_weighted and weights is None:
         raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
     if weights is not None:
         require_weights("features.weights()", weights, ids)
-    is_checked = isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked
-    if ids.is_cuda and not is_checked and len(ids) and stride:
+    if ids.is_cuda and given.offset_per_key is None and len(ids) and stride:
         room = slots.room(len(keys), len(ids))
         if room or len(keys) == len(slots):
-            return _keyed_on_gpu(keyed, slots, known, order, weights, room)
+            return _read_keyed_on_gpu(given, slots, known, order, weights, room)
     offsets = known.long()
-    per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
+    per_key = _offsets_per_key(given, offsets)
     announced: tuple[Tensor, ...] = ids, known
     if order is not None:
         announced += (order,)
@@ -547,11 +519,11 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     return found
 
 
-def _keyed_on_gpu(
-    keyed: Any, slots: Slots, known: Tensor, order: Tensor | None, weights: Tensor | None, room: int
+def _read_keyed_on_gpu(
+    given: KeyedFeatures, slots: Slots, known: Tensor, order: Tensor | None, weights: Tensor | None, room: int
 ) -> FeatureBatch:
     """Read a keyed batch on a GPU without waiting for its offsets: if they are wrong, every id is outside its table."""
-    ids, stride, num_keys = keyed.values(), keyed.stride(), len(keyed.keys())
+    ids, stride, num_keys = given.ids, given.stride, len(given.keys)
     counts = torch.tensor([len(ids)], device="cpu")
     known = (known if known.dtype is torch.int32 else known.long()).contiguous()
     whole = kernels.FeatureIds(ids, slots.bases[:1], slots.limits[:1], counts, offsets=[(known, True)])
@@ -562,10 +534,8 @@ def _keyed_on_gpu(
         begins = per_key[places]
         bags = bags._replace(offsets=offsets_of(bags.offsets.diff().view(num_keys, stride)[places[:-1]]))
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, None, begins, bags=bags)
-    wrong_offsets = functools.partial(_wrong_offsets_of_keyed, keyed, known, stride)
-    found = FeatureBatch(
-        slots, asked, stride, bags.offsets, None, weights=weights, wrong_offsets=wrong_offsets, room=room, order=order
-    )
+    found = FeatureBatch(slots, asked, stride, bags.offsets, None, weights=weights, room=room, order=order)
+    found.require_offsets = lambda: _offsets_per_key(given, known.long())
     if room:
         found._arriving = _Arriving(torch.cat([per_key, bags.wrong]))
         return found
@@ -578,23 +548,15 @@ def _keyed_on_gpu(
     return found
 
 
-def _wrong_offsets_of_keyed(keyed: Any, offsets: Tensor, stride: int) -> ValueError | None:
-    """Return the error of a keyed batch's offsets that do not ascend."""
-    try:
-        _offsets_per_key(keyed, offsets.long(), len(keyed.keys()), stride, len(keyed.values()))
-    except ValueError as error:
-        return error
-    return None
-
-
-def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, num_ids: int) -> Tensor:
+def _offsets_per_key(given: KeyedFeatures, offsets: Tensor) -> Tensor:
     """Return each key's first id, and the number of ids, int64, on the CPU, after checking that offsets ascend.
 
     On a GPU the host waits for them, unless they were on the CPU before.
     """
-    if isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked:
-        return torch.tensor(keyed.offset_per_key(), dtype=torch.int64, device="cpu")
-    places = offsets[::stride] if stride else offsets.new_zeros(num_keys + 1)
+    if given.offset_per_key is not None:
+        return torch.tensor(given.offset_per_key, dtype=torch.int64, device="cpu")
+    stride, num_ids = given.stride, len(given.ids)
+    places = offsets[::stride] if stride else offsets.new_zeros(len(given.keys) + 1)
     is_near = offsets.device.type == "cpu"
     if is_near and int(offsets[0]) == 0 and int(offsets[-1]) == num_ids and kernels.first_fall(offsets) < 0:
         return places
@@ -604,7 +566,7 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
         place = int(falls.nonzero()[0])
         raise ValueError(
             f"features has offsets that decrease, from {int(offsets[place])} to {int(offsets[place + 1])} after bag "
-            f"{place % stride} of feature {keyed.keys()[place // stride]!r}; bags lie one after the other"
+            f"{place % stride} of feature {given.keys[place // stride]!r}; bags lie one after the other"
         )
     if per_key[0] != 0 or last != num_ids:
         raise ValueError(f"features has offsets from {per_key[0]} to {last}, but {num_ids} ids; give bags of all ids")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features, read_slots, require_features
+from speedswap.swapping.collections.door import GivenFeature, KeyedFeatures, at_door, given_feature
+from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features, read_slots
 from speedswap.swapping.collections.group import TableGroup
-from speedswap.swapping.collections.jagged import KeyedJaggedTensor
-from speedswap.swapping.collections.one_feature import GivenFeature, given_feature, has_methods
 from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all
 
 
@@ -41,7 +40,8 @@ def read(
     asked: list[list[AskedOfTable]] = [[] for _ in groups]
     if not any(group.keyed for group in groups):
         return read_features(features, slots, is_weighted), asked
-    named = _by_key(require_features(features))
+    given = at_door(features)
+    named = given.by_key() if isinstance(given, KeyedFeatures) else given
     slots.require_features(list(named))
     values = [named[name] for name in slots.features]
     parts = [given_feature(name, named[name], takes_keys=True) for name in slots.features]
@@ -86,7 +86,7 @@ def _taken(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_w
             rows = zeros[alike]
         table.put(rows)
     found = read_slots(values, slots, is_weighted)
-    if found.wrong_offsets is not None or sum(len(table.places) for table in tables) < len(slots):
+    if found.require_offsets is not None or sum(len(table.places) for table in tables) < len(slots):
         found.require_inside()
     taken = take_all(lookups)
     if all(now is before for now, before in zip(taken, known, strict=True)):
@@ -94,17 +94,6 @@ def _taken(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_w
     for table, rows in zip(tables, taken, strict=True):
         table.put(rows)
     return read_slots(values, slots, is_weighted)
-
-
-def _by_key(features: Any) -> Mapping[str, Any]:
-    """Return features as a mapping; those of a keyed jagged tensor as jagged tensors."""
-    if isinstance(features, Mapping):
-        return features
-    offsets = features.offsets() if has_methods(features, ["offsets"]) else None
-    lengths = features.lengths() if offsets is None else None
-    weights = features.weights_or_none() if has_methods(features, ["weights_or_none"]) else None
-    keyed = KeyedJaggedTensor(features.keys(), features.values(), weights, lengths, offsets, features.stride())
-    return keyed.to_dict()
 
 
 @dataclass(eq=False)

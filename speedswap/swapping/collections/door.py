@@ -1,15 +1,96 @@
-"""One feature of a mapping, in any form that a collection takes: its ids or keys, and their bags."""
+"""The forms in which features are given: a mapping of tensors, bags and jagged tensors, or a keyed jagged tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
+from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.tables import is_single_key
+
+
+class KeyedFeatures(NamedTuple):
+    """The features of a keyed jagged tensor, speedswap's or TorchRec's.
+
+    Attributes:
+        keys: their names.
+        stride: the number of bags per feature.
+        ids: the ids, or keys, of all features.
+        read_offsets: returns each bag's first id, and the number of ids.
+        weights: one per id, or None.
+        offset_per_key: each feature's first id, and the number of ids; None unless the offsets are known to ascend.
+    """
+
+    keys: list[str]
+    stride: int
+    ids: Any
+    read_offsets: Callable[[], Tensor]
+    weights: Tensor | None
+    offset_per_key: list[int] | None
+
+    def checked_offsets(self, name: str) -> Tensor:
+        """Return the offsets, without checking that they ascend.
+
+        Raises:
+            ValueError: there is no bag for each feature and sample; the message has the name.
+        """
+        offsets = self.read_offsets()
+        bags, device = len(offsets) - 1, offsets.device
+        if self.ids.ndim != 1:
+            raise ValueError(f"{name}.values() has shape {tuple(self.ids.shape)}; it must have one dimension")
+        if bags != len(self.keys) * self.stride or device != self.ids.device:
+            raise ValueError(
+                f"{name} has {len(self.keys)} keys and a stride of {self.stride}, but {bags} bags, on {device}; there "
+                f"must be a bag for each key and sample, on {self.ids.device}"
+            )
+        return offsets
+
+    def by_key(self) -> Mapping[str, Any]:
+        """Return a jagged tensor per feature."""
+        return KeyedJaggedTensor(self.keys, self.ids, self.weights, None, self.read_offsets(), self.stride).to_dict()
+
+
+def at_door(given: Any) -> Mapping[str, Any] | KeyedFeatures:
+    """Return features as a mapping, unread, or what a keyed jagged tensor holds.
+
+    Raises:
+        TypeError, ValueError: as :func:`keyed_features` does.
+    """
+    if type(given) is dict or isinstance(given, Mapping):
+        return given
+    return keyed_features("features", given, "a mapping from each feature to its ids")
+
+
+def keyed_features(name: str, given: Any, others: str) -> KeyedFeatures:
+    """Return what an object with the methods of TorchRec's KeyedJaggedTensor holds.
+
+    Args:
+        name: of the argument.
+        given: the object.
+        others: what may be given instead.
+
+    Raises:
+        TypeError: it lacks them.
+        ValueError: its keys have bags of different samples.
+    """
+    has_offsets = _has_methods(given, "offsets")
+    if not _has_methods(given, "keys", "values", "stride") or not (has_offsets or _has_methods(given, "lengths")):
+        raise TypeError(
+            f"{name} is {a_kind(given)}; pass {others}, or a KeyedJaggedTensor: an object with keys(), values(), "
+            "stride(), and offsets() or lengths()"
+        )
+    if _has_methods(given, "variable_stride_per_key") and given.variable_stride_per_key():
+        raise ValueError(
+            f"{name} has a stride for each of its keys; look the keys up one by one, keyed[key], or give every key one "
+            "bag for each sample"
+        )
+    offsets = given.offsets if has_offsets else lambda: offsets_of(given.lengths())
+    per_key = given.offset_per_key() if isinstance(given, KeyedJaggedTensor) and given.is_checked else None
+    return KeyedFeatures(given.keys(), given.stride(), given.values(), offsets, _weights_of(given), per_key)
 
 
 class GivenFeature(NamedTuple):
@@ -39,23 +120,22 @@ class GivenFeature(NamedTuple):
             return -1
         return 1 if self.ids.ndim == 1 else int(self.ids.shape[1])
 
-    def wrong_offsets(self, name: str) -> ValueError | None:
-        """Return the error of offsets that do not ascend from 0 or leave the ids, after waiting for a GPU."""
+    def require_offsets(self, name: str) -> None:
+        """Raise ValueError unless offsets ascend from 0 within the ids, after waiting for a GPU."""
         if self.offsets is None:
-            return None
+            return
         count, before = len(self.ids), 0
         if len(self.offsets) > self.stride and int(self.offsets[-1]) != count:
-            return ValueError(f"feature {name!r} has offsets up to {int(self.offsets[-1])}, but {count} ids")
+            raise ValueError(f"feature {name!r} has offsets up to {int(self.offsets[-1])}, but {count} ids")
         for place, offset in enumerate(self.offsets.tolist()):
             if place == 0 and offset != 0:
-                return ValueError(f"offsets[0] of feature {name!r} is {offset}; the first bag begins at 0")
+                raise ValueError(f"offsets[0] of feature {name!r} is {offset}; the first bag begins at 0")
             if not before <= offset <= count:
-                return ValueError(
+                raise ValueError(
                     f"offsets[{place}] of feature {name!r} is {offset} after {before}, and there are {count} ids; bags "
                     "lie one after the other, so offsets ascend"
                 )
             before = offset
-        return None
 
     def with_rows(self, rows: Tensor) -> Tensor | GivenFeature:
         """Return the feature with rows in place of its keys."""
@@ -113,10 +193,9 @@ def given_feature(name: str, value: Any, *, takes_keys: bool = False) -> GivenFe
                 "(ids, offsets[, weights])"
             )
         return GivenFeature(*value)
-    if has_methods(value, ["values", "offsets"]):  # TorchRec's, torch.nested's, or speedswap's
+    if _has_methods(value, "values", "offsets"):  # TorchRec's, torch.nested's, or speedswap's
         jagged: Any = value.contiguous() if isinstance(value, Tensor) else value  # without ids between the bags
-        weights = jagged.weights_or_none() if has_methods(jagged, ["weights_or_none"]) else None
-        return GivenFeature(jagged.values(), jagged.offsets(), weights, is_closed=True)
+        return GivenFeature(jagged.values(), jagged.offsets(), _weights_of(jagged), is_closed=True)
     if takes_keys:
         return GivenFeature(value)
     raise TypeError(
@@ -146,13 +225,10 @@ def require_weights(what: str, weights: Any, ids: Tensor) -> None:
         )
 
 
-def is_keyed(thing: Any) -> bool:
-    """Return whether an object has the methods of TorchRec's KeyedJaggedTensor that are read here."""
-    return has_methods(thing, ["keys", "values", "stride"]) and any(
-        has_methods(thing, [name]) for name in ("offsets", "lengths")
-    )
+def _weights_of(jagged: Any) -> Tensor | None:
+    weights: Tensor | None = jagged.weights_or_none() if _has_methods(jagged, "weights_or_none") else None
+    return weights
 
 
-def has_methods(thing: Any, names: Sequence[str]) -> bool:
-    """Return whether an object has all of some methods."""
+def _has_methods(thing: Any, *names: str) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
