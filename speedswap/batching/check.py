@@ -10,24 +10,21 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from speedswap.batching.dry_run import DryRun, Watcher
 from speedswap.batching.functions import key_of, kind_of, name_of
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
 from speedswap.batching.retry import Search
-from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
 _log = logging.getLogger("speedswap")
@@ -91,8 +88,9 @@ class Checks:
         def compare(count: int) -> SpeedswapError | None:
             if count < 2:
                 return None
-            with no_trace(self._modules, count) as observed:
-                return _Comparison(self, loss_fn, batch, count, observed).mistake()
+            seen = _Precision(count)
+            with DryRun(seen, self._modules) as run:
+                return _Comparison(self, loss_fn, batch, count, run, seen).mistake()
 
         try:
             return Search(name_of(loss_fn), min(batch.size, SAMPLES, max(2, size))).run_batch(compare)
@@ -113,7 +111,8 @@ class _Comparison:
     loss_fn: Callable[..., Any]
     batch: Batch
     count: int
-    observed: Observed
+    run: DryRun
+    seen: _Precision
 
     def __post_init__(self) -> None:
         samples, count = few_samples(self.batch, self.count), self.count
@@ -134,7 +133,7 @@ class _Comparison:
                 raise
         if self._captured is not None:
             return self._captured
-        if not self.observed.is_certain or not bool(whole.isfinite().all()):
+        if not self._is_certain or not bool(whole.isfinite().all()):
             return None
         weights = self._weights(apart)
         if weights is None:
@@ -145,12 +144,17 @@ class _Comparison:
         else:
             expected = sum((part * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros(()))
         difference = _distance(whole, expected)
-        if difference <= self._tolerance() or not self.observed.is_certain:
+        if difference <= self._tolerance() or not self._is_certain:
             return None
         if self._changes() > difference / 100:
             return None
         why = "couples" if self.declared.reduction == "none" else self._why()
-        return self._error(why, whole, expected) if self.observed.is_certain else None
+        return self._error(why, whole, expected) if self._is_certain else None
+
+    @property
+    def _is_certain(self) -> bool:
+        """True if the same samples give the same result again, in any company."""
+        return not self.seen.depends_on_batch and not self.run.has_changed
 
     def _changes(self) -> float:
         """Return how much the losses differ when computed again, as those of a function with state do."""
@@ -177,14 +181,14 @@ class _Comparison:
             for place, (tensor, given) in enumerate(zip(self.batch.columns(), part.columns(), strict=True))
             if storages(tensor) and storages(given)
         ]
-        self.observed.watched = {address for _, *both in columns for address in both}
-        self.observed.read.clear()
+        self.seen.watched = {address for _, *both in columns for address in both}
+        self.seen.read.clear()
         try:
             yield
         finally:
-            self.observed.watched = set()
+            self.seen.watched = set()
             for place, whole, given in columns:
-                if whole in self.observed.read and given not in self.observed.read and self._captured is None:
+                if whole in self.seen.read and given not in self.seen.read and self._captured is None:
                     self._captured = BatchError(
                         f"loss_fn {name_of(self.loss_fn)} computes with a tensor of all samples of the batch, and not "
                         f"with the part of it that is argument {place}: each micro-batch would be as large as the "
@@ -213,12 +217,12 @@ class _Comparison:
 
     def _tolerance(self) -> float:
         """Return the difference up to which two losses may be the same one, differently rounded."""
-        eps = self.observed.eps
+        eps = self.seen.eps
         values = torch.cat([loss.reshape(-1) for loss in self._known.values()])
         values = values[values.isfinite()].abs()
         size = float(values.max()) if len(values) else 0.0
         of_loss = max(_LEAST_DIFFERENCE, _EPSILONS_OF_LOSS * eps) * size
-        return of_loss + _EPSILONS_OF_LARGEST * eps * self.observed.largest
+        return of_loss + _EPSILONS_OF_LARGEST * eps * self.seen.largest
 
     def _why(self) -> str:
         """Return the kind of mistake, from the losses of all subsets of the parts."""
@@ -337,66 +341,49 @@ class Collective(BaseException):
     """
 
 
-class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The certainty of a result, judged by every operation that torch runs inside.
+class _Precision(Watcher):
+    """The precision of a result, judged by every operation, and the memory that operations read.
+
+    An operation that communicates raises :class:`Collective`.
 
     Args:
         samples: number of samples in a call.
-        random: the state of random numbers, which has to stay as it is.
-        buffers: likewise.
 
     Attributes:
         eps: machine epsilon of the least precise arithmetic.
         largest: the largest magnitude of a value that a loss may be a small difference of.
+        depends_on_batch: whether results depend on the rest of the batch by design: on its statistics, or on scales
+            taken from it.
         watched: addresses of tensors' memory.
         read: those of them that an operation was given.
-        by_design: whether results depend on the rest of the batch: through batch statistics, or scales taken from it.
     """
 
-    def __init__(self, samples: int, random: RandomState, buffers: Buffers) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, samples: int) -> None:
         self._samples = samples
-        self._random = random
-        self._buffers = buffers
-        self._generators: dict[torch.Generator, Tensor] = {}
         self.eps = 0.0
         self.largest = 1.0
-        self.by_design = False
+        self.depends_on_batch = False
         self.watched: set[int] = set()
         self.read: set[int] = set()
 
-    @property
-    def is_certain(self) -> bool:
-        """True if the same samples give the same result again, in any company."""
-        still = not self._generators and RandomState() == self._random and not self._buffers.have_changed()
-        return still and not self.by_design
-
-    def restore(self) -> None:
-        """Restore the generators that were used by name."""
-        for generator, state in self._generators.items():
-            generator.set_state(state)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "c10d" in func.namespace or any(kind.__module__.startswith("torch.distributed") for kind in types):
+    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        kinds = map(type, tensors_of((args, kwargs)))
+        if "c10d" in func.namespace or any(kind.__module__.startswith("torch.distributed") for kind in kinds):
             raise Collective
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator) and value not in self._generators:
-                self._generators[value] = value.get_state()
         self.read |= self.watched & storages((args, kwargs)).keys()
         name = func.name()
         if "quantize" in name or ("batch_norm" in name and _uses_batch(func, args, kwargs)):
-            self.by_design = True
-        result = func(*args, **kwargs)
+            self.depends_on_batch = True
+
+    def made(self, func: Any, result: Any) -> None:
         for tensor in tensors_of(result):
-            self._note(name, tensor)
-        return result
+            self._note(func.name(), tensor)
 
     def _note(self, name: str, tensor: Tensor) -> None:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return
         if tensor.dtype.itemsize == 1:
-            self.by_design = True  # 8-bit floats are scaled by the largest value in the batch
+            self.depends_on_batch = True  # 8-bit floats are scaled by the largest value in the batch
             return
         eps = torch.finfo(tensor.dtype).eps
         self.eps = max(self.eps, eps, _eps_inside(name, tensor))
@@ -429,35 +416,6 @@ def _eps_inside(name: str, tensor: Tensor) -> float:
         except RuntimeError:  # set through torch's newer interface, which this one does not see
             return _MATMUL_EPS["medium"]
     return 0.0
-
-
-@contextmanager
-def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
-    """Surround calls that leave random numbers, buffers and caches as they were; no graph is kept.
-
-    Args:
-        modules: those whose buffers are copied at once; the buffers of others are copied just before they run.
-        samples: number of samples in a call.
-    """
-    random, buffers = RandomState(), Buffers()
-    for module in modules:
-        buffers.note_modules(module.modules())
-    observed = Observed(samples, random, buffers)
-    try:
-        with random, buffers.kept(), torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
-            warnings.simplefilter("ignore")  # warnings about so few samples
-            yield observed
-    finally:
-        observed.restore()
-        torch.clear_autocast_cache()  # of weights that were cast without a graph
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Run compiled functions uncompiled, rather than compile them again for sizes that do not recur."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: Callable[..., AbstractContextManager[Any]] = torch.compiler.set_stance
-    return stance("force_eager")
 
 
 def few_samples(batch: Batch, count: int) -> list[int]:

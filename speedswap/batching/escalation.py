@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from speedswap._words import size_in_words
+from speedswap.batching.dry_run import DryRun, Watcher
 from speedswap.batching.memory import storages
 from speedswap.batching.packing import SamplePacking
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import Buffers, Changes, RandomState, keeper_of
 
 _log = logging.getLogger("speedswap")
-
-# torch leaves an entry of a removed hook here, and torch.compile would go on warning of it.
-_HOOKS_WITH_KWARGS: dict[int, bool] = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
 
 OFFLOADED, CHECKPOINTED, TWICE = "offloaded", "checkpointed", "checkpointed twice"
 
@@ -182,7 +178,7 @@ class _Call:
         inputs: keys of its arguments' memory.
         saved: likewise of what autograd saves in it, but not in calls inside.
         calls: those inside.
-        may_repeat: whether it computes the same again from its arguments.
+        is_plain: whether its arguments are tensors and plain values.
     """
 
     module: nn.Module | None = None
@@ -190,7 +186,7 @@ class _Call:
     inputs: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
     calls: list[_Call] = field(default_factory=list)
-    may_repeat: bool = False
+    is_plain: bool = False
 
     def inside(self) -> Iterator[_Call]:
         """Yield the calls inside, at any depth; not below a compiled module, which runs as one."""
@@ -204,21 +200,14 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def _may_repeat(module: nn.Module) -> bool:
-    """Return whether a module can be called again: not if it is compiled in place, or looks up rows kept elsewhere."""
-    fixed = isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None
-    return not fixed and all(keeper_of(parameter) is None for parameter in module.parameters())
-
-
-class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A forward pass that keeps no activation, and records what each module's would take.
+class Activations(Watcher):
+    """The tensors that each module's call saves for the backward pass, in a dry run that keeps a graph.
 
     Args:
         left_out: addresses of memory that is there anyway, that of parameters and buffers.
     """
 
     def __init__(self, left_out: Container[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._left_out = left_out
         self._top = _Call()
         self._stack = [self._top]
@@ -227,30 +216,25 @@ class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: dict[int, int] = {}  # the last operation that wrote a piece of memory
         self._operations = 0
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Surround the forward pass."""
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            leave = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
-            stack.callback(leave.remove)
-            stack.callback(_HOOKS_WITH_KWARGS.pop, leave.id, None)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _never))
-            stack.enter_context(self)
-            yield
-        for call in self._top.inside():
-            unchanged = all(self._written.get(key, 0) <= call.begun for key in call.inputs)
-            assert call.module is not None
-            call.may_repeat = call.may_repeat and unchanged and _may_repeat(call.module)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._operations += 1
         if func._schema.is_mutable:
-            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
             for one in func._schema.arguments:
                 if one.alias_info is not None and one.alias_info.is_write:
                     self._written.update(dict.fromkeys(self._noted(given.get(one.name)), self._operations))
-        return func(*args, **(kwargs or {}))
+
+    def saved(self, tensor: Tensor) -> None:
+        self._stack[-1].saved |= self._noted(tensor)
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        call = _Call(module, self._operations)
+        self._stack[-1].calls.append(call)
+        self._stack.append(call)
+
+    def left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        call, values = self._stack.pop(), tree_leaves((args, kwargs))
+        call.inputs, call.is_plain = self._noted(values), all(isinstance(value, _PLAIN) for value in values)
 
     def _noted(self, values: Any) -> set[int]:
         """Return the keys of the memory of values."""
@@ -260,19 +244,6 @@ class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._references[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._nbytes[key] = 0 if storage.data_ptr() in self._left_out else storage.nbytes()
         return set(found)
-
-    def _pack(self, tensor: Tensor) -> None:
-        self._stack[-1].saved |= self._noted(tensor)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        call = _Call(module, self._operations)
-        self._stack[-1].calls.append(call)
-        self._stack.append(call)
-
-    def _leave(self, module: nn.Module, args: Any, *others: Any) -> None:
-        call = self._stack.pop()
-        values = tree_leaves((args, others[:-1]))  # keyword arguments, unless the module has raised; and the output
-        call.inputs, call.may_repeat = self._noted(values), all(isinstance(value, _PLAIN) for value in values)
 
     def _bytes_of(self, keys: set[int]) -> int:
         return sum(self._nbytes[key] for key in keys)
@@ -296,11 +267,22 @@ class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return self._cheapest(self._top, depth)
 
+    def _may_repeat(self, call: _Call) -> bool:
+        """Return whether a call computes the same again from its arguments.
+
+        Not if they were written since, or its module is compiled in place, or looks up rows kept elsewhere.
+        """
+        module = call.module
+        assert module is not None
+        fixed = isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None
+        unchanged = all(self._written.get(key, 0) <= call.begun for key in call.inputs)
+        return call.is_plain and unchanged and not fixed and all(keeper_of(one) is None for one in module.parameters())
+
     def _cheapest(self, call: _Call, depth: int) -> tuple[int, list[nn.Module]]:
         best: tuple[int, list[nn.Module]] = self._held(call), []
         if not depth:
             return best
-        gains = {one: self._held(one) for one in call.inside() if one.may_repeat}
+        gains = {one: self._held(one) for one in call.inside() if self._may_repeat(one)}
         gains = {one: nbytes for one, nbytes in gains.items() if nbytes > self._bytes_of(one.inputs)}
         for most in sorted(set(gains.values())):
             kept, repeated, waiting = set(call.saved), [], list(call.calls)
@@ -318,10 +300,6 @@ class ForwardTrial(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 modules = [one.module for one in repeated] + [module for _, inner in within for module in inner]
                 best = held, list(dict.fromkeys(module for module in modules if module is not None))
         return best
-
-
-def _never(packed: Any) -> Tensor:
-    raise RuntimeError("a trial of a forward pass keeps no activations for a backward pass")
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,19 +389,19 @@ class Escalation:
             _log.warning("one sample does not fit: %s", plan)
 
     def _plan(self, rung: str, calls: Iterable[tuple[Callable[..., Any], SamplePacking]], changes: Changes) -> RungPlan:
-        named = [] if isinstance(self._wanted, bool) else self._wanted
+        named = [] if isinstance(self._wanted, bool) or rung == OFFLOADED else self._wanted
         if not self._ranks.may_differ:
             return RungPlan(rung, named)
-        trial = ForwardTrial(changes.storages())
+        activations = Activations(changes.storages())
         for function, packing in calls:
             args, kwargs = packing.batch.take(packing.parts(packing.batch.size)[0].samples)
-            with torch.enable_grad(), changes.watched(), trial.recording():
+            with changes.watched(), DryRun(activations, keeps_graph=True):
                 function(*args, **kwargs)
         changes.restore()
         if named or rung == OFFLOADED:
-            return RungPlan(rung, [] if rung == OFFLOADED else named, trial.nbytes)
-        held, modules = trial.cheapest(1 if rung == CHECKPOINTED else 2)
-        return RungPlan(rung, modules, trial.nbytes, held)
+            return RungPlan(rung, named, activations.nbytes)
+        held, modules = activations.cheapest(1 if rung == CHECKPOINTED else 2)
+        return RungPlan(rung, modules, activations.nbytes, held)
 
     @contextmanager
     def forward_pass(self, changes: Changes, *, escalates: bool) -> Iterator[None]:

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 import speedswap
 from speedswap.apps.digits.task import read_split
 from speedswap.batching import LimitedMemory, Padded, escalation
-from speedswap.batching.escalation import Escalation, ForwardTrial, activations_on_host, checkpointed
+from speedswap.batching.dry_run import DryRun
+from speedswap.batching.escalation import Activations, Escalation, activations_on_host, checkpointed
 from speedswap.batching.rollback import has_memory
 from speedswap.errors import BatchError
 
@@ -105,7 +106,7 @@ class Crowded:
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.model(x), y)
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        if any(isinstance(mode, ForwardTrial) for mode in modes):
+        if any(isinstance(mode, DryRun) for mode in modes):
             return loss
         if len(x) > 1 or self.failures:
             self.failures -= len(x) == 1
@@ -226,11 +227,11 @@ def test_coupled_losses_and_differentiable_calls_escalate_too(rung: int) -> None
 # ---------------------------------------------------------------------- what is checkpointed
 
 
-def trial_of(model: nn.Module, *args: Any, call: Callable[..., Any] | None = None) -> ForwardTrial:
-    trial = ForwardTrial({one.untyped_storage().data_ptr() for one in model.parameters() if has_memory(one)})
-    with trial.recording():
+def trial_of(model: nn.Module, *args: Any, call: Callable[..., Any] | None = None) -> Activations:
+    activations = Activations({one.untyped_storage().data_ptr() for one in model.parameters() if has_memory(one)})
+    with DryRun(activations, keeps_graph=True):
         (call or model)(*args)
-    return trial
+    return activations
 
 
 def test_a_trial_counts_what_autograd_saves_and_keeps_none_of_it() -> None:
@@ -459,7 +460,7 @@ class Lines(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        if not any(isinstance(mode, ForwardTrial) for mode in modes):
+        if not any(isinstance(mode, DryRun) for mode in modes):
             escalates = any("forward" in vars(one) for one in self.text.modules())
             self.seen.append((*text.shape, escalates))
             if self.long and text.shape[1] >= self.long and not escalates:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import speedswap
 from speedswap.batching import Padded, PerSample
-from speedswap.batching.escalation import ForwardTrial
+from speedswap.batching.dry_run import DryRun
 
 
 class FlakyDevice:
@@ -27,7 +27,7 @@ class FlakyDevice:
         self.failures, self.escalations = 0, 0
 
     def use(self, samples: int, longest: int) -> None:
-        if any(isinstance(mode, ForwardTrial) for mode in _get_current_dispatch_mode_stack()):
+        if any(isinstance(mode, DryRun) for mode in _get_current_dispatch_mode_stack()):
             return
         escalates = "forward" in vars(self._module)
         assert samples == 1 or not escalates
