@@ -24,17 +24,11 @@ from ncf.scale import batches_of, run_scale
 
 import speedswap
 from speedswap.apps.bench.measure import synchronize, write_json
-from speedswap.apps.ncf import (
-    NCF,
-    Candidates,
-    NcfSettings,
-    evaluate,
-    generate_split,
-    read_split,
-    train,
-    train_step,
-)
-from speedswap.apps.ncf.interactions import NcfSplit
+from speedswap.apps.ncf import NCF, NcfSettings, train
+from speedswap.apps.ncf.interactions import NcfSplit, generate_split
+from speedswap.apps.ncf.model import Candidates, evaluate
+from speedswap.apps.ncf.ratings import read_split
+from speedswap.apps.ncf.training import train_step
 
 COMPARED_STEPS = 100
 

@@ -16,6 +16,7 @@ import pytest
 import site_links
 
 import speedswap
+from speedswap.apps import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERNAL = {"collectives", "kernels", "ranks", "swapping", "tables.owners"}  # what they have for users is speedswap's
@@ -92,4 +93,6 @@ def test_the_api_has_every_public_name(site: Path) -> None:
         if not names_of(module, name) & known
     ]
     assert not missing
+    raised = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
+    assert {f"{each.__module__}.{each.__qualname__}" for each in raised} <= known
     assert "speedswap.Embedding.from_pretrained" in known  # and members

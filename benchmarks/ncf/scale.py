@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import speedswap
-from speedswap.apps.ncf import NCF, NcfBatch, NcfSettings, draw_batches, generate_split, train_step
-from speedswap.apps.ncf.interactions import NcfSplit
+from speedswap.apps.ncf import NCF, NcfSettings
+from speedswap.apps.ncf.interactions import NcfBatch, NcfSplit, draw_batches, generate_split
+from speedswap.apps.ncf.training import train_step
 
 __all__ = ["batches_of", "run_scale"]
 

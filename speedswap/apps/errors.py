@@ -7,23 +7,8 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from speedswap.errors import CheckpointError, SpeedswapError
-
-__all__ = [
-    "AS_OPTIONS",
-    "BenchmarkError",
-    "CheckpointError",
-    "CorpusError",
-    "ImagesError",
-    "OutputError",
-    "PairsError",
-    "RatingsError",
-    "SamplesError",
-    "SettingsError",
-    "UnknownUserError",
-    "WrongResultError",
-    "named",
-]
+from speedswap.errors import CheckpointError as CheckpointError
+from speedswap.errors import SpeedswapError
 
 AS_OPTIONS: ContextVar[bool] = ContextVar("AS_OPTIONS", default=False)
 """True in a command, whose user knows settings by their options."""

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedswap.apps.word2vec import Corpus, blocks
+from speedswap.apps.word2vec import blocks
 from speedswap.apps.word2vec.blocks import BLOCK, NOISE, PairWeights, Sampler, kept_share, reach
+from speedswap.apps.word2vec.corpus import Corpus
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from speedswap.apps.word2vec import Corpus, CorpusError
-from speedswap.apps.word2vec.corpus import CHUNK_CHARACTERS, END, SENTENCE_END, read_characters, read_words
+from speedswap.apps.errors import CorpusError
+from speedswap.apps.word2vec.corpus import CHUNK_CHARACTERS, END, SENTENCE_END, Corpus, read_characters, read_words
 from speedswap.apps.word2vec.training import demo_corpus
 
 TEXT = "the cat saw the dog\n\nthe dog ran \t away\nrare the cat"

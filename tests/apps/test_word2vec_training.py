@@ -17,7 +17,8 @@ import simulated_gpu
 import torch
 
 import speedswap
-from speedswap.apps.word2vec import CorpusError, Run, Settings, SettingsError, train, training
+from speedswap.apps.errors import CorpusError, SettingsError
+from speedswap.apps.word2vec import Run, Settings, train, training
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
 SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]

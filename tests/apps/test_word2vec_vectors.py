@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import speedswap
-from speedswap.apps.word2vec import PairsError, WordVectors
+from speedswap.apps.errors import PairsError
+from speedswap.apps.word2vec import WordVectors
 from speedswap.apps.word2vec import vectors as module
 from speedswap.apps.word2vec.vectors import rank_correlation, read_pairs
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speedswap.apps.ncf import CheckpointError, NcfSettings, load, train
+from speedswap.apps.errors import CheckpointError
+from speedswap.apps.ncf import NcfSettings, load, train
 from speedswap.cli import main
 from torture.attack import Attack, Broken
 from torture.processes import Calls, Child, child

@@ -10,6 +10,5 @@
 
 from speedswap.apps.bench import step, transfer
 from speedswap.apps.bench.plots import step_figure, transfer_figure
-from speedswap.apps.errors import BenchmarkError, WrongResultError
 
-__all__ = ["BenchmarkError", "WrongResultError", "step", "step_figure", "transfer", "transfer_figure"]
+__all__ = ["step", "step_figure", "transfer", "transfer_figure"]

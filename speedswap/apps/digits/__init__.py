@@ -11,29 +11,9 @@ A run reads the images (``task``), measures the memory of a micro-batch, trains 
 its figures (``training``).
 """
 
-from speedswap.apps.digits.task import Budget, DigitsNet, DigitsSettings, DigitsSplit, Images, read_split
-from speedswap.apps.digits.training import DigitsRun, DigitsStep, Footprint, measure_footprint, memory_report, train
-from speedswap.apps.errors import ImagesError, SettingsError
-from speedswap.batching import LimitedMemory
+from speedswap.apps.digits.task import DigitsNet
+from speedswap.apps.digits.task import DigitsSettings as Settings
+from speedswap.apps.digits.training import DigitsRun as Run
+from speedswap.apps.digits.training import memory_report, train
 
-Run, Settings = DigitsRun, DigitsSettings
-
-__all__ = [
-    "Budget",
-    "DigitsNet",
-    "DigitsRun",
-    "DigitsSettings",
-    "DigitsSplit",
-    "DigitsStep",
-    "Footprint",
-    "Images",
-    "ImagesError",
-    "LimitedMemory",
-    "Run",
-    "Settings",
-    "SettingsError",
-    "measure_footprint",
-    "memory_report",
-    "read_split",
-    "train",
-]
+__all__ = ["DigitsNet", "Run", "Settings", "memory_report", "train"]

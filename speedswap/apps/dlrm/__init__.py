@@ -14,38 +14,14 @@ A run streams samples from files in Criteo's format (``criteo``) or generates th
 the last and the best state.
 """
 
-from speedswap.apps.dlrm.criteo import SampleFiles, find_files
-from speedswap.apps.dlrm.model import DLRM, Embeddings, Scores
-from speedswap.apps.dlrm.samples import SamplePosition, Samples
+from speedswap.apps.dlrm.criteo import SampleFiles
+from speedswap.apps.dlrm.model import DLRM
+from speedswap.apps.dlrm.samples import Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.dlrm.stream import ClickBatch, Data, GeneratedSamples
-from speedswap.apps.dlrm.training import DlrmRun, Evaluation, Point, evaluate, load, train, train_step
-from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
+from speedswap.apps.dlrm.stream import GeneratedSamples
+from speedswap.apps.dlrm.training import DlrmRun, load, train
 
 Settings, Run = DlrmSettings, DlrmRun
 
-__all__ = [
-    "DLRM",
-    "CheckpointError",
-    "ClickBatch",
-    "Data",
-    "DlrmRun",
-    "DlrmSettings",
-    "Embeddings",
-    "Evaluation",
-    "GeneratedSamples",
-    "Point",
-    "Run",
-    "SampleFiles",
-    "SamplePosition",
-    "Samples",
-    "SamplesError",
-    "Scores",
-    "Settings",
-    "SettingsError",
-    "evaluate",
-    "find_files",
-    "load",
-    "train",
-    "train_step",
-]
+__all__ = ["DLRM", "DlrmRun", "DlrmSettings", "GeneratedSamples", "Run", "SampleFiles", "Samples", "Settings"]
+__all__ += ["load", "train"]

@@ -15,49 +15,10 @@ batches with negatives (``interactions``), trains two embeddings and a small net
 own ids.
 """
 
-from speedswap.apps.errors import CheckpointError, RatingsError, SettingsError, UnknownUserError
-from speedswap.apps.ncf.form import RatingsSource
-from speedswap.apps.ncf.interactions import (
-    Interactions,
-    NcfBatch,
-    NcfSplit,
-    OwnIds,
-    draw_batches,
-    generate_split,
-    leave_one_out,
-)
-from speedswap.apps.ncf.model import NCF, Candidates, Ranking, Recommendations, evaluate
-from speedswap.apps.ncf.ratings import read_split
+from speedswap.apps.ncf.model import NCF, Ranking, Recommendations
 from speedswap.apps.ncf.settings import NcfSettings
-from speedswap.apps.ncf.training import NcfEpoch, NcfRun, load, train, train_step
+from speedswap.apps.ncf.training import NcfRun, load, train
 
 Settings, Run = NcfSettings, NcfRun
 
-__all__ = [
-    "NCF",
-    "Candidates",
-    "CheckpointError",
-    "Interactions",
-    "NcfBatch",
-    "NcfEpoch",
-    "NcfRun",
-    "NcfSettings",
-    "NcfSplit",
-    "OwnIds",
-    "Ranking",
-    "RatingsError",
-    "RatingsSource",
-    "Recommendations",
-    "Run",
-    "Settings",
-    "SettingsError",
-    "UnknownUserError",
-    "draw_batches",
-    "evaluate",
-    "generate_split",
-    "leave_one_out",
-    "load",
-    "read_split",
-    "train",
-    "train_step",
-]
+__all__ = ["NCF", "NcfRun", "NcfSettings", "Ranking", "Recommendations", "Run", "Settings", "load", "train"]

@@ -11,23 +11,10 @@ A run reads the text once (``corpus``), makes window blocks of it (``blocks``), 
 (``settings``, ``training``) and keeps the vectors (``vectors``).
 """
 
-from speedswap.apps.errors import CorpusError, PairsError, SettingsError
-from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.settings import Word2VecSettings as Settings
-from speedswap.apps.word2vec.training import Word2VecRun
+from speedswap.apps.word2vec.training import Word2VecRun as Run
 from speedswap.apps.word2vec.vectors import Similarity, WordVectors
 
-Run = Word2VecRun
 train = Run.train
 
-__all__ = [
-    "Corpus",
-    "CorpusError",
-    "PairsError",
-    "Run",
-    "Settings",
-    "SettingsError",
-    "Similarity",
-    "WordVectors",
-    "train",
-]
+__all__ = ["Run", "Settings", "Similarity", "WordVectors", "train"]

@@ -8,9 +8,11 @@ import random
 import pytest
 import torch
 
-from speedswap.apps.dlrm import CheckpointError, SampleFiles, SamplesError, find_files
+from speedswap.apps.dlrm import SampleFiles
 from speedswap.apps.dlrm import criteo as module
+from speedswap.apps.dlrm.criteo import find_files
 from speedswap.apps.dlrm.samples import MISSING, NAMES, SamplePosition
+from speedswap.apps.errors import CheckpointError, SamplesError
 
 
 def lines_of(count, seed=0, labelled=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speedswap.apps.dlrm import CheckpointError, GeneratedSamples, Scores
+from speedswap.apps.dlrm import GeneratedSamples
+from speedswap.apps.dlrm.model import Scores
 from speedswap.apps.dlrm.samples import MISSING, SamplePosition
+from speedswap.apps.errors import CheckpointError
 
 
 def whole(count=20_000, **more):

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedswap
-from speedswap.apps.dlrm import DLRM, Data, DlrmSettings, evaluate
-from speedswap.apps.dlrm.training import train_step
+from speedswap.apps.dlrm import DLRM, DlrmSettings
+from speedswap.apps.dlrm.stream import Data
+from speedswap.apps.dlrm.training import evaluate, train_step
 
 SIZES = {"ids": 300, "capacity": 1_000, "dim": 8, "bottom": (16,), "top": (16,), "batch": 256, "device": "cpu"}
 

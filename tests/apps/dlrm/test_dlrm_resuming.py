@@ -10,8 +10,11 @@ from apps.dlrm.runs import assert_same, run, small
 
 import speedswap
 from speedswap.apps import run as run_module
-from speedswap.apps.dlrm import CheckpointError, Data, SamplesError, evaluate, load, train
+from speedswap.apps.dlrm import load, train
 from speedswap.apps.dlrm import training as module
+from speedswap.apps.dlrm.stream import Data
+from speedswap.apps.dlrm.training import evaluate
+from speedswap.apps.errors import CheckpointError, SamplesError
 from speedswap.apps.run import SavedRun
 
 

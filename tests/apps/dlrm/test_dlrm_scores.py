@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from speedswap.apps.dlrm import Scores
 from speedswap.apps.dlrm import model as module
+from speedswap.apps.dlrm.model import Scores
 
 
 def scored(logits, labels, pieces=1):

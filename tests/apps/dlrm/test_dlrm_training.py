@@ -10,16 +10,10 @@ import torch
 from apps.dlrm.runs import assert_same, run, small, state_of
 
 import speedswap
-from speedswap.apps.dlrm import (
-    Data,
-    DlrmSettings,
-    GeneratedSamples,
-    SampleFiles,
-    SamplesError,
-    Scores,
-    SettingsError,
-    load,
-)
+from speedswap.apps.dlrm import DlrmSettings, GeneratedSamples, SampleFiles, load
+from speedswap.apps.dlrm.model import Scores
+from speedswap.apps.dlrm.stream import Data
+from speedswap.apps.errors import SamplesError, SettingsError
 
 
 def test_planted_structure_is_learnt(device):

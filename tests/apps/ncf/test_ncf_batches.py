@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf import Interactions, RatingsError, draw_batches
+from speedswap.apps.errors import RatingsError
+from speedswap.apps.ncf.interactions import Interactions, draw_batches
 
 
 def some_pairs(num_users=20, num_items=30, share=0.3, seed=0):

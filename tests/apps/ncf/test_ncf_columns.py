@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf import RatingsError, SettingsError, read_split
+from speedswap.apps.errors import RatingsError, SettingsError
 from speedswap.apps.ncf import columns as module
+from speedswap.apps.ncf.ratings import read_split
 
 ORDERS = """order,customer,sku,stars,ts
 1,bob,A-1,5,2024-01-03

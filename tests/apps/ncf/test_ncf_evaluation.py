@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.ncf import Candidates, Interactions, NcfSplit, RatingsError, evaluate
-from speedswap.apps.ncf.model import popularity_baseline, rank, ranking
+from speedswap.apps.errors import RatingsError
+from speedswap.apps.ncf.interactions import Interactions, NcfSplit
+from speedswap.apps.ncf.model import Candidates, evaluate, popularity_baseline, rank, ranking
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from speedswap.apps.ncf import generate_split
 from speedswap.apps.ncf import interactions as module
+from speedswap.apps.ncf.interactions import generate_split
 
 
 def test_sizes_are_as_asked_for():

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf import Interactions, leave_one_out
+from speedswap.apps.ncf.interactions import Interactions, leave_one_out
 
 
 def split(rows, num_items=10):

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import speedswap
-from speedswap.apps.ncf import NCF, Interactions, NcfSettings, draw_batches, train_step
+from speedswap.apps.ncf import NCF, NcfSettings
+from speedswap.apps.ncf.interactions import Interactions, draw_batches
+from speedswap.apps.ncf.training import train_step
 
 
 def arrays_of(model):

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from speedswap.apps.ncf import RatingsError, read_split
+from speedswap.apps.errors import RatingsError
 from speedswap.apps.ncf import columns as module
+from speedswap.apps.ncf.ratings import read_split
 
 ROWS = [(196, 242, 3, 881250949), (7, 2**40, 5, 5), (196, 9, 1, 881250950), (7, 9, 4.5, 6), (7, 242, 2, 4)]
 HEADING = "userId,movieId,rating,timestamp\n"

@@ -10,19 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf import (
-    NCF,
-    CheckpointError,
-    Interactions,
-    NcfSettings,
-    NcfSplit,
-    OwnIds,
-    SettingsError,
-    UnknownUserError,
-    load,
-    train,
-)
+from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
+from speedswap.apps.ncf import NCF, NcfSettings, load, train
 from speedswap.apps.ncf import model as module
+from speedswap.apps.ncf.interactions import Interactions, NcfSplit, OwnIds
 
 
 def some_split(num_users=30, num_items=50, share=0.3, seed=0, *, ids=True):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import speedswap
-from speedswap.apps.errors import OutputError
-from speedswap.apps.ncf import CheckpointError, NcfSettings, RatingsError, SettingsError, evaluate, load, train
+from speedswap.apps.errors import CheckpointError, OutputError, RatingsError, SettingsError
+from speedswap.apps.ncf import NcfSettings, load, train
 from speedswap.apps.ncf import training as module
-from speedswap.apps.ncf.model import Candidates
+from speedswap.apps.ncf.model import Candidates, evaluate
 from speedswap.apps.run import SavedRun
 
 
