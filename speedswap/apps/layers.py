@@ -1,4 +1,4 @@
-"""Models of tables outside the compute device and linear layers on it, and their batches."""
+"""Models of tables outside the compute device, alone or under linear layers, and their batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
+from speedswap.swapping.table_module import TableModule
 
 ABatch = TypeVar("ABatch", bound="BatchOnHost")
 
@@ -21,7 +22,30 @@ class BatchOnHost(Protocol):
     def to(self: ABatch, device: torch.device) -> ABatch: ...
 
 
-class LayeredModel(nn.Module):
+class ModelWithTables(nn.Module):
+    """The base of a model with tables, whose files, if any, are in a temporary directory."""
+
+    _remove_folder: Callable[[], object] = staticmethod(lambda: None)  # set by a module that has one
+
+    def stores(self) -> list[speedswap.Table]:
+        """Return the tables."""
+        return [module.table for module in self.modules() if isinstance(module, TableModule)]
+
+    def close(self) -> None:
+        """Close the tables, and remove those in a temporary directory."""
+        for table in self.stores():
+            table.close()
+        for module in self.modules():
+            if isinstance(module, ModelWithTables):
+                module._remove_folder()
+
+    def dense(self) -> dict[str, nn.Parameter]:
+        """Return the parameters outside the tables, those of linear layers, by name."""
+        layers = ((name, layer) for name, layer in self.named_modules() if isinstance(layer, nn.Linear))
+        return {f"{name}.{part}": value for name, layer in layers for part, value in layer.named_parameters()}
+
+
+class LayeredModel(ModelWithTables):
     """The base of a model whose parameters outside its tables are those of linear layers."""
 
     @abstractmethod
@@ -39,11 +63,6 @@ class LayeredModel(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight, generator=generator)
                 nn.init.zeros_(layer.bias)
-
-    def dense(self) -> dict[str, nn.Parameter]:
-        """Return the parameters outside the tables, by name."""
-        layers = ((name, layer) for name, layer in self.named_modules() if isinstance(layer, nn.Linear))
-        return {f"{name}.{part}": value for name, layer in layers for part, value in layer.named_parameters()}
 
 
 def layers_of(widths: Sequence[int]) -> nn.Sequential:

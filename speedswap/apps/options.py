@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -181,13 +182,13 @@ def plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def named_optimizer(name: str, own: Mapping[str, type[Optimizer]] | None = None) -> type[Optimizer]:
+def named_optimizer(name: str, own: Mapping[str, Callable[..., Optimizer]] | None = None) -> Callable[..., Optimizer]:
     """Return the optimizer of a name such as ``adam``: one of ``torch.optim``, or of an application's own.
 
     Raises:
         SettingsError: no optimizer has the name.
     """
-    known = {
+    known: dict[str, Callable[..., Optimizer]] = {
         plain(each.__name__): each
         for each in vars(torch.optim).values()
         if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer
@@ -242,7 +243,7 @@ def epochs(default: int, over: str) -> Any:
     return option(default, f"passes over {over}", check=whole(1, 10**9))
 
 
-def optimizer(default: str, text: str = ROW_BY_ROW, own: Mapping[str, type[Optimizer]] | None = None) -> Any:
+def optimizer(default: str, text: str = ROW_BY_ROW, own: Mapping[str, Callable[..., Optimizer]] | None = None) -> Any:
     """Declare the name of an optimizer, as for :func:`named_optimizer`."""
     return option(default, text, check=lambda name, value: named_optimizer(value, own))
 
@@ -253,12 +254,14 @@ class AppSettings:
 
     Attributes:
         suited_lr: learning rates at the beginning, by :func:`plain` name; other optimizers have their own default.
+        own_optimizers: those that ``torch.optim`` lacks, by name.
 
     Raises:
         SettingsError: a value is out of range or unknown.
     """
 
-    suited_lr: ClassVar[Mapping[str, float]] = {}
+    suited_lr: ClassVar[Mapping[str, float | None]] = {}
+    own_optimizers: ClassVar[Mapping[str, Callable[..., Optimizer]]] = {}
 
     epochs: int = epochs(1, "the data")
     optimizer: str = optimizer("adam", "any of torch.optim, such as sgd or adam")
@@ -331,13 +334,8 @@ class AppSettings:
 
     def to_json(self, **changes: Any) -> dict[str, Any]:
         """Return the settings as JSON can hold them, with some of them replaced."""
-
-        def plain_of(value: Any) -> Any:
-            return str(value) if isinstance(value, Path) else value
-
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        parts = {name: [*map(plain_of, value)] for name, value in found.items() if isinstance(value, tuple)}
-        return {name: plain_of(value) for name, value in found.items()} | parts | changes
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return found | changes
 
     def compute_device(self) -> torch.device:
         """Return the compute device."""
@@ -349,17 +347,16 @@ class AppSettings:
         Raises:
             SettingsError: it takes neither them nor the learning rate.
         """
-        make: Any = named_optimizer(self.optimizer)
+        make = named_optimizer(self.optimizer, self.own_optimizers)
         lr = self.lr or self.suited_lr.get(plain(self.optimizer))
         given: dict[str, Any] = {} if lr is None else {"lr": lr}
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         if on_cpu and "fused" in inspect.signature(make).parameters:
             given["fused"] = True  # one pass over memory, where torch's default takes five
         try:
-            made: Optimizer = make(model.parameters(), **given)
+            return make(model.parameters(), **given)
         except (TypeError, ValueError) as error:
             raise SettingsError(f"{named('optimizer')} {self.optimizer} does not take this model: {error}") from error
-        return made
 
 
 @dataclass(frozen=True)

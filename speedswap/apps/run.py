@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, OutputError, SettingsError, named
 from speedswap.apps.files import check_output, remove_leftovers, says_unwritable, versions, write_whole
+from speedswap.apps.layers import ModelWithTables
 from speedswap.apps.options import AppSettings
 from speedswap.apps.ranks import Job
 from speedswap.apps.running import Shown, Stop, begun, listening, show_progress
@@ -386,6 +387,8 @@ class Run(Training[Settings, Batch]):
     command: ClassVar[str]
     deciding: ClassVar[tuple[str, ...]]
 
+    model: ModelWithTables
+
     def __init__(self, settings: Settings, job: Job | None = None) -> None:
         super().__init__(settings, job)
         self.shows = False
@@ -393,10 +396,6 @@ class Run(Training[Settings, Batch]):
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
 
     # ------------------------------------------------------------------ what an application may define
-
-    def dense(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients are summed over the ranks."""
-        return ()
 
     @property
     def count(self) -> int:
@@ -418,9 +417,6 @@ class Run(Training[Settings, Batch]):
 
     def say(self) -> None:
         """Print the outcome."""
-
-    def close(self) -> None:
-        """Close the model's tables, and remove those in a temporary directory."""
 
     def check(self, saved: SavedRun) -> None:
         """Refuse to resume with other settings, or to fewer epochs than the checkpoint has.
@@ -507,7 +503,7 @@ class Run(Training[Settings, Batch]):
             run._require_same(saved)
             run.build()
             speedswap.attach(run.optimizer, run.model)
-            run.job.sum_gradients(run.optimizer, run.dense())
+            run.job.sum_gradients(run.optimizer, run.model.dense().values())
             if saved is not None:
                 with saved.says_damaged():
                     run.restore(saved.content)
@@ -538,7 +534,7 @@ class Run(Training[Settings, Batch]):
             if job.leads:
                 files = run.write(args.output)
                 run.say()
-                run.close()
+                run.model.close()
                 if run.interrupted:
                     print(f"{stop.word}: the training so far is saved; the same command goes on from there")
                 print("saved", ", ".join(map(str, [*files, args.output / FOLDER])))

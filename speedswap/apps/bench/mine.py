@@ -11,12 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedswap._words import pip_install
 from speedswap.apps.bench import step
 from speedswap.apps.bench.measure import IdBatch, Peer, lacking, renumbered
 from speedswap.apps.bench.trainers import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS
 from speedswap.apps.errors import BenchmarkError, named
-from speedswap.apps.files import PARQUET, opened
+from speedswap.apps.files import PARQUET, opened, parquet_opened
 from speedswap.apps.options import WIDEST, one_of, whole
 
 _MOST_IDS = 1 << 23
@@ -118,12 +117,10 @@ def _of_array(path: Path) -> npt.NDArray[np.int64]:
 
 
 def _of_parquet(path: Path, column: str | None) -> npt.NDArray[np.int64]:
-    try:
-        from pyarrow import parquet, types
-    except ModuleNotFoundError as error:
-        raise BenchmarkError(f"{path} is Parquet: {pip_install('pyarrow', extra='parquet')}") from error
     pieces, count = [np.empty(0, np.int64)], 0
-    with parquet.ParquetFile(path) as file:
+    with parquet_opened(path, "the file of ids", BenchmarkError) as file:
+        from pyarrow import types
+
         names = [each.name for each in file.schema_arrow if types.is_integer(each.type)]
         wanted = column if column is not None or len(names) != 1 else names[0]
         if wanted not in names:

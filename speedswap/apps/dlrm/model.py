@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 import speedswap
 from speedswap.apps.dlrm.samples import CATEGORIES, NAMES, Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.layers import LayeredModel, layers_of
+from speedswap.apps.layers import LayeredModel, ModelWithTables, layers_of
 from speedswap.apps.ranks import Job
 from speedswap.kernels import pair_gradients, pair_products
+from speedswap.monitor.figures import modes_kept
 
 if TYPE_CHECKING:
     from speedswap.apps.dlrm.stream import ClickBatch
@@ -65,24 +66,16 @@ class DLRM(LayeredModel):
 
     def predict(self, samples: Samples) -> Tensor:
         """Return the logits of samples, shape (n,), without a gradient and without rows for new ids."""
-        training = self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                logits: Tensor = self(samples)
-        finally:
-            self.train(training)
+        with modes_kept([self]), torch.no_grad():
+            self.eval()
+            logits: Tensor = self(samples)
         return logits
-
-    def close(self) -> None:
-        """Close the tables, and remove those in a temporary directory."""
-        self.embeddings.close()
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
-class Embeddings(nn.Module):
+class Embeddings(ModelWithTables):
     """A vector per category of a sample, from 26 tables in one store.
 
     An id gets a row at its first sighting in training, or after several; a new id in evaluation has a vector of zeros.
@@ -131,15 +124,6 @@ class Embeddings(nn.Module):
     def known(self) -> dict[str, int]:
         """Return the number of each table's ids that have a row."""
         return {name: len(ids) for name, ids in self.collection.id_maps.items()}
-
-    def stores(self) -> list[speedswap.Table]:
-        """Return the tables that hold those of the categories."""
-        return [group.table for group in self.collection.groups]  # type: ignore[misc]
-
-    def close(self) -> None:
-        """Close the tables, and remove those in a temporary directory."""
-        self.collection.close()
-        self._remove_folder()
 
 
 def by_name(ids: Tensor) -> dict[str, Tensor]:

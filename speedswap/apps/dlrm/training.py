@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
@@ -122,9 +122,6 @@ class DlrmRun(Run[DlrmSettings, ClickBatch]):
 
     def make_model(self) -> DLRM:
         return DLRM(self.settings, self.job)
-
-    def dense(self) -> Iterable[nn.Parameter]:
-        return self.model.dense().values()
 
     @property
     def done(self) -> int:
@@ -272,9 +269,6 @@ class DlrmRun(Run[DlrmSettings, ClickBatch]):
             print(f"best of {len(self.evaluations)}: {self.best}")
             warn_of_few(round(self.base_rate * self.tested_samples), self.tested_samples)
 
-    def close(self) -> None:
-        self.model.close()
-
     def figures(self) -> dict[str, Any]:
         return {
             "samples": self.samples,
@@ -285,7 +279,7 @@ class DlrmRun(Run[DlrmSettings, ClickBatch]):
             "evaluations": [finite(each._asdict()) for each in self.evaluations],
             "best": finite(self.best._asdict()) if self.best is not None else None,
             "ids": self.model.embeddings.known(),
-            "tables": [repr(table) for table in self.model.embeddings.stores()],
+            "tables": [repr(table) for table in self.model.stores()],
         }
 
     def draw(self, figure: Figure) -> None:

@@ -81,7 +81,7 @@ class TableSpec:
             OptimizerError: the optimizer cannot train rows alone; the message says why.
         """
         items = speedswap.Embedding(rows, self.dim, storage=storage, device=device, dtype=self.dtype)
-        optimizer = named_optimizer(self.optimizer)(items.parameters())  # type: ignore[call-arg]
+        optimizer = named_optimizer(self.optimizer)(items.parameters())
         speedswap.attach(optimizer, items)
         return items, optimizer
 

@@ -176,12 +176,6 @@ class NCF(LayeredModel):
         """The users' ids in the ratings; their rows' numbers where interactions were made up."""
         return (self.split and self.split.user_ids) or OwnIds(range(self.user.num_embeddings))
 
-    def close(self) -> None:
-        """Close the tables, and remove those in a temporary directory."""
-        self.user.table.close()
-        self.item.table.close()
-        self._remove_folder()
-
 
 # ---- the best items out of all, in bounded memory --------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.apps.errors import CheckpointError, named
@@ -107,9 +107,6 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
         self.baseline = popularity_baseline(self.split, self._candidates)
         return make_model(settings, self.split, self.job)
 
-    def dense(self) -> Iterable[nn.Parameter]:
-        return self.model.dense().values()
-
     @property
     def best(self) -> NcfEpoch | None:
         """The epoch with the best ``HR@10``, of equal ones with the best ``NDCG@10``; None before the first."""
@@ -194,9 +191,6 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
         if self.best is not None:
             print(f"best of {len(self.epochs)}: {self.best}")
 
-    def close(self) -> None:
-        self.model.close()
-
     def figures(self) -> dict[str, Any]:
         train, source = self.split.train, self.split.source
         return {
@@ -209,7 +203,7 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
             "epochs": [epoch._asdict() for epoch in self.epochs],
             "best": self.best._asdict() if self.best is not None else None,
             "steps": self.steps,
-            "tables": [repr(self.model.user.table), repr(self.model.item.table)],
+            "tables": [repr(table) for table in self.model.stores()],
         }
 
     def draw(self, figure: Figure) -> None:

@@ -4,25 +4,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError, named
-from speedswap.apps.options import TableSettings, check_memory, named_optimizer, option, plain, whole
+from speedswap.apps.options import TableSettings, check_memory, option, plain, whole
 from speedswap.apps.word2vec.blocks import pair_weights_bytes
 from speedswap.optim import RowwiseAdagrad
 
-OWN = {"rowwise_adagrad": RowwiseAdagrad}
-INITIAL_SUM = 0.1
-"""Above 0, it damps the first steps of a rare word."""
+# A first sum above 0 damps the first steps of a rare word.
+OWN = {"rowwise_adagrad": partial(RowwiseAdagrad, initial_accumulator_value=0.1)}
 
 
 class Suited(NamedTuple):
@@ -77,6 +74,9 @@ class Word2VecSettings(TableSettings):
         SettingsError: a value is out of range or unknown.
     """
 
+    suited_lr: ClassVar = {name: suited.lr for name, suited in SUITED.items()}
+    own_optimizers: ClassVar = OWN
+
     corpus: tuple[Path, ...] | Path | None = option(
         None,
         "files of UTF-8 text, plain or gzip, one sentence per line, or of Parquet with a column 'text'; or patterns of "
@@ -122,10 +122,3 @@ class Word2VecSettings(TableSettings):
     def suited(self) -> Suited:
         """The settings that suit the optimizer."""
         return SUITED.get(plain(self.optimizer), Suited())
-
-    def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
-        make: Callable[..., Optimizer] = named_optimizer(self.optimizer, OWN)
-        if make is RowwiseAdagrad:
-            make = functools.partial(make, initial_accumulator_value=INITIAL_SUM)
-        lr = self.suited.lr if self.lr is None else self.lr
-        return make(model.parameters()) if lr is None else make(model.parameters(), lr=lr)

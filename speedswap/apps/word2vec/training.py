@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
@@ -24,6 +24,7 @@ import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, CorpusError, OutputError, named
 from speedswap.apps.files import check_output, save_somewhere
+from speedswap.apps.layers import ModelWithTables
 from speedswap.apps.options import add_command
 from speedswap.apps.ranks import Job
 from speedswap.apps.run import FOLDER, RESTART, Run, SavedRun, remove_checkpoints
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("speedswap")
 
 
-class SkipGram(nn.Module):
+class SkipGram(ModelWithTables):
     """Two tables of word vectors, one for words as centers and one for words as contexts.
 
     Args:
@@ -63,12 +64,6 @@ class SkipGram(nn.Module):
 
         self.center = embedding("center", speedswap.init.uniform(-0.5 / settings.dim, 0.5 / settings.dim))
         self.context = embedding("context", speedswap.init.zeros())
-
-    def close(self) -> None:
-        """Close the tables, and remove those in a temporary directory."""
-        self.center.table.close()
-        self.context.table.close()
-        self._remove_folder()
 
     def forward(self, batch: BlockBatch) -> Tensor:
         """Return the batch's loss, summed over its pairs, or over those of a rank's share: a scalar."""

@@ -91,7 +91,7 @@ def test_a_column_of_several_is_chosen(tmp_path):
         (b"", "{} has no ids: give a file with whole numbers"),
         (b" \n,\n", "{} has no ids"),
         (b"\x93NUMPY and no more", "the file of ids {} cannot be used"),
-        (b"PAR1 and no more", "the file of ids {} cannot be used"),
+        (b"PAR1 and no more", "the file of ids {} is not a whole Parquet file"),
         (b"\x1f\x8b and no more", "the file of ids {} is not a whole gzip file"),
         (None, "the file of ids {} cannot be read: No such file"),
     ],
