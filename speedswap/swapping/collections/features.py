@@ -196,10 +196,6 @@ class FeatureBatch:
             self.known_starts = (self._arriving or _Arriving(self.offsets[:: self.stride])).numbers()
         return self.known_starts
 
-    def expect_starts(self) -> None:
-        """Begin to copy ``starts`` from a GPU, so that they are there once the host has waited for the rows."""
-        self._arriving = _Arriving(self.offsets[:: self.stride])
-
     def learn(self, per_key: Tensor) -> None:
         """Take over each key's first id and the number of ids of a keyed batch, int64, on the CPU."""
         asked, order = self.asked, self.order
@@ -539,8 +535,8 @@ def _read_keyed_on_gpu(
     if room:
         found._arriving = _Arriving(torch.cat([per_key, bags.wrong]))
         return found
-    if slots.splits_ids:
-        found.expect_starts()
+    if slots.splits_ids:  # they are there once the host has waited for the rows
+        found._arriving = _Arriving(bags.offsets[::stride])
     if order is not None and weights is not None:
         indices = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
         found._merged = kernels.merge_ids(asked, indices)
