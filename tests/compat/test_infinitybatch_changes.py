@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from speedswap.compat.infinitybatch.changes import ChangeObserver
-from speedswap.monitor import ChangeWarning, MonitorWarning
+from speedswap.monitor import ChangeWarning, MonitorWarning, WarningPolicy
 
 
 @pytest.fixture
@@ -16,12 +16,19 @@ def parts():
     return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1), "criterion": nn.MSELoss()}
 
 
+def observing(level="user", **parts):
+    observer = ChangeObserver(WarningPolicy(level))
+    for name, part in parts.items():
+        assert observer.observe(name, part) == []
+    return observer
+
+
 def kinds(changes):
     return [(change.name, change.kind) for change in changes]
 
 
 def test_training_changes_nothing(parts):
-    observer = ChangeObserver(warn="expert", **parts)
+    observer = observing("expert", **parts)
     for _ in range(2):
         parts["model"](torch.randn(4, 2)).sum().backward()
         parts["optimizer"].step()
@@ -32,7 +39,7 @@ def test_training_changes_nothing(parts):
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "criterion"])
 def test_replacing_is_reported_once(parts, name):
-    observer = ChangeObserver(warn="expert", **parts)
+    observer = observing("expert", **parts)
     other = nn.Linear(2, 2)
     new = {"model": other, "optimizer": torch.optim.SGD(other.parameters()), "criterion": nn.L1Loss()}[name]
     with pytest.warns(MonitorWarning) as said:
@@ -45,21 +52,21 @@ def test_replacing_is_reported_once(parts, name):
 
 def test_moving_is_reported_of_model_and_criterion(parts):
     parts["criterion"] = nn.CrossEntropyLoss(weight=torch.ones(3))
-    observer = ChangeObserver(warn="off", **parts)
+    observer = observing("off", **parts)
     parts["criterion"].to("meta")
     assert kinds(observer.check()) == [("criterion", "device")]
     parts["model"].to("meta")
     changes = observer.check()
     assert ("model", "device") in kinds(changes)
     assert str(changes[0]) == "model: device changed from cpu to meta"
-    loud = ChangeObserver(criterion=parts["criterion"])
+    loud = observing(criterion=parts["criterion"])
     parts["criterion"].to_empty(device="cpu")
     with pytest.warns(ChangeWarning, match="SW202: criterion"):
         loud.check()
 
 
 def test_param_groups_and_hyperparameters_are_told_apart(parts):
-    observer = ChangeObserver(warn="expert", **parts)
+    observer = observing("expert", **parts)
     optimizer = parts["optimizer"]
     optimizer.param_groups[0]["lr"] = 0.01
     with pytest.warns(ChangeWarning, match="SW204"):
@@ -74,23 +81,25 @@ def test_param_groups_and_hyperparameters_are_told_apart(parts):
 def test_a_learning_rate_in_a_tensor_that_changes_in_place_is_seen(parts):
     rate = torch.tensor(0.1)
     parts["optimizer"].param_groups[0]["lr"] = rate
-    observer = ChangeObserver(warn="off", **parts)
+    observer = observing("off", **parts)
     assert observer.check() == []
     rate.fill_(0.2)
     assert kinds(observer.check()) == [("optimizer", "hyperparameters")]
 
 
 def test_freezing_and_casting_are_reported(parts):
-    observer = ChangeObserver(warn="off", model=parts["model"])
+    observer = observing("off", model=parts["model"])
     parts["model"][0].weight.requires_grad_(False)
     assert kinds(observer.check()) == [("model", "trainable")]
     parts["model"].double()
     assert kinds(observer.check()) == [("model", "dtype")]
 
 
-def test_listener_hears_changes_below_the_level_of_warnings(parts):
-    heard = []
-    observer = ChangeObserver(warn="user", on_change=heard.append, **parts)
+def test_changes_below_the_level_of_warnings_are_kept(parts):
+    observer = observing("user", **parts)
     observer.observe("model", nn.Linear(1, 1))  # without a warning, which would be an error
     observer.observe("model", None)
-    assert [(change.before, change.after) for change in heard] == [("a Sequential", "a Linear"), ("a Linear", "None")]
+    assert [(change.before, change.after) for change in observer.changes] == [
+        ("a Sequential", "a Linear"),
+        ("a Linear", "None"),
+    ]

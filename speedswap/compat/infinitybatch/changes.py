@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from speedswap._words import a_kind
 from speedswap.errors import SpeedswapError
 from speedswap.monitor import CODES as MONITOR_CODES
-from speedswap.monitor import Code, Level, MonitorWarning, WarningPolicy, as_policy
+from speedswap.monitor import Code, MonitorWarning, WarningPolicy
 
 
 class InfinityBatchError(SpeedswapError):
@@ -73,30 +73,24 @@ class ChangeObserver:
     """An observer that compares models, optimizers and criteria with their state at the last check.
 
     Args:
-        warn: a level or a :class:`speedswap.monitor.WarningPolicy` for the warnings about changes.
-        on_change: called with each change.
-        **observed: modules, optimizers, or functions to observe, by name.
+        policy: for the warnings about changes.
+
+    Attributes:
+        changes: all changes so far, also those without a warning.
 
     >>> import torch
-    >>> model = nn.Linear(2, 1)
-    >>> observer = ChangeObserver(warn="off", model=model)
+    >>> observer, model = ChangeObserver(WarningPolicy("off")), nn.Linear(2, 1)
+    >>> observer.observe("model", model)
+    []
     >>> _ = model.to(torch.float64)
     >>> print(observer.check()[0])
     model: dtype changed from torch.float32 to torch.float64
     """
 
-    def __init__(
-        self,
-        *,
-        warn: Level | WarningPolicy = "user",
-        on_change: Callable[[Change], object] = lambda change: None,
-        **observed: Any,
-    ) -> None:
-        self.policy = as_policy(warn)
-        self._on_change = on_change
+    def __init__(self, policy: WarningPolicy) -> None:
+        self.policy = policy
+        self.changes: list[Change] = []
         self._observed: dict[str, tuple[Any, _Traits]] = {}
-        for name, value in observed.items():
-            self.observe(name, value)
 
     def observe(self, name: str, value: Any) -> list[Change]:
         """Observe an object under a name, replacing the previous one of that name; None stops observing.
@@ -124,7 +118,7 @@ class ChangeObserver:
     def _report(self, changes: list[Change]) -> list[Change]:
         for change in changes:
             self.policy.warn(_CODES[change.kind], str(change))
-            self._on_change(change)
+        self.changes += changes
         return changes
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
 from speedswap.batching.nested import NO_AUX, Batch, parted
-from speedswap.compat.infinitybatch.changes import CODES, Change, ChangeObserver, InfinityBatchError
+from speedswap.compat.infinitybatch.changes import CODES, ChangeObserver, InfinityBatchError
 from speedswap.compat.infinitybatch.data import (
     HostStorage,
     Strategies,
@@ -126,7 +126,6 @@ class InfinityBatch:
     ) -> None:
         self.policy = as_policy(warn)
         self.policy.codes = {**CODES, **self.policy.codes}
-        self.changes: list[Change] = []
         self.callbacks, self.printer, self._verbose_mode = list(callbacks), printer, verbose
         self.scheduler, self.autocast = scheduler, autocast
         self._splitting: dict[str, Any] = {
@@ -136,7 +135,8 @@ class InfinityBatch:
         }
         self._steps: list[TrainingStep | None] = list(steps)
         self._unpack, self._strategies = unpack, strategies_of(containers)
-        self._observer = ChangeObserver(warn=self.policy, on_change=self.changes.append)
+        self._observer = ChangeObserver(self.policy)
+        self.changes = self._observer.changes
         self._bridge = _Bridge(self._tell)
         self._splitters: dict[TrainingStep | None, BatchSplitter] = {}
         self._events: EventMonitor | None = None
