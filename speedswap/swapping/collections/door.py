@@ -20,7 +20,8 @@ class KeyedFeatures(NamedTuple):
         keys: their names.
         stride: the number of bags per feature.
         ids: the ids, or keys, of all features.
-        read_offsets: returns each bag's first id, and the number of ids.
+        read_bags: returns each bag's first id, and the number of ids; or each bag's number of ids.
+        has_offsets: True for the former.
         weights: one per id, or None.
         offset_per_key: each feature's first id, and the number of ids; None unless the offsets are known to ascend.
     """
@@ -28,9 +29,14 @@ class KeyedFeatures(NamedTuple):
     keys: list[str]
     stride: int
     ids: Any
-    read_offsets: Callable[[], Tensor]
+    read_bags: Callable[[], Tensor]
+    has_offsets: bool
     weights: Tensor | None
     offset_per_key: list[int] | None
+
+    def offsets(self) -> Tensor:
+        """Return each bag's first id, and the number of ids."""
+        return self.read_bags() if self.has_offsets else offsets_of(self.read_bags())
 
     def checked_offsets(self, name: str) -> Tensor:
         """Return the offsets, without checking that they ascend.
@@ -38,7 +44,7 @@ class KeyedFeatures(NamedTuple):
         Raises:
             ValueError: there is no bag for each feature and sample; the message has the name.
         """
-        offsets = self.read_offsets()
+        offsets = self.offsets()
         bags, device = len(offsets) - 1, offsets.device
         if self.ids.ndim != 1:
             raise ValueError(f"{name}.values() has shape {tuple(self.ids.shape)}; it must have one dimension")
@@ -51,7 +57,7 @@ class KeyedFeatures(NamedTuple):
 
     def by_key(self) -> Mapping[str, Any]:
         """Return a jagged tensor per feature."""
-        return KeyedJaggedTensor(self.keys, self.ids, self.weights, None, self.read_offsets(), self.stride).to_dict()
+        return KeyedJaggedTensor(self.keys, self.ids, self.weights, None, self.offsets(), self.stride).to_dict()
 
 
 def at_door(given: Any) -> Mapping[str, Any] | KeyedFeatures:
@@ -88,9 +94,10 @@ def keyed_features(name: str, given: Any, others: str) -> KeyedFeatures:
             f"{name} has a stride for each of its keys; look the keys up one by one, keyed[key], or give every key one "
             "bag for each sample"
         )
-    offsets = given.offsets if has_offsets else lambda: offsets_of(given.lengths())
+    read_bags = given.offsets if has_offsets else given.lengths
     per_key = given.offset_per_key() if isinstance(given, KeyedJaggedTensor) and given.is_checked else None
-    return KeyedFeatures(given.keys(), given.stride(), given.values(), offsets, _weights_of(given), per_key)
+    keys, stride, ids = given.keys(), given.stride(), given.values()
+    return KeyedFeatures(keys, stride, ids, read_bags, has_offsets, _weights_of(given), per_key)
 
 
 class GivenFeature(NamedTuple):

@@ -371,7 +371,7 @@ def _parts(features: Any, slots: Slots) -> tuple[object, list[Any]]:
     """Return the tensors of features, None for offsets or weights left out, and what tells how they are arranged."""
     given = at_door(features)
     if isinstance(given, KeyedFeatures):
-        return (*given.keys, given.stride), [given.ids, given.read_offsets(), given.weights]
+        return (*given.keys, given.stride), [given.ids, given.read_bags(), given.weights]
     if given.keys() != slots.names:
         return None, []
     named = [(name, given[name]) for name in slots.features]
