@@ -66,7 +66,7 @@ def at_door(given: Any) -> Mapping[str, Any] | KeyedFeatures:
     Raises:
         TypeError, ValueError: as :func:`keyed_features` does.
     """
-    if type(given) is dict or isinstance(given, Mapping):
+    if isinstance(given, Mapping):
         return given
     return keyed_features("features", given, "a mapping from each feature to its ids")
 

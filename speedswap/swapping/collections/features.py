@@ -359,23 +359,25 @@ def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatc
     Raises:
         TypeError, ValueError: a feature is missing, unknown, or invalid; the message names it.
     """
-    given = at_door(features)
-    if isinstance(given, KeyedFeatures):
-        return _read_keyed(given, slots, is_weighted)
-    if given.keys() != slots.names:
-        slots.require_features(list(given))
-    return read_slots([given[name] for name in slots.features], slots, is_weighted)
+    if type(features) is not dict:
+        features = at_door(features)
+        if isinstance(features, KeyedFeatures):
+            return _read_keyed(features, slots, is_weighted)
+    if features.keys() != slots.names:
+        slots.require_features(list(features))
+    return read_slots([features[name] for name in slots.features], slots, is_weighted)
 
 
 def _parts(features: Any, slots: Slots) -> tuple[object, list[Any]]:
     """Return the tensors of features, None for offsets or weights left out, and what tells how they are arranged."""
-    given = at_door(features)
-    if isinstance(given, KeyedFeatures):
-        return (*given.keys, given.stride), [given.ids, given.read_bags(), given.weights]
-    if given.keys() != slots.names:
+    if type(features) is not dict:
+        features = at_door(features)
+        if isinstance(features, KeyedFeatures):
+            return (*features.keys, features.stride), [features.ids, features.read_bags(), features.weights]
+    if features.keys() != slots.names:
         return None, []
-    named = [(name, given[name]) for name in slots.features]
-    parts = [(each,) if type(each) is Tensor else given_feature(name, each)[:3] for name, each in named]
+    given = [(name, features[name]) for name in slots.features]
+    parts = [(each,) if type(each) is Tensor else given_feature(name, each)[:3] for name, each in given]
     return [*map(len, parts)], [each for some in parts for each in some]
 
 
