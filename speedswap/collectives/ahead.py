@@ -1,4 +1,4 @@
-"""Exchanges between ranks ahead of their steps, in a background thread on each rank; and passes at their own pace."""
+"""Exchanges between ranks ahead of their steps, in a background thread on each rank; passes at each rank's own pace."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from speedswap.collectives.task import PeerOutOfMemory, Task
 from speedswap.errors import PeerError, RanksError
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
-_PATIENCE = 3.0  # seconds for ranks that are about to announce a batch
+_PATIENCE = 3.0  # seconds to wait for ranks that are about to announce a batch
 
 
 class Errand:
-    """Work of all ranks that a background thread on each does ahead of time. :meth:`Ahead.announce` starts it.
+    """Work that all ranks do ahead of time, in a background thread on each. :meth:`Ahead.announce` starts it.
 
     The base class does nothing: it marks the end of the announcements under way.
 
@@ -36,10 +36,10 @@ class Errand:
         kind: its kind, as sent in lines.
         failed: True if the announcements ended because of an error.
         time: when it was announced, the same on all ranks; greater than 0.
-        rounds: number of rounds of the main lane then.
+        rounds: the main lane's number of rounds at that time.
         is_done: True if all ranks have done it.
         error: the exception raised in it.
-        ended: the rank that announced the end instead, as torch.distributed numbers it, and whether it failed.
+        ended: the rank that announced the end instead, as torch.distributed numbers it, and True if it failed.
     """
 
     kind = Kind.END
@@ -54,31 +54,31 @@ class Errand:
         self._is_over = threading.Event()
 
     def prepare(self) -> list[int]:
-        """Do the part that needs no other rank; return a number for each rank."""
+        """Do the part that needs no other rank; return a count for each rank."""
         return []
 
     def run(self, task: Task, counts: list[int]) -> None:
-        """Do the rest, in a task of all ranks, with each rank's number for this one."""
+        """Do the rest, in a task of all ranks, given each rank's count for this rank."""
 
     def let_go(self) -> None:
-        """Release what only the work needed; it is over."""
+        """Release what only the work needed, once it is over."""
 
     def end(self) -> None:
-        """Record that it is over."""
+        """Record that the work is over."""
         self._is_over.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is done, has failed or is cancelled, or a number of seconds; return whether it is over."""
+        """Wait until the work is over (done, failed or cancelled), at most ``seconds``; return whether it is over."""
         return self._is_over.wait(seconds)
 
 
 class Ahead:
-    """The errands of a group's ranks, which each rank's thread does in announcement order.
+    """The errands of a group's ranks; each rank's thread does them in announcement order.
 
     All ranks announce the same errands, since they run the same program, unless one has left its loop. So every
-    announcement has a time, equal on all ranks: the number of rounds of the main lane that are of one batch, and a
-    counter since the last of them. In an errand's first round the ranks compare times. A rank with an older time than
-    another's gives its errand up, since another rank has moved past it; the others wait for the next one.
+    announcement has a time that is equal on all ranks: the main lane's count ``met``, and a counter since it last
+    changed. In an errand's first round the ranks compare times. A rank whose time is older than another's drops its
+    errand, since another rank has moved past it; the others wait for its next one.
 
     Args:
         lane: the errands' lane.
@@ -92,7 +92,7 @@ class Ahead:
         self._thread: EndingThread | None = None
         self._time = 0
         self._announced_end = -1
-        self._ended = -1  # those rounds when an end was announced, by any rank
+        self._ended = -1  # the main lane's `met` when any rank announced an end
         weakref.finalize(self, self._queue.put, None)  # ends the thread
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ class Ahead:
         self._time = max(self._main.notes(Kind.BEGIN, self._time))
 
     def announce(self, errand: Errand) -> None:
-        """Queue an errand after those announced before."""
+        """Queue an errand."""
         self._time = max(self._time + 1, self._main.met * _PLACES + 1)
         if self._thread is None:
             ask = partial(self._queue.put, None)
@@ -116,12 +116,12 @@ class Ahead:
         self._queue.put((self, errand))
 
     def announce_end(self, *, failed: bool) -> None:
-        """Cancel the other ranks' errands until the main lane's next round: this rank has none left.
+        """Cancel the other ranks' errands until the main lane's next round, since this rank has none left.
 
         Args:
             failed: True if an error is the reason.
         """
-        if self._announced_end != self._main.met:  # else for another table
+        if self._announced_end != self._main.met:  # otherwise already announced, for another table
             self._announced_end = self._main.met
             end = Errand()
             end.failed = failed
@@ -130,7 +130,7 @@ class Ahead:
     def wait_for(self, errand: Errand) -> None:
         """Wait until the errand of the next batch is over.
 
-        The other ranks may not have announced it yet, if this one has left batches before it met them there.
+        If this rank skipped batches before it met the others, they may not have announced the errand yet.
         """
         is_alone = errand.rounds == self._main.rounds and not self._main.pending
         if not errand.wait(_PATIENCE if is_alone else None):
@@ -139,7 +139,7 @@ class Ahead:
             errand.wait()
 
     def note_end(self, errand: Errand) -> None:
-        """Record that an errand has met the end, after which all ranks' counts agree again."""
+        """Record that an errand has met the end; from then on all ranks' counts agree again."""
         self._time = errand.time
 
     def do(self, errand: Errand) -> None:
@@ -175,7 +175,7 @@ class Ahead:
                 errand.is_done = True
 
     def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line]:
-        """Exchange lines with the ranks that are at the same time; return no lines if one has moved past it."""
+        """Exchange lines with the ranks that are at the same time; return none if a rank has moved past it."""
         line = Line(errand.kind, errand.about, 0, 0, FAILED if failed else OK, 0, NO_COUNT, errand.time, 0)
         while True:
             lines = self.lane.exchange_lines(line, counts)
@@ -194,16 +194,16 @@ def _do_all(queue: SimpleQueue[tuple[Ahead, Errand] | None]) -> None:
 
 
 class OwnPace:
-    """The ranks of a lane while each runs its passes at its own pace and they meet only occasionally.
+    """The ranks of a lane while each runs passes at its own pace and they meet only occasionally.
 
-    A lookup needs all ranks. So in a round each rank says what it wants: rows of a table, or to meet. All of them look
-    up the first table requested, with an empty lookup on ranks that did not request it, and then repeat the round.
-    Ranks may look up in any order, equally often or not, and retry after running out of memory.
+    A lookup needs all ranks. So in each round every rank says what it wants: rows of a table, or to meet. All ranks
+    look up the first table requested, with an empty lookup on ranks that did not request it, and then repeat the round.
+    Ranks may look up in any order, any number of times, and retry after running out of memory.
 
     Args:
         lane: the ranks' lane.
         servers: tables and id maps by number, the same on all ranks. Their ``serve(task, asked, part)`` answers this
-            rank's lookup and the others'; it returns None if this rank has no lookup, or it was not its turn.
+            rank's lookup and the others'; it returns None if this rank has no lookup or it is not this lookup's turn.
     """
 
     def __init__(self, lane: Lane, servers: Mapping[int, Any]) -> None:
@@ -226,9 +226,9 @@ class OwnPace:
         Args:
             number: identifies the kind of work; it must be the same on all ranks.
         """
-        before = self._meetings, self.is_active  # the work may be part of other work at each rank's pace
+        before = self._meetings, self.is_active  # the work may be nested in other work at each rank's own pace
         if self._lane.pending is not None and not self.is_active:
-            self._lane.pending.settle()  # gradients left by earlier passes are weighted differently
+            self._lane.pending.settle()  # gradients left by earlier passes have different weights
         failures, self._meetings, self.is_active = self._lane.failures, number << 32, True
         try:
             yield
@@ -256,7 +256,7 @@ class OwnPace:
         came, mine = None, part << 32 | number
         while came is None:
             with self._task() as task:
-                # A note is a column and the number of its table, or the negative number of a meeting.
+                # A note combines a column and its table's number, or is the negative number of a meeting.
                 wanted = min(note for note in task.round(note=mine).notes if note >= 0)
                 came = self._serve(task, wanted, asked if wanted == mine else None)
         return came
@@ -271,7 +271,7 @@ class OwnPace:
         part, number = divmod(wanted, 1 << 32)
         server = self._servers.get(number)
         if server is None:
-            raise RanksError("another rank looks up in an embedding that is gone on this one; keep its module")
+            raise RanksError("another rank looks up in an embedding that was freed on this one; keep its module")
         found: Tensor | None = server.serve(task, asked, part)
         return found
 
@@ -280,8 +280,8 @@ class OwnPace:
 
         Args:
             stage: the point that this rank has reached; it must be the same on all ranks.
-            numbers: equally many on all ranks.
-            is_out_of_memory: True if this rank is; other ranks learn of it when they reach this point.
+            numbers: the same count on all ranks.
+            is_out_of_memory: True if this rank is out of memory; other ranks learn of it when they reach this point.
 
         Returns:
             Each rank's numbers; nothing if this rank reported that it is out of memory.
@@ -306,7 +306,7 @@ class OwnPace:
                     if not out and len({*stages}) > 1:
                         other = next(place for place, one in enumerate(stages) if one != stages[0])
                         raise PeerError(
-                            f"rank {self.ranks[other]} is in another place of the training loop than rank "
+                            f"rank {self.ranks[other]} is at another point of the training loop than rank "
                             f"{self.ranks[0]}. {task.purpose.remedy.rstrip()}"
                         )
                     each = [] if out else task.numbers_that_came(sent, found.counts)
@@ -316,7 +316,7 @@ class OwnPace:
         return [own.view(torch.float64).tolist() for own in each]
 
     def anywhere(self, flags: Sequence[int]) -> tuple[list[int], bool]:
-        """Return each flag's maximum over all ranks, and whether ranks differ in having a flag at 0."""
+        """Return each flag's maximum over all ranks, and whether some ranks have a flag at 0 and others not."""
         with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
             theirs = torch.tensor(task.share([*flags]), dtype=torch.int64, device="cpu")
         most = theirs.amax(0)

@@ -24,16 +24,16 @@ from speedswap.errors import RanksError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
+_BUCKET_BYTES = 25 << 20  # the same as DistributedDataParallel's
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class RankGroup:
-    """The ranks that share tables, with the lanes on which they exchange rows. Made by :meth:`of`.
+    """The ranks that share tables, with the lanes on which they exchange rows. :meth:`of` makes it.
 
-    It lives as long as the process group and the tables: lanes own connections and threads, and their store may be a
-    server.
+    It lives as long as the process group and the tables, since lanes own connections and threads, and their store may
+    be a server.
 
     Attributes:
         ranks: the ranks, as torch.distributed numbers them.
@@ -69,7 +69,7 @@ class RankGroup:
         """The torch process group."""
         found = self._process_group()
         if found is None:
-            raise RanksError("the process group of the tables was destroyed; make tables with another one")
+            raise RanksError("the process group of the tables was destroyed; make tables with a new one")
         return found
 
     @functools.cached_property
@@ -80,15 +80,15 @@ class RankGroup:
         return DeviceMesh.from_group(self.process_group, "cpu")
 
     def end(self) -> None:
-        """Close the lanes before the process exits: first the main one, on which the other ranks may wait."""
+        """Close the lanes before the process exits: first the main lane, where other ranks may be waiting."""
         self.main.close()
         self.ahead.end()
 
     def add(self, thing: Any) -> int:
-        """Return the number of the ranks' next table, map or training step, the same on all of them.
+        """Return the number of the ranks' next table, map or training step; it is the same on all ranks.
 
         Args:
-            thing: the object, which has a name for messages; tables and maps serve lookups under that number.
+            thing: the object; it has a name for messages. Tables and maps serve lookups under that number.
         """
         self._tables[self.next_number] = thing
         self.next_number += 1
@@ -101,7 +101,7 @@ class RankGroup:
         """Raise ValueError on every rank unless all of them pass the same settings; every rank must call this.
 
         Args:
-            what: the object they belong to, for messages.
+            what: the object that has the settings, for messages.
             settings: the settings by name, compared as text.
             kind: what the ranks do with them.
         """
@@ -111,7 +111,7 @@ class RankGroup:
             raise ValueError(f"{what} has {found[1]}; give the same on all ranks")
 
     def call(self) -> AbstractContextManager[None]:
-        """Surround a call that all ranks make: an error that ends it becomes a PeerError on the others."""
+        """Surround a call that all ranks make: an error in it becomes a PeerError on the others."""
         return nullcontext() if self.own_pace.is_active else self.main.call()
 
     def agree_on_seed(self, seed: int) -> int:
@@ -119,7 +119,7 @@ class RankGroup:
         return int(self.main.share(Kind.MAKE, seed)[0])
 
     def require_alike(self, given: object, what: str) -> None:
-        """Check that all ranks were given the same values, of which each keeps its part; every rank must call this.
+        """Check that all ranks were given the same values; every rank must call this.
 
         Args:
             given: a tensor, or settings.
@@ -133,8 +133,8 @@ class RankGroup:
         if other is not None:
             one, other = self.ranks[0], self.ranks[other]
             raise ValueError(
-                f"{what} differ between ranks {one} and {other}: each rank keeps the rows that it owns, so all of them "
-                f"have to give the same. Load them on every rank, or send rank {one}'s to the others before, with "
+                f"{what} differ between ranks {one} and {other}, but each rank keeps only the rows that it owns. Load "
+                f"the same rows on every rank, or first send rank {one}'s to the others with "
                 f"torch.distributed.broadcast(rows, {one}). Nothing was written"
             )
 
@@ -144,24 +144,24 @@ class RankGroup:
 
         Args:
             process_group: the ranks.
-            host: those of one host; see :class:`speedswap.Ranks`.
+            host: the ranks of this host; see :class:`speedswap.Ranks`.
 
         Raises:
-            ValueError: this process is not one of them, or not in a job yet; or the hosts are not those given before.
-            TypeError: it is not a process group.
+            ValueError: this process is not one of the ranks, or not in a job yet; or other hosts were given before.
+            TypeError: ``process_group`` is not a process group.
         """
         if not is_distributed():
             raise ValueError(
-                "speedswap.Ranks was given, but this process is of no job yet; call "
+                "speedswap.Ranks was given, but this process is not in a job yet; call "
                 "torch.distributed.init_process_group() first, and start the script with torchrun"
             )
         if not isinstance(process_group, dist.ProcessGroup):
             if process_group == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
-                    f"group is without rank {dist.get_rank()}, this process; make the embedding in its ranks only"
+                    f"group does not contain rank {dist.get_rank()}, this process; make the embedding only in its ranks"
                 )
             raise TypeError(
-                f"group is {process_group!r}; give torch.distributed.group.WORLD, or one that new_group has returned"
+                f"group is {process_group!r}; give torch.distributed.group.WORLD, or a group that new_group returned"
             )
         for known in [each for each in _groups if not _is_alive(each)]:
             del _groups[known]
@@ -187,7 +187,7 @@ def _hosts_of(lane: Lane, host: int | dist.ProcessGroup | None) -> list[list[int
         given = lane.share(Kind.MAKE, [place for place, rank in enumerate(lane.ranks) if rank in members])
     elif host is not None:
         given = lane.share(Kind.MAKE, lane.rank // host)
-    else:  # the rank of its first process: torchrun numbers a host's processes one after the other
+    else:  # the rank of the host's first process: torchrun numbers a host's processes consecutively
         given = lane.share(Kind.MAKE, dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank())))
     found: dict[str, list[int]] = {}
     for rank, each in enumerate(given):
@@ -196,14 +196,14 @@ def _hosts_of(lane: Lane, host: int | dist.ProcessGroup | None) -> list[list[int
         if isinstance(each, list) and each != ranks:
             raise ValueError(
                 f"host has the ranks {[lane.ranks[rank] for rank in each]} on rank {lane.ranks[ranks[0]]}, but not on "
-                "all of these; give all ranks of a host one process group"
+                "each of these ranks; give all ranks of a host the same process group"
             )
     return [*found.values()]
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
-_all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # also those of destroyed process groups
-in_child(_all.clear)  # a child lacks the threads of their lanes
+_all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # including groups whose process group was destroyed
+in_child(_all.clear)  # the lanes' threads do not exist in a child
 
 
 def is_distributed() -> bool:
@@ -243,17 +243,17 @@ def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 
 
 def surround_forward(module: nn.Module, ranks: RankGroup | None) -> None:
-    """Report any error in a module's forward pass, which all ranks run, to the other ranks.
+    """Report any error in a module's forward pass to the other ranks, which run it too.
 
     Args:
-        ranks: the ranks that own its rows; None for a single process, whose module is left unchanged.
+        ranks: the ranks that own its rows; None for a single process, which leaves the module unchanged.
     """
     if ranks is not None:
         vars(module)["forward"] = functools.partial(_forward, weakref.ref(module), ranks)
 
 
 def _forward(reference: weakref.ref[nn.Module], ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
-    module = reference()  # its caller holds it
+    module = reference()  # the caller holds a reference
     assert module is not None
     with ranks.call():
         return type(module).forward(module, *args, **kwargs)
@@ -264,8 +264,8 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 
     Args:
         function: one of its first two arguments, or ``model`` or ``table``, is an object with ``ranks`` (a
-            :class:`RankGroup` or None), a model that contains one, or a mapping of them; or it creates one with a
-            ``storage``, or several with a mapping of them, that has ``ranks``.
+            :class:`RankGroup` or None), a model that contains one, or a mapping of them. Or it creates such objects
+            from a ``storage`` with ``ranks``, or from a mapping of storages.
     """
 
     @functools.wraps(function)
@@ -288,7 +288,7 @@ def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | N
             return ranks
     for given in (*args[:2], kwargs.get("model"), kwargs.get("table")):
         within: Iterable[Any] = [given]
-        if isinstance(given, Mapping):  # methods of modules
+        if isinstance(given, Mapping):  # e.g. of methods of modules
             within = given
         elif isinstance(given, nn.Module) and "_modules" in vars(given) and not hasattr(given, "ranks"):
             within = given.modules()  # unless it is still being constructed

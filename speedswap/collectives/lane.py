@@ -23,18 +23,17 @@ from speedswap.errors import PeerError, RanksError, ThreadError
 from speedswap.kernels import deferred_interrupts
 
 SPARE_IDS = 1 << 20
-_LEANS = 2  # rounds without counts after which the next one like them is expected to have none
-_NUMBER_BYTES = 8  # wider rows go to their ranks directly, as far as they are not merged
-_ROOM_ON_HOSTS = 32  # numbers; merged ids are not sent with a round
+_LEANS = 2  # after this many rounds without counts, the next round of the same kind is expected to have none
+_NUMBER_BYTES = 8  # wider rows go to their ranks directly, unless they are merged
+_ROOM_ON_HOSTS = 32  # numbers per line; merged ids are not sent with a round
 
 
 class Lane:
     """An ordered sequence of rounds between some ranks, all of which take part in each.
 
     A lane has separate connections: its rounds neither interfere with the model's collectives nor wait for a GPU. All
-    ranks know the size of the next round, whatever its purpose, so a rank that has failed or is at another point of the
-    program still meets the others in their next round, where all of them raise. No rank is left waiting for one that
-    has given up.
+    ranks know the size of the next round, whatever its purpose. So a rank that has failed or is at another point of the
+    program still meets the others in their next round, where all ranks raise. No rank keeps waiting for a failed one.
 
     Args:
         process_group: the processes; each of them must create the lane. None for this process alone.
@@ -44,17 +43,17 @@ class Lane:
         ranks: the members of the lane, as torch.distributed numbers them; by default all processes.
 
     Attributes:
-        pending: work that all ranks must finish; a rank at the start of another task first joins the ranks that finish
-            it, and then continues.
-        failures: number of tasks that failed on all ranks, or on this one with the others informed.
+        pending: work that all ranks must finish; a rank that starts another task first joins the ranks that finish this
+            work.
+        failures: number of tasks that failed on all ranks, or on this rank after informing the others.
         rounds: number of rounds so far, equal on all ranks at the same point of the program.
-        changes: number of rounds that were not of lookups, so that rows may have changed after them, and of failures.
+        changes: number of failures, and of rounds that may have changed rows, i.e. were not lookups.
         step: number of completed training steps, which all ranks complete together.
-        met: number of rounds that are of one batch, equal on all ranks when they begin a batch of the same number.
-        has_failed: True if a task has failed since this rank began its present batch.
+        met: number of rounds in which all ranks are in the same batch; equal on all ranks when they begin that batch.
+        has_failed: True if a task has failed since this rank began its current batch.
         tables: the objects of tasks by number; each has a name for messages.
         payloads, payload_bytes: number of payloads so far, and bytes this rank has sent to others in them.
-        levels: the hosts of the ranks, if several ranks share one and there are more of them.
+        levels: the ranks' hosts, if there are several and some host has several ranks.
         sheet: the rounds' memory.
         spare: memory on every rank for :data:`SPARE_IDS` ids.
     """
@@ -82,9 +81,9 @@ class Lane:
         self.has_failed = False
         self.tables: Mapping[int, Any] = {}
         self.levels: Levels | None = None
-        self._batch: int | None = None  # as the program has numbered it, until its step is completed
-        self._left = 0  # batches begun since then, and left
-        self._signs: Counter[object] = Counter()  # of the beginning of a batch, since the last round
+        self._batch: int | None = None  # the program's number, until the batch's step is completed
+        self._left = 0  # batches begun and skipped since then
+        self._signs: Counter[object] = Counter()  # signs that a batch begins, since the last round
         self._rounds_signed = -1
         self._signs_of_batch: set[object] = set()
         self.payloads = 0
@@ -96,8 +95,8 @@ class Lane:
         self._is_in_call = False
         self._broken: str | None = None
         self._process = os.getpid()
-        self._leans: Counter[object] = Counter()  # rounds in a row without counts, by what has come before them
-        self._last: object = None  # the line of the last round, and of the one under way
+        self._leans: Counter[object] = Counter()  # consecutive rounds without counts, by what preceded them
+        self._last: object = None  # the lines of the last round and the current one
         self._next: object = None
         self.sheet = Sheet(len(self.ranks))
         with torch.inference_mode(False):
@@ -148,7 +147,7 @@ class Lane:
                 self._task = None
 
     def notes(self, kind: Kind, note: int, about: int = ANYTHING) -> list[int]:
-        """Exchange notes in a task of one round; return every rank's. Other arguments are those of :meth:`task`."""
+        """Exchange notes in a task of one round; return every rank's note. For other arguments see :meth:`task`."""
         with self.task(kind, about) as task:
             return task.round(note=note).notes
 
@@ -164,14 +163,14 @@ class Lane:
 
     @property
     def ordinal(self) -> int:
-        """The number of this rank's present batch, by which ranks that left one know that they are not in the same.
+        """The number of this rank's current batch, which shows when ranks are in different batches.
 
-        A batch that the program has numbered comes after those that it has not.
+        Batches that the program numbers come after those it does not.
         """
         return self.step + self._left if self._batch is None else NUMBERED + self._batch
 
     def begin_batch(self, number: int | None) -> None:
-        """Begin a batch of a loop that numbers them, alike on all ranks; None after the last one."""
+        """Begin a numbered batch; all ranks give the same number, and None after the last batch."""
         self._batch, self.has_failed = number, False
         self._signs.clear()
         self._signs_of_batch = set()
@@ -179,7 +178,7 @@ class Lane:
     def sign_batch(self, sign: object) -> None:
         """Record a sign that this rank may be about to begin a batch, such as ``zero_grad``.
 
-        The same sign twice, without a round between, means that it left one before the first lookup.
+        The same sign twice, without a round in between, means that this rank skipped a batch before its first lookup.
         """
         if self._rounds_signed != self.rounds:
             self._rounds_signed = self.rounds
@@ -189,7 +188,7 @@ class Lane:
         self._left += self._signs[sign] > most and not self._signs_of_batch and not self.has_failed
 
     def _begin_signed(self) -> None:
-        """Count a batch that was left, if another begins: after a failure, or after the same sign as this one."""
+        """Count a skipped batch if a new one begins: after a failure, or if this sign repeats."""
         signs = {*self._signs} if self._rounds_signed == self.rounds else set()
         if self.has_failed or not signs.isdisjoint(self._signs_of_batch):
             self._left += 1
@@ -204,7 +203,7 @@ class Lane:
     def call(self) -> Iterator[None]:
         """Surround a call that all ranks make, argument checks included: an error becomes a PeerError on the others.
 
-        A task reports its own failures, and a call nested in another call or in a task is a part of that.
+        A task reports its own failures. A nested call is part of the outer call or task.
         """
         if self._is_in_call or self._task is not None:
             yield
@@ -214,9 +213,9 @@ class Lane:
             self._is_in_call = True
             yield
         except BaseException as error:
-            is_ours = os.getpid() == self._process and self._task is None  # not in a fork, nor in another thread
+            is_ours = os.getpid() == self._process and self._task is None  # False in a fork, and in another thread
             if is_ours and self.failures == failures:
-                self._begin_signed()  # as the others have, whose call has begun a task
+                self._begin_signed()  # as on the other ranks, whose calls have begun a task
                 Task(self, Kind.CALL, ANYTHING).give_up(error)
             raise
         finally:
@@ -226,7 +225,7 @@ class Lane:
         """Send a line to every rank, with a count for each; return each rank's line.
 
         Args:
-            line: the line, without the count.
+            line: the line, without counts.
             counts: a count for each rank.
             ids: ids to send along, ``counts[rank]`` for each rank.
         """
@@ -254,7 +253,7 @@ class Lane:
 
     @contextmanager
     def _unless_lean(self) -> Iterator[None]:
-        """Surround a round that may take two exchanges: a failure between them ends the ranks' work."""
+        """Surround a round that may take two exchanges; a failure between them makes the lane unusable."""
         with deferred_interrupts():
             try:
                 yield
@@ -263,12 +262,12 @@ class Lane:
                 raise
 
     def _gather(self, line: Line) -> list[Line]:
-        """Send a line to every rank, in as many messages as the number of ranks has binary digits.
+        """Send a line to every rank in log2(number of ranks) messages, rounded up.
 
-        Each message passes on the lines that have come so far (Bruck et al. 1997, section 3).
+        Each message passes on the lines received so far (Bruck et al. 1997, section 3).
         """
         size = len(self.ranks)
-        lines = torch.tensor([line] * size, device="cpu")  # the next ranks' after this one's
+        lines = torch.tensor([line] * size, device="cpu")  # this rank's line, then those of the following ranks
         with self.connected() as group:
             held = 1
             while held < size:
@@ -283,12 +282,12 @@ class Lane:
     def set_hosts(
         self, hosts: Sequence[Sequence[int]], process_group: dist.ProcessGroup, *, spreads: bool = False
     ) -> None:
-        """Exchange in two levels from now on, unless hosts have one rank each or there is one host; on every rank.
+        """Exchange in two levels from now on, if there are several hosts and one has several ranks; on every rank.
 
         Args:
             hosts: each host's ranks, as indices among the lane's, in the order of their first ranks.
             process_group: as for the lane.
-            spreads: True if each rank has a network card, so that all carry rows between a few hosts.
+            spreads: True if each rank has a network card, so all ranks carry rows between a few hosts.
         """
         if 1 < len(hosts) < len(self.ranks):
             mine = next(ranks for ranks in hosts if self.rank in ranks)
@@ -323,12 +322,12 @@ class Lane:
                     self._go_on()
 
     def _go_on(self) -> None:
-        """Record an exchange: at once, and not earlier, since a rank that fails before sends what the others expect."""
+        """Record an exchange right after it: a rank that fails before it still sends what the others expect."""
         self.sheet.came, self.sheet.agreed, self._last = self.sheet.agreed, None, self._next
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Provide the connections, all of whose errors mean that another rank cannot be reached."""
+        """Provide the connections; any error in them means that another rank is unreachable."""
         if self._broken is not None:
             raise PeerError(self._broken)
         try:
@@ -344,13 +343,14 @@ class Lane:
         if "timed out" in str(error).lower():
             why = (
                 f"another rank did not come within {self._timeout.total_seconds():g} seconds{here}: every rank of the "
-                f"group has to look up, read and step equally often, in the same order. {remedy}A longer time limit is "
-                "the timeout of init_process_group. The ranks cannot go on together: start them again"
+                "group has to make the same lookups, reads and steps, in the same order. "
+                f"{remedy}For a longer time limit, set the timeout of init_process_group. "
+                "The ranks cannot continue: start them again"
             )
         else:
             why = (
-                f"another rank cannot be reached any more{here}; its log says why. The ranks cannot go on together: "
-                "start them again, from the last checkpoint"
+                f"another rank cannot be reached any more{here}; its log says why. The ranks cannot continue: start "
+                "them again, from the last checkpoint"
             )
         self.shut(why)
         raise PeerError(why) from error
@@ -359,13 +359,13 @@ class Lane:
         """Make every later use of the lane raise: here at once, and on the other ranks when they next use it."""
         if self._broken is None:
             self._broken = why
-            self._group = self.levels = None  # closes the connections, which the other ranks notice
+            self._group = self.levels = None  # closes the connections; the other ranks notice
             self.failures += 1
             if self.pending is not None:
                 self.pending.drop()
 
     def close(self) -> None:
-        """Close the connections before the process exits: Gloo's threads need Python to release what was sent.
+        """Close the connections before the process exits: Gloo's threads need Python to release sent memory.
 
         A lane on which another thread waits for other ranks is left open: closing it would also wait for them.
         """
@@ -376,16 +376,16 @@ class Lane:
 def connect(process_group: dist.ProcessGroup, name: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
     """Return gloo connections between processes; each of them must call this.
 
-    A torch process group does not work here: ``dist.new_group`` hangs unless the whole job calls it, or the ranks
-    belong to the same number of groups.
+    A torch process group does not work here: ``dist.new_group`` hangs unless the whole job calls it, or the ranks are
+    in equally many groups.
 
     Args:
-        process_group: the group through whose store the processes find each other.
+        process_group: the processes find each other through this group's store.
         name: the connections' name; the same ranks may reuse it.
         ranks: the processes, as torch.distributed numbers them.
         timeout: the timeout of a collective.
     """
-    # A store may outlive its group and then still hold the addresses of an earlier group of the same name.
+    # A store may outlive its group and still hold the addresses of an earlier group with the same name.
     members = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
     store = distributed_c10d._world.pg_map[process_group][1]
     store = distributed_c10d.PrefixStore(f"speedswap/{name}/{members}", store)

@@ -1,9 +1,9 @@
-"""Exchange in two levels: ranks of one host merge what they send to another host, and one message carries it.
+"""Exchange in two levels: the ranks of a host merge what they send to another host into one message.
 
-Any two hosts have one rank each that carries all that passes between them; the ranks of a host take turns, by the other
-host's number. Between GPUs, each with its network card, all carry a share unless there are more hosts than ranks on
-one. So ids that several ranks of a host request cross the network once, and so do their weights and the sums of their
-gradients. Two hosts exchange a message for each carrier, where a flat exchange has one for any two of their ranks.
+For any two hosts, one rank of each carries everything between them; the ranks of a host take turns by the other host's
+number. Between GPUs that each have a network card, all ranks carry a share unless there are more hosts than ranks per
+host. So ids that several ranks of a host request cross the network once, as do their weights and the sums of their
+gradients. Two hosts exchange one message per carrier, instead of one per pair of their ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Asked(NamedTuple):
     """Rows of one table that ranks or hosts request from this rank.
 
     Attributes:
-        received: how many rows each rank asks for: merged ones of a host count as its first rank's.
-        ids: the rows, int64, in the order of ranks, or each once per host, in the order of hosts.
-        way: the way of the rows' values, if these are merged.
+        received: the number of rows that each rank requests; rows merged by a host count as its first rank's.
+        ids: the rows, int64, in rank order; if merged, each once per host, in host order.
+        way: the way of the rows' values, if they are merged.
     """
 
     received: list[int]
@@ -39,13 +39,13 @@ class Levels:
     """The hosts of a lane's ranks.
 
     Args:
-        lane: the lane, whose connections carry what crosses hosts.
+        lane: the lane; its connections carry what crosses hosts.
         hosts: each host's ranks, as indices among the lane's, in the order of their first ranks.
         local: connections between the ranks of this host.
-        carriers: number of ranks of a host that carry what passes between it and another.
+        carriers: number of ranks per host that carry what passes between two hosts.
 
     Attributes:
-        messages, message_bytes: what this rank has sent to other hosts.
+        messages, message_bytes: the messages that this rank has sent to other hosts, and their bytes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Levels:
         self._host = next(number for number, ranks in enumerate(hosts) if lane.rank in ranks)
         self._mine = hosts[self._host]
         self._place = self._mine.index(lane.rank)
-        # Rows for each rank go to their carrier here first: in the order of carriers, and of hosts for each of them.
+        # Rows first go to their carrier on this host: by carrier, then by destination host.
         order = sorted(
             (self._carrier(self._host, host, place), host, place, rank)
             for host, ranks in enumerate(hosts)
@@ -64,7 +64,7 @@ class Levels:
         self._carriers_here, host_of, _, self._by_carrier = torch.tensor(order).unbind(1)
         is_mine = self._carriers_here == self._place
         self._ours, self._host_of_ours = self._by_carrier[is_mine], host_of[is_mine]
-        # For each host, the places here of the ranks to which this one passes on what comes from there.
+        # For each host, the places of the ranks here to which this rank passes on what comes from that host.
         self._passed_to = [
             [place for place in range(len(self._mine)) if self._carrier(self._host, host, place) == self._place]
             for host in range(len(hosts))
@@ -81,11 +81,11 @@ class Levels:
         return self._between_ranks, self._across, self._between_ranks
 
     def _carrier(self, host: int, other: int, place: int) -> int:
-        """Return the place of the rank of a host that carries what passes between it and another.
+        """Return the place of the rank that carries what passes between its host and another.
 
         Args:
-            host, other: the hosts; on the same one, the rank itself is returned.
-            place: the place of the rank that is asked for rows, on either host.
+            host, other: the hosts; if they are the same, ``place`` is returned.
+            place: the place of the rank that owns the rows, on either host.
         """
         if host == other:
             return place
@@ -94,14 +94,14 @@ class Levels:
     # ------------------------------------------------------------------ rounds, and rows that are not merged
 
     def _segments_of_hops(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return how what each rank sends to each other one lies before each hop, and after the last.
+        """Return the layout of the segments, one for each pair of ranks, before each hop and after the last.
 
         Returns:
-            The order of these segments for the hop or for the receiver; the number of the rank here, or of the host,
-            that each of them goes to in the hop, in this order; and that it has come from, before it.
+            For each of these layouts: the segments' order; the number of the rank here, or of the host, that each
+            segment goes to in the hop, in this order; and the number of that which it came from.
         """
         size, every = len(self._mine), [*enumerate(self._hosts)]
-        # From each rank of a host for each one here; within this host, a hop across leads to where it began.
+        # From each rank of a host to each rank here; within this host, the hop across ends where it began.
         across = [(host, place) for host, ranks in every for _ in ranks for place in self._passed_to[host]]
         from_host, to_place = torch.tensor(across).T
         back = sorted(
@@ -117,7 +117,7 @@ class Levels:
         ]
 
     def _way(self, lengths: Sequence[Tensor]) -> Way:
-        """Return the way of rows, given how many each segment has before each hop and after the last."""
+        """Return the way of rows, given each segment's number of rows before each hop and after the last."""
         turns = [_moved(own, order) for own, (order, _, _) in zip(lengths, self._segments, strict=True)]
         counts = []
         for hop, number in enumerate((len(self._mine), len(self._hosts), len(self._mine))):
@@ -131,7 +131,7 @@ class Levels:
 
         Args:
             into, out: contiguous memory for the received rows, and the sent ones.
-            received, sent: how many come from each rank and go to each; by default one.
+            received, sent: the number of rows from each rank and to each rank; by default one.
         """
         way = self._way_of_lines
         if sent:
@@ -141,7 +141,7 @@ class Levels:
         into.copy_(way.turned(len(self._hops), came))
 
     def _hop_by_hop(self, way: Way, rows: Tensor) -> Iterator[Tensor]:
-        """Yield rows as they come in each hop."""
+        """Yield the rows received in each hop."""
         for hop, exchange in enumerate(self._hops):
             sent, received = way.counts[hop]
             rows = exchange(way.turned(hop, rows), received, sent)
@@ -154,9 +154,9 @@ class Levels:
 
         Args:
             tables: for each table, the distinct ids that this rank requests, int64, in the order of their owners; and
-                how many each rank owns.
+                the number that each rank owns.
         """
-        # To the carriers, after a message that tells every rank of this host how many ids come.
+        # To the carriers, after a message that tells every rank of this host how many ids to expect.
         size, ours, host_of = len(self._mine), self._ours, self._host_of_ours
         sent = torch.tensor([counts for _, counts in tables])
         wanted = self._between_ranks(sent.repeat(size, 1), [len(sent)] * size, [len(sent)] * size)
@@ -169,7 +169,7 @@ class Levels:
         columns = [ids.view(-1, 1)[order] for (ids, _), order in zip(tables, orders, strict=True)]
         came = self._send(self._between_ranks, columns, firsts)
 
-        # Every id once for each owner.
+        # Each id once per owner.
         unions, sums, owned = [], [], torch.empty(len(tables), len(ours), dtype=torch.int64)
         for table, ids in enumerate(came):
             counts = wanted[:, table].reshape(-1)
@@ -180,7 +180,7 @@ class Levels:
             unions.append((union % span).view(-1, 1))
             sums.append(positions)
 
-        # Across, after a message with the numbers of ids.
+        # To the other hosts, after a message with the numbers of ids.
         arriving = torch.zeros(len(self._hosts), len(tables), size, dtype=torch.int64)  # by host, table, owner here
         arriving[self._host, :, self._place] = owned[:, host_of == self._host].squeeze(1)
         heads = {host: owned[:, host_of == host].contiguous() for host in self._carried}
@@ -194,7 +194,7 @@ class Levels:
         ]
         came = self._send(self._across, unions, seconds)
 
-        # To the owners, likewise; they order the ids by host.
+        # To the owners, in the same way; they order the ids by host.
         each = arriving.permute(2, 1, 0).reshape(size * len(tables), -1)
         coming = self._between_ranks(each, [len(tables)] * size, [len(tables)] * size)
         coming = coming.view(size, len(tables), -1)  # by carrier, table, host
@@ -217,7 +217,7 @@ class Levels:
         return found
 
     def send(self, parcels: Sequence[Parcel]) -> list[Tensor]:
-        """Send the values of rows that were asked for; return those received, on the same devices."""
+        """Send the values of requested rows; return those received, on the same devices."""
         rows = [parcel.rows.detach() for parcel in parcels]
         if self._lane.is_staged(rows[0]):
             rows = [some.cpu() for some in rows]
@@ -229,9 +229,9 @@ class Levels:
         return [some.to(parcel.rows.device) for some, parcel in zip(rows, parcels, strict=True)]
 
     def prepared(self, parcels: Sequence[Parcel]) -> Callable[[], list[Tensor]]:
-        """Return a function that sends parcels as :meth:`send` does, with the GPU memory it needs held until then."""
+        """Return a function that sends parcels as :meth:`send` does; the GPU memory it needs is reserved now."""
         moved = sum(each.row_bytes * sum(map(sum, hop)) for each in parcels if each.way for hop in each.way.counts)
-        rows = parcels[0].rows  # about three hops' memory is in use at once, of the six that are sent and received
+        rows = parcels[0].rows  # of six hops' memory, sent and received, about three are in use at once
         held = (
             [rows.new_empty(moved // 2, dtype=torch.uint8)] if rows.is_cuda and not self._lane.is_staged(rows) else []
         )
@@ -243,14 +243,14 @@ class Levels:
         return post
 
     def send_some(self, parcels: Sequence[Parcel], chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Send the values of some of the rows that were asked for.
+        """Send the values of some of the requested rows.
 
         Args:
             parcels: as for :meth:`send`, with the values of all rows.
-            chosen: for each, which of them to send, bool, shape (n,).
+            chosen: for each parcel, a mask of the rows to send, bool, shape (n,).
 
         Returns:
-            For each, the indices of the received rows among those that this rank asked for, and their values.
+            For each parcel, the indices of the received rows among those that this rank requested, and their values.
         """
         narrowed = self._narrowed([parcel.way for parcel in parcels if parcel.way is not None], chosen)
         every = zip(parcels, chosen, narrowed, strict=True)
@@ -258,14 +258,14 @@ class Levels:
         return [(places, rows) for (_, places), rows in zip(narrowed, came, strict=True)]
 
     def _narrowed(self, ways: Sequence[Way], chosen: Sequence[Tensor]) -> list[tuple[Way, Tensor]]:
-        """Return ways for some of the rows that owners send back, of which a byte per row tells every rank.
+        """Return ways for some of the rows that owners send back; a byte per row tells every rank which.
 
         Args:
-            ways: the ways of all of them, down from their owners.
-            chosen: for each, which of the rows that this rank sends, bool, shape (n,).
+            ways: the ways of all rows from their owners.
+            chosen: for each way, a mask of the rows that this rank sends, bool, shape (n,).
 
         Returns:
-            For each, the way of the chosen rows; and the indices of those that come here among all that do.
+            For each way, the way of the chosen rows; and the indices of the rows that come here among all that would.
         """
         marks = [*chosen]
         turns: list[list[Tensor]] = [[] for _ in ways]
@@ -293,7 +293,7 @@ class Levels:
         rows: Sequence[Tensor],
         counts: Sequence[tuple[Sequence[int], Sequence[int]]],
     ) -> list[Tensor]:
-        """Send some tables' rows in one message to each rank of this host, or to each host."""
+        """Send the rows of several tables in one message to each rank of this host, or to each host."""
         parcels = [Parcel(some, *each) for some, each in zip(rows, counts, strict=True)]
         whole = packed(parcels)
         if not whole.rows.is_cuda:
@@ -324,9 +324,9 @@ class Levels:
         return into
 
     def _between_gpus(self, peers: Sequence[int], rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """Send rows to some ranks, by an exchange of all ranks in which the others have none; return those received."""
+        """Send rows to some ranks, in an exchange where all others send none; return those received."""
         order = sorted(range(len(peers)), key=peers.__getitem__)
-        is_by_rank = order == [*range(len(peers))]  # otherwise some of a host's ranks lie between those of another one
+        is_by_rank = order == [*range(len(peers))]  # otherwise hosts' ranks are interleaved
         if not is_by_rank:
             rows = torch.cat([torch.split(rows, [*sent])[place] for place in order])
         into = rows.new_empty(sum(received), *rows.shape[1:])
@@ -340,7 +340,7 @@ class Levels:
         return torch.cat([parts[order.index(place)] for place in range(len(peers))])
 
     def _between_hosts(self, into: dict[int, Tensor], out: dict[int, Tensor]) -> None:
-        """Exchange a message with each host that this rank carries for; empty ones are not sent."""
+        """Exchange a message with each host that this rank carries for; empty messages are not sent."""
         with self._lane.connected() as group:
             works = []
             for host in self._carried:
@@ -356,7 +356,7 @@ class Levels:
 
 
 def _moved(lengths: Tensor, order: Tensor) -> Tensor:
-    """Return the indices of rows that lie in segments, for another order of the segments.
+    """Return the indices of rows in segments, for a new order of the segments.
 
     Args:
         lengths: rows per segment.
@@ -368,13 +368,13 @@ def _moved(lengths: Tensor, order: Tensor) -> Tensor:
 
 
 def _ordered(peers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an order by peer that is otherwise the given one, and the peers in this order."""
+    """Return a stable order by peer, and the peers in this order."""
     order = peers.argsort(stable=True)
     return order, peers[order]
 
 
 def _transposed(lengths: Tensor) -> Tensor:
-    """Return the indices of rows whose segments form a matrix, for the order of its columns."""
+    """Return the indices of rows whose segments form a matrix, in the order of the matrix's columns."""
     return _moved(lengths.reshape(-1), torch.arange(lengths.numel()).view(lengths.shape).T.reshape(-1))
 
 
@@ -383,5 +383,5 @@ def _sums_by(counts: Tensor, places: Tensor, number: int) -> list[int]:
 
 
 def _true_in(marks: Tensor, counts: Sequence[int]) -> list[int]:
-    """Return how many are true among each peer's."""
+    """Return the number of true marks of each peer."""
     return [int(part.sum()) for part in torch.split(marks, [*counts])]

@@ -16,25 +16,25 @@ from torch import Tensor
 from speedswap import kernels
 
 _PIECE_BYTES = 8 << 20
-_HASHED_BYTES = 1 << 10  # together: the threads of the CPU loops share a piece's parts
+_HASHED_BYTES = 1 << 10  # hashed together; the CPU loops' threads share the parts of a piece
 
 ROOM = 2048  # ids per round, over all ranks
-ANYTHING = -1  # the object's number for a task without a table or map
+ANYTHING = -1  # the number of the object of a task without a table or map
 OK, FAILED, TORN, CALLS = range(4)  # statuses
 NO_COUNT = -1  # the amount of a line without one
 ANYWHERE = -1  # the stage of a failed rank
 NUMBERED = 1 << 40  # and the number of a batch
 
 _EVALUATION = (
-    "Ranks evaluate together: let the others make the call, too, each with ids of its own or none, such as "
+    "Ranks evaluate together: let the others make the call too, each with its own ids or none, e.g. "
     "items.read(torch.empty(0, dtype=torch.int64)). "
 )
 _SAVING = (
-    "state_dict() and what saves are calls of all ranks: make them on every rank, and write files of your own on one "
+    "state_dict() and calls that save are calls of all ranks: make them on every rank, and write other files on one "
     "of them. "
 )
-_GRADIENT = "A norm or a sum of a gradient is of all ranks' rows: take it on every rank, and log it on one. "
-_SPLITTING = "Every rank has to call the splitter equally often, in the same order and with the same options. "
+_GRADIENT = "A norm or sum of a gradient covers all ranks' rows: compute it on every rank, and log it on one. "
+_SPLITTING = "Every rank must call the splitter the same number of times, in the same order and with the same options. "
 
 
 class Kind(enum.IntEnum):
@@ -61,7 +61,7 @@ class Kind(enum.IntEnum):
     RESET = "a reset of rows"
     READ = "read()", _EVALUATION
     SCORE = "score()", _EVALUATION
-    MAKE = "the making of a table"
+    MAKE = "the creation of a table"
     COMPARE = "the comparison of given rows"
     STATE = "state_dict() or load_state_dict()", _SAVING
     SAVE = "save()", _SAVING
@@ -70,7 +70,7 @@ class Kind(enum.IntEnum):
     GRADIENTS = "the exchange of gradients"
     SHARES = "the exchange of a split batch's gradients"
     NORM = "a norm or sum of a gradient", _GRADIENT
-    FINITE = "the search for infinite gradients"
+    FINITE = "the check for infinite gradients"
     STEP = "the optimizer's step"
     # A batch that is split
     AT_OWN_PACE = "passes at each rank's own pace"
@@ -99,13 +99,13 @@ IN_ANY_BATCH = {
     Kind.GATHER, Kind.READ, Kind.SCORE, Kind.KNOWN_KEYS, Kind.PASSES, Kind.MAKE, Kind.COMPARE, Kind.STATE, Kind.SAVE,
     Kind.ALONE, Kind.REOPENED, Kind.PARTS, Kind.CHECKPOINT, Kind.AGREE, Kind.BEGIN,
 }  # fmt: skip
-"""What ranks may do together though they are in different batches: it changes nothing that depends on them."""
+"""Kinds of tasks that ranks may do together in different batches, since nothing depends on the batch."""
 KINDS: tuple[Kind, ...] = (*Kind,)
-"""The kinds by the numbers that lines tell."""
+"""The kinds by the numbers in lines."""
 
 
 def purpose_of(kind: int, about: int) -> Kind:
-    """Return what a task is for: its kind, or for passes at each rank's own pace, that of all of them."""
+    """Return a task's purpose: its kind, or, for passes at each rank's own pace, the kind of the passes."""
     return KINDS[about >> 32 if kind == Kind.AT_OWN_PACE else kind]
 
 
@@ -117,11 +117,11 @@ class Line(NamedTuple):
         about: the number of the task's object.
         part: the nested task's kind and object, packed; 0 outside of one.
         stage: number of rounds of the task so far.
-        status: the rank's status, such as failed; or that it calls the others to a lookup that they need not meet for.
-        step: the rank's present batch: :attr:`Lane.ordinal`.
+        status: the rank's status, e.g. FAILED; or CALLS: it calls the others to a lookup that they may not come to.
+        step: the rank's current batch: :attr:`Lane.ordinal`.
         amount: a count for the receiving rank, or NO_COUNT.
         note: a number for all ranks.
-        pending: amount of work that the rank has begun and that all ranks must finish together.
+        pending: amount of work that the rank has begun and all ranks must finish together.
     """
 
     kind: int
@@ -148,7 +148,7 @@ class Round(NamedTuple):
 
 
 def digest_of(settings: object) -> int:
-    """Return a digest of settings' text or of rows' bytes, as a note by which ranks compare them.
+    """Return a digest of settings' text or of rows' bytes, as a note with which ranks compare them.
 
     A tensor is copied a piece at a time.
     """
@@ -186,7 +186,7 @@ class Agreed(NamedTuple):
 
 
 class Sheet:
-    """Lines to and from every rank, each followed by room for a few ids, or for rows that the ranks have agreed on.
+    """Lines to and from every rank, each followed by room for a few ids or for agreed rows.
 
     All ranks know each message's size in advance, whatever they send: a failed rank sends its line and meaningless
     bytes in the room.
@@ -207,12 +207,12 @@ class Sheet:
         self.line_bytes = _LINE_BYTES + 8 * self.room
         self.agreed: Agreed | None = None
         self.came: Agreed | None = None
-        with torch.inference_mode(False):  # which would make tensors that nothing outside of it may change
+        with torch.inference_mode(False):  # inference tensors could not be changed outside of it
             self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64, device="cpu")
             self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, row_bytes: int) -> None:
-        """Make room for a number of ids."""
+        """Make room for rows of the given bytes."""
         wanted = len(self._mine) * (_LINE_BYTES + self.room * row_bytes)
         if wanted > len(self._rows_out):
             with torch.inference_mode(False):
@@ -223,8 +223,7 @@ class Sheet:
 
         Args:
             lines: in the order of the ranks.
-            ids: for each rank as many as its line's amount, in rank order; those that do not fit in the room are
-                dropped.
+            ids: for each rank, its line's amount of ids, in rank order; ids that do not fit are dropped.
 
         Returns:
             The receive and send buffers, and the sizes of their parts, empty where all are equal.
@@ -286,12 +285,13 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """The three hops of rows from the requesting ranks to the owners, where those of a host are merged, or back.
+    """The three hops of rows from the requesting ranks to the owners, or back, if rows are merged by host.
 
     Attributes:
         turns: the order of the rows before each hop and after the last, int64 vectors.
-        counts: for each hop, how many rows go to each peer and come from each.
-        sums: if rows are summed before the second hop, the number of sums, each row's index among which is its turn.
+        counts: for each hop, the number of rows to each peer and from each peer.
+        sums: if rows are summed before the second hop, the number of sums; ``turns[1]`` then has the index of each
+            row's sum.
     """
 
     turns: Sequence[Tensor]
@@ -300,18 +300,18 @@ class Way(NamedTuple):
 
     @property
     def back(self) -> Way:
-        """The way back, on which a sum is copied to those that it was made of."""
+        """The way back, on which the value of each sum is copied to the rows it was made of."""
         first, second, third, last = self.turns
         counts = [(received, sent) for sent, received in self.counts[::-1]]
         return Way([last.argsort(), third.argsort(), second, first.argsort()], counts)
 
     def on(self, device: torch.device) -> Way:
-        """Return the way of rows on a device, to which its indices are copied without waiting."""
+        """Return the way for rows on a device; indices are copied there without waiting."""
         turns = kernels.near(torch.cat([*self.turns]), device)
         return self._replace(turns=torch.split(turns, [*map(len, self.turns)]))
 
     def turned(self, hop: int, rows: Tensor) -> Tensor:
-        """Return rows as they are sent in a hop, or received after all."""
+        """Return rows in the order in which a hop sends them, or in which they are received after the last."""
         turn = self.turns[hop]
         if hop == 1 and self.sums is not None:
             return kernels.sum_rows(rows, turn, self.sums)
@@ -363,7 +363,7 @@ def unpacked(came: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:
 
 
 class Connections(Protocol):
-    """The connections between some ranks, for rows; see :class:`speedswap.collectives.Lane`."""
+    """Connections between ranks, for rows; see :class:`speedswap.collectives.Lane`."""
 
     ranks: list[int]
     rank: int
@@ -376,4 +376,4 @@ class Connections(Protocol):
         """Send rows to each rank and receive rows from each; both are bytes, shape (n, row_bytes)."""
 
     def connected(self) -> AbstractContextManager[Any]:
-        """Provide the connections, all of whose errors mean that another rank cannot be reached."""
+        """Provide the connections; any error in them means that another rank is unreachable."""

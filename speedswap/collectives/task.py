@@ -41,7 +41,7 @@ from speedswap.kernels import deferred_interrupts
 
 R = TypeVar("R")
 _WORD_BYTES = 8
-_DROPS, _MEMORY = 1, 2  # a failed rank's note: it lost its part of the step; out of memory
+_DROPS, _MEMORY = 1, 2  # a failed rank's note: it lost its part of the step; it is out of memory
 _LOOKUPS = {Kind.LOOK_UP, Kind.GATHER}
 
 
@@ -50,7 +50,7 @@ class PeerOutOfMemory(MemoryError):
 
 
 class Pending(Protocol):
-    """Work that every rank has begun and all must finish together: gradients that await their exchange.
+    """Work that every rank has begun and all must finish together: gradients to be exchanged.
 
     Attributes:
         kind: the kind of task that finishes it.
@@ -59,16 +59,16 @@ class Pending(Protocol):
     kind: Kind
 
     def __len__(self) -> int:
-        """Return the amount of it on this rank."""
+        """Return the amount of pending work on this rank."""
 
     def settle(self) -> None:
-        """Finish it, if there is any; every rank must call this."""
+        """Finish the pending work, if any; every rank must call this."""
 
     def finish(self, task: Task) -> None:
-        """Finish it with the other ranks, after the task's first round."""
+        """Finish the work with the other ranks, after the task's first round."""
 
     def drop(self) -> None:
-        """Drop the training step so far, which other ranks have dropped."""
+        """Drop the training step so far, as other ranks have done."""
 
     def add_up_shares(self, *, average: bool) -> None:
         """Finish the work left by the passes of a split batch; every rank must call this.
@@ -79,7 +79,7 @@ class Pending(Protocol):
 
 
 class Rounds(Connections, Protocol):
-    """The rounds of some ranks, as far as a task needs them; see :class:`speedswap.collectives.Lane`."""
+    """The part of a lane that a task needs; see :class:`speedswap.collectives.Lane`."""
 
     pending: Pending | None
     failures: int
@@ -94,7 +94,7 @@ class Rounds(Connections, Protocol):
 
     @property
     def ordinal(self) -> int:
-        """The number of this rank's present batch."""
+        """The number of this rank's current batch."""
 
     def place(self, kind: int, about: int) -> str:
         """Describe a task in words."""
@@ -110,13 +110,13 @@ class Rounds(Connections, Protocol):
 
 
 class Task:
-    """Work that all ranks do together, in stages that each begin with a round.
+    """Work that all ranks do together, in stages; each stage begins with a round.
 
     Attributes:
         kind: the kind of work.
-        thread: the thread that does it here.
+        thread: the thread that does the work in this process.
         is_over: True once failures no longer concern the other ranks.
-        calls: True if it is a lookup for which the other ranks may not come: they serve it where they meet next.
+        calls: True if it is a lookup that the other ranks may not come to: they serve it where they meet next.
     """
 
     def __init__(self, lane: Rounds, kind: Kind, about: int, stage: int = 0, *, may_retry: bool = False) -> None:
@@ -126,12 +126,12 @@ class Task:
         self.calls = False
         self.kind, self._about, self._stage = kind, about, stage
         self._may_retry = may_retry
-        self._part = 0  # the innermost part
-        self._join: Callable[[], None] | None = None  # what the last round asks for before another one
+        self._part = 0  # the innermost nested task
+        self._join: Callable[[], None] | None = None  # what the last round requires before the next
 
     @property
     def purpose(self) -> Kind:
-        """Its purpose; see :func:`purpose_of`."""
+        """The task's purpose; see :func:`purpose_of`."""
         return purpose_of(self.kind, self._about)
 
     @property
@@ -145,7 +145,7 @@ class Task:
         return f"{self.lane.place(line.kind, line.about)} of {which}"
 
     def round(self, counts: Sequence[int] | None = None, *, note: int = 0, ids: Tensor | None = None) -> Round:
-        """Tell the other ranks that this one has arrived here, and wait for them.
+        """Tell the other ranks that this rank has reached this point, and wait for them.
 
         Args:
             counts: a number for each rank.
@@ -156,10 +156,10 @@ class Task:
             PeerError: a rank has failed, is at another point of the program, or is unreachable.
         """
         while True:
-            with deferred_interrupts():  # or Ctrl-C would hide what the others were told
+            with deferred_interrupts():  # otherwise Ctrl-C could hide what the others were told
                 lines = self._meet(counts, note, ids)
             if lines is not None:
-                # The note of a rank that joins from another task refers to that task.
+                # If a rank joins from another task, its note refers to that task.
                 return Round([line.amount for line in lines], [line.note * (line.kind == self.kind) for line in lines])
             if (join := self._join) is not None:
                 join()
@@ -178,7 +178,7 @@ class Task:
         return self._posted(self.prepared(rows, sent, received))
 
     def _posted(self, post: Callable[[], R]) -> R:
-        """Send what was prepared, once every rank has told that it has the memory for it."""
+        """Send what was prepared, once every rank has reported that it has the memory for it."""
         if len(self.lane.ranks) == 1:
             return post()
         with self.promised():
@@ -195,9 +195,9 @@ class Task:
         return [came[place] for place in range(len(parcels))]
 
     def share_numbers(self, numbers: Tensor) -> list[Tensor]:
-        """Return the numbers of all ranks, in rank order, on every one; all must call this together.
+        """Return all ranks' numbers in rank order, on every rank; all must call this together.
 
-        A few numbers take one round; more take two further rounds.
+        A few numbers take one round; more numbers take two more rounds.
 
         Args:
             numbers: this rank's numbers, 8 bytes each, shape (n,).
@@ -207,7 +207,7 @@ class Task:
         return [each.view(numbers.dtype) for each in self.numbers_that_came(sent, counts)]
 
     def numbers_that_came(self, sent: Tensor, counts: list[int]) -> Sequence[Tensor]:
-        """Return each rank's numbers after a round in which every rank sent its numbers to all.
+        """Return each rank's numbers after a round in which every rank sent their count to all.
 
         Args:
             sent: this rank's numbers, int64.
@@ -226,15 +226,15 @@ class Task:
         return [json.loads(each.numpy().tobytes()) for each in found]
 
     def difference_of(self, settings: Mapping[str, Mapping[str, str]], begin: str = "") -> tuple[str, str] | None:
-        """Compare the ranks' settings, in one round, or more if they differ.
+        """Compare the ranks' settings, in one round, or in more if they differ.
 
         Args:
-            settings: for each of some objects its settings, text by name.
-            begin: words before the settings of either rank.
+            settings: for each object, its settings as text, by name.
+            begin: text to put before the settings of either rank.
 
         Returns:
-            The first object whose settings differ, and in words those on the first rank and on another; None if all
-            ranks have the same. A setting named "optimizer" is its class, and if it differs, others do not matter.
+            The first object whose settings differ, and a description of its settings on the first rank and on another;
+            None if all ranks have the same. If the setting "optimizer" (its class) differs, the others are left out.
         """
         if len({*self.round(note=digest_of(settings)).notes}) == 1:
             return None
@@ -250,7 +250,7 @@ class Task:
 
     @contextmanager
     def promised(self) -> Iterator[None]:
-        """Surround a round and the rows that every rank sends after it: a failure in between ends the ranks' work."""
+        """Surround a round and the rows that every rank sends after it; a failure in between shuts the lane."""
         rounds = self.lane.rounds
         with deferred_interrupts():
             try:
@@ -264,9 +264,9 @@ class Task:
     def prepared(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], into: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Return a function that sends rows like :meth:`send`, without failing, once all ranks are known to be ready.
+        """Return a function that sends rows as :meth:`send` does and does not fail, once all ranks are ready.
 
-        All ranks call that function together, inside :meth:`promised`.
+        All ranks must call that function together, inside :meth:`promised`.
 
         Args:
             rows, sent, received: as for :meth:`send`.
@@ -291,7 +291,7 @@ class Task:
         return post
 
     def prepared_parcels(self, parcels: Sequence[Parcel]) -> Callable[[], list[Tensor]]:
-        """Return a function that sends parcels of one kind of device in one message, as :meth:`prepared` does rows."""
+        """Return a function that sends parcels on one type of device in one message; see :meth:`prepared`."""
         if self.lane.levels is not None and parcels[0].way is not None:
             return self.lane.levels.prepared(parcels)
         post = self.prepared(*packed(parcels)[:3])
@@ -299,7 +299,7 @@ class Task:
 
     @contextmanager
     def inner(self, kind: Kind, about: int) -> Iterator[None]:
-        """Surround a part of the task, reported in lines, so that a rank whose task an interrupt left open is noticed.
+        """Surround a part of the task; lines report it, so ranks notice if an interrupt left it open on one of them.
 
         Args:
             kind, about: as for :meth:`Lane.task`.
@@ -311,7 +311,7 @@ class Task:
             self._part = before
 
     def finish(self) -> None:
-        """Mark this rank's share as done: later failures do not concern the others. A nested part does not do this."""
+        """Mark this rank's share as done: later failures do not concern the others. Not for nested parts."""
         self.is_over = self.is_over or not self._part
 
     def give_up(self, error: BaseException | None = None, *, drops: bool = False) -> None:
@@ -319,16 +319,16 @@ class Task:
 
         Args:
             error: the error that this rank raises.
-            drops: True if this rank has lost its part of the training step, so that the others drop theirs.
+            drops: True if this rank has lost its part of the training step, so the others must drop theirs.
         """
         if not self.is_over:
             self.is_over = True
-            with suppress(PeerError):  # this rank's own error says more
+            with suppress(PeerError):  # this rank's own error is more specific
                 note = _DROPS * drops | _MEMORY * isinstance(error, (MemoryError, torch.OutOfMemoryError))
                 self._failure(self.lane.exchange_lines(self._line(ANYWHERE, FAILED, note)))
 
     def tear(self, why: str) -> None:
-        """Make the lane unusable on every rank: their tables are at different steps."""
+        """Make the lane unusable on every rank, since their tables are at different steps."""
         self.is_over = True
         with suppress(PeerError):
             self.lane.exchange_lines(self._line(ANYWHERE, TORN, 0))
@@ -360,7 +360,7 @@ class Task:
         self.lane.changes += call is None and not {line.kind for line in lines} <= _LOOKUPS
         if call is not None:
             if lines[self.lane.rank][:6] == call[:6]:
-                self._join, self._stage = None, 1  # the others come to that round
+                self._join, self._stage = None, 1  # the others come to that round next
             else:
                 self._join = partial(self._serve, call)
             return None
@@ -376,14 +376,14 @@ class Task:
         return lines
 
     def _waits(self, lines: Sequence[Line]) -> bool:
-        """Return whether this rank waits for others, which have left fewer batches: they raise until they come here."""
+        """Return whether this rank waits for others that skipped fewer batches: they raise until they come here."""
         first = max(line.step for line in lines)
         mine = lines[self.lane.rank]
         is_free = (mine.step, mine.stage, mine.pending) == (first, 0, 0)
         return is_free and all(line.status in (OK, CALLS, FAILED if line.step < first else OK) for line in lines)
 
     def _ahead(self, lines: Sequence[Line]) -> int | None:
-        """Return the kind of task that finishes pending work, if some ranks begin it and the others can join."""
+        """Return the kind of task that finishes pending work, if some ranks begin it and the others can join them."""
         if self.lane.pending is None or len({line.step for line in lines}) > 1:
             return None
         kind = self.lane.pending.kind
@@ -393,13 +393,13 @@ class Task:
         return kind if can_join and any(begun) and not all(begun) else None
 
     def _call_among(self, lines: Sequence[Line]) -> Line | None:
-        """Return the line of a lookup to which some ranks call the others, if these can come."""
+        """Return the line of a lookup that some ranks call for, if the other ranks can join it."""
         can_come = all(line.stage == 0 and line.status in (OK, CALLS) and line.step == lines[0].step for line in lines)
         calls = [line for line in lines if line.status == CALLS]
         return min(calls) if calls and can_come and len({line[:6] for line in lines}) > 1 else None
 
     def _serve(self, call: Line) -> None:
-        """Take part in a lookup to which another rank calls."""
+        """Take part in a lookup that another rank calls for."""
         joined = Task(self.lane, KINDS[call.kind], call.about, 1)
         joined._part = call.part
         try:
@@ -427,13 +427,13 @@ class Task:
         status = dict(zip(lane.ranks, (line.status for line in lines), strict=True))
         torn = [rank for rank in lane.ranks if status[rank] == TORN]
         failed = [rank for rank in lane.ranks if status[rank] == FAILED]
-        # A call that failed before its task counts as being where the others are.
+        # A call that failed before its task began counts as at the same point as the others.
         are_apart = len({(line.step, *line[:2]) for line in lines if line.kind != Kind.CALL}) > 1
         are_apart = are_apart or len({line[2:4] for line in lines if line.status == OK}) > 1
         if torn:
             why = (
                 f"rank {torn[0]} could not write its part of a step that the other ranks have written; its own error "
-                "says why. The ranks cannot go on together: start them again, from the last checkpoint"
+                "says why. The ranks cannot continue: start them again, from the last checkpoint"
             )
             lane.shut(why)
             return PeerError(why)
@@ -448,7 +448,7 @@ class Task:
         here, there = (self._place_of(line) for line in (mine, lines[other]))
         if here == there and not failed:  # e.g. after an interrupt
             here, there = (f"{here}, part {line.part:x} and stage {line.stage}" for line in (mine, lines[other]))
-        may_go_on = "After zero_grad, all ranks can go on with the next batch"
+        may_go_on = "After zero_grad, all ranks can continue with the next batch"
         may_go_on = f"No table has changed: a{may_go_on[1:]}" if lane.tables else may_go_on
         if failed:
             where = here if lines[other].kind == Kind.CALL or there == here else f"{there}, while this one is at {here}"
@@ -457,6 +457,6 @@ class Task:
             )
         return PeerError(
             f"rank {lane.ranks[other]} is at {there}, but rank {lane.ranks[lane.rank]} at {here}: every rank of the "
-            "group has to look up, read and step equally often, in the same order, and one that catches an exception "
+            "group has to make the same lookups, reads and steps, in the same order; a rank that catches an exception "
             f"misses its batch. {purpose_of(*lines[other][:2]).remedy or self.purpose.remedy}{may_go_on}"
         )

@@ -64,8 +64,8 @@ def check_ranks_at_different_stages_are_told(rank, world_size):
 
     error = raised(work)
     assert type(error) is PeerError
-    assert f"rank {world_size - 1} is in another place" in str(error)
-    assert "Every rank has to call the splitter equally often" in str(error)
+    assert f"rank {world_size - 1} is at another point" in str(error)
+    assert "Every rank must call the splitter the same number of times" in str(error)
 
 
 def check_ranks_of_unequally_many_groups_find_each_other(rank, world_size):

@@ -121,7 +121,7 @@ class Life:
             with fault:
                 step(self.net, self.optimizer, lambda: self.net(*batch))
         except (Exception, KeyboardInterrupt) as error:
-            self.is_over = "cannot go on together" in str(error) or "start the ranks again" in str(error)
+            self.is_over = "cannot continue" in str(error) or "start the ranks again" in str(error)
             text = f"{type(error).__name__}: {error}"
         else:
             self.done.append(number)

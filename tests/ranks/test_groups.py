@@ -22,7 +22,7 @@ def test_groups_train_as_one_process(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks.run(scenarios.every_group, SIZE, SIZE)):
         if rank == 0:
             (said,) = found.pop("without the first")
-            assert "group is without rank 0, this process" in said
+            assert "group does not contain rank 0, this process" in said
         for name, rows in found.items():
             close(rows, expected[name])
 

@@ -106,7 +106,7 @@ def test_rank_that_is_lost_is_noticed_on_all_hosts(ranks: RankPool, what, lost, 
 def test_hosts_that_do_not_fit_are_refused_on_all_ranks(ranks: RankPool) -> None:
     for groups, well, other in ranks.run(scenarios.mistaken, 4, alone=True):
         assert groups.startswith("ValueError: host has the ranks [")
-        assert "give all ranks of a host one process group" in groups
+        assert "give all ranks of a host the same process group" in groups
         assert well is None
         assert other.startswith("ValueError: host is 3, but 2 for the first table of these ranks")
     with pytest.raises(ValueError, match="host is 0; give the number of ranks on each host"):

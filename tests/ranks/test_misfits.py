@@ -80,10 +80,10 @@ def test_batch_that_one_rank_leaves(ranks: RankPool, how, left, where) -> None:
 
 
 @pytest.mark.parametrize(("what", "place", "remedy"), [
-    ("read", "a lookup without a gradient in table 'items' of step 1", "let the others make the call, too"),
-    ("lookup", "a lookup without a gradient in table 'items' of step 1", "let the others make the call, too"),
+    ("read", "a lookup without a gradient in table 'items' of step 1", "let the others make the call too"),
+    ("lookup", "a lookup without a gradient in table 'items' of step 1", "let the others make the call too"),
     ("state_dict", "state_dict() or load_state_dict() in table 'items' of step 1", "make them on every rank"),
-    ("norm", "a norm or sum of a gradient in table 'items' of step 1", "take it on every rank"),
+    ("norm", "a norm or sum of a gradient in table 'items' of step 1", "compute it on every rank"),
     ("lookahead", "the beginning of a lookahead of step 1", "in the same order"),
 ])  # fmt: skip
 def test_what_one_rank_does_alone_is_named_with_its_remedy(ranks: RankPool, what, place, remedy) -> None:
@@ -171,7 +171,7 @@ def test_arguments_that_do_not_fit_on_one_rank(ranks: RankPool, tmp_path) -> Non
 def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
     """Otherwise values of different columns would be mixed up. Neither their order nor the call for weights matters."""
     for said, weight, other in ranks.run(scenarios.other_columns, 3, what):
-        assert "another rank has others" in said
+        assert "another rank has different ones" in said
         assert torch.equal(weight, torch.zeros(4, 2))
         assert torch.equal(other, torch.full((4, 2), 7.0))
 

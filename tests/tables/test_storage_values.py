@@ -77,11 +77,14 @@ def test_names_are_short_for_places(name: Any, path: str | None, place: speedswa
             "hot_bytes is 0.1, but engine is 'split', which reads rows past the GPU's cache",
         ),
         (lambda: Ranks(Pinned(hot_bytes=0.1)), r"each is Pinned\(hot_bytes=0.1\), but rows of ranks have no cache of"),
-        (lambda: Ranks(Ranks()), r"each is Ranks\(.*\), ranks again"),
+        (lambda: Ranks(Ranks()), r"each is Ranks\(.*\), which is Ranks again"),
         (lambda: Ranks(reduction="max"), "reduction is 'max'; choose one of mean, sum"),
-        (lambda: speedswap.Embedding(9, 4, storage=Ranks()), "speedswap.Ranks was given, but this process is of no"),
+        (
+            lambda: speedswap.Embedding(9, 4, storage=Ranks()),
+            "speedswap.Ranks was given, but this process is not in a job",
+        ),
         (lambda: Table.open(Pinned()), r"path is Pinned\(\); give a directory, or a place on disk"),
-        (lambda: Table.open(Disk("items", scratch=True)), "scratch is True, but a table that is opened outlives"),
+        (lambda: Table.open(Disk("items", scratch=True)), "scratch is True, but an existing table outlives"),
     ],
 )
 def test_what_is_no_place_is_refused(make: Callable[[], Any], message: str) -> None:
