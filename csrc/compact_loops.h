@@ -7,7 +7,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files and blocks are l
 // ---- by whole vectors ----------------------------------------------------------------------------------------------
 //
 // Each converts as many values as fill whole vectors, and returns their number; the rest are converted one by one.
-// Where a format has no such function, auto-vectorization is as good. float16 instructions give the bits of
+// For a format without such a function, auto-vectorization is as good. float16 instructions give the bits of
 // compact.cuh.
 
 template <typename Format>

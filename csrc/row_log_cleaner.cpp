@@ -77,7 +77,7 @@ void RowLog::serve_cleaner() {
         try {
             cleaned = emptiest >= 0 && clean(lock, uint32_t(emptiest));
         } catch (...) {
-            // Cleaning can be left; a write that failed ends everything by itself.
+            // Cleaning is optional; a failed write ends everything on its own.
             if (!lock.owns_lock()) lock.lock();
         }
         cleaner_blocked_ |= !cleaned && durable_.commit == commit;  // else there may be room by now

@@ -401,7 +401,7 @@ SPEEDSWAP_FUNCTION void take_block_steps(const IdleBlock& block) {
 
 // ---- the kernels by name: <what>_w<bytes of a word> ----------------------------------------------------------------
 
-// At most 1,024 threads per block, and one such block at a time: otherwise some kernels would get too few registers.
+// At most 1,024 threads per block and one block at a time: otherwise some kernels would get too few registers.
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define SPEEDSWAP_KERNEL extern "C" __global__ void __launch_bounds__(1024, 1)
 #else

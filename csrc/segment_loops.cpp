@@ -79,7 +79,7 @@ struct Segment {
     const Item* divisor;
 };
 
-// Sums kVectors vectors of one segment's columns in registers. The first such piece of a row prefetches for all.
+// Sums kVectors vectors of one segment's columns in registers. A row's first piece prefetches for all.
 template <typename Item, int kVectors, bool kWeighted>
 inline void sum_piece(const Rows<Item>& rows, const Item* weights, Segment<Item> segment, int64_t column, bool fetches,
                       Item* out) {

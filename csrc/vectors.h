@@ -37,7 +37,7 @@ Vectors read_vector_records(const char* input, int64_t bytes, const VectorRows<V
 template <typename Value>
 constexpr int64_t kMaxValueBytes = sizeof(Value) == 4 ? 17 : 26;
 
-// Writes such lines, or records with a newline after each. Text is the shortest that reads back to the same bits.
+// Writes these lines, or records with a newline after each. Text is the shortest that reads back to the same bits.
 //
 // `out` must have room for the keys, and for each row two bytes and its values.
 // Returns the end of what was written; null if the key *bad is empty or has whitespace.

@@ -336,7 +336,7 @@ def describe_features(
 ) -> tuple[int, int]: ...
 
 # The kernels' Bags: by name, in order, tensors' addresses and numbers; 0 for None and for what is not given. The last
-# is 1 if rows of `row_bytes`, in matrices of this dtype, are multiples of 16 bytes, and begin at such.
+# is 1 if rows of `row_bytes`, in matrices of this dtype, are multiples of 16 bytes and begin at a multiple.
 def describe_bags(
     names: tuple[str, ...], given: dict[str, Tensor | int | None], dtype: dtype, row_bytes: int
 ) -> bytes: ...

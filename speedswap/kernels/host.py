@@ -42,7 +42,7 @@ def require_memory(tensor: Tensor, name: str) -> None:
         raise TypeError(
             f"{name}, of type {type(tensor).__name__} and shape {tuple(tensor.shape)}, has no memory for its items: "
             "its storage was resized, or it stands for another tensor, as FakeTensors and those inside torch.func do; "
-            "pass the tensor itself, outside of such modes"
+            "pass the tensor itself, outside of these modes"
         )
 
 

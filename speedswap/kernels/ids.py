@@ -22,7 +22,7 @@ def require_id_dtype(ids: Tensor, name: str = "ids") -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""
     if not isinstance(ids, Tensor):
         raise TypeError(
-            f"{name} is {a_kind(ids)}; pass a tensor, as torch.as_tensor makes one; keys, such as strings, are for an "
+            f"{name} is {a_kind(ids)}; pass a tensor (torch.as_tensor); keys, e.g. strings, are for an "
             "embedding with id_map=speedswap.IdMap(…)"
         )
     require_dense(ids, name)

@@ -196,7 +196,7 @@ def sum_segments_back(
 def _side_by_side(values: Tensor, features: int) -> tuple[Tensor, int]:
     """Return rows of concatenated features as rows of one feature, and the number of rows per sample.
 
-    A slice of wider rows, such as the gradient of a concatenated tensor, is not copied if their width is a multiple.
+    A slice of wider rows (the gradient of a concatenated tensor) is not copied if their width is a multiple.
     """
     if features == 1:
         return values, 1

@@ -296,7 +296,7 @@ def _run(
                 tensor.record_stream(ids_stream)
                 if direction == "in":
                     tensor.record_stream(rows_stream)
-            if [entry for entry in entries if entry.follows]:
+            if any(entry.follows for entry in entries):
                 ids_stream.wait_event(ready)
             torch.cuda.set_stream(ids_stream)  # and its GPU: nothing else uses the direction's thread
         with _range(f"swap {direction}"):
@@ -338,7 +338,7 @@ def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
 
 
 def used_here(tensors: Iterable[Tensor]) -> None:
-    """Mark tensors made on another stream as used on the current one, so that their memory stays."""
+    """Mark tensors made on another stream as used on the current one, so their memory is not reused."""
     here: torch.cuda.Stream | None = None
     for made in tensors:
         if made.is_cuda:

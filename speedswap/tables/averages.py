@@ -199,7 +199,8 @@ class AveragesStore(WrappedStore):
             self.averages.count += 1
 
     def copied(self, memo: dict[int, Any]) -> Table | None:
-        """Return a copy: of a copied table's averages, or further ones of the same table; None if the table is gone."""
+        """Return a copy: a copied table's averages, or further averages of the same table; None if the table was
+        freed."""
         table, ours = self.table(), self.averages
         if table is None:
             return None

@@ -30,9 +30,9 @@ _OF_FILES = (
 
 
 class IdMap(Locked):
-    """A map from keys that are not known beforehand, 64-bit integers or strings, to rows.
+    """A map from keys that are not known in advance, 64-bit integers or strings, to rows.
 
-    Keys get rows 1 to ``capacity`` in order of first occurrence, so that early and frequent keys are close together.
+    Keys get rows 1 to ``capacity`` in order of first occurrence, so early and frequent keys are close together.
     Row 0 stands for every key without a row: in an embedding, ``Embedding(capacity, dim, id_map=map)``, it is the
     padding row: zeros, without a gradient. A training lookup adds keys; any other lookup does not. A row that passes
     from one key to another is reset, weight and optimizer state, to its initial values, which depend on the table's
@@ -40,8 +40,8 @@ class IdMap(Locked):
 
     The result depends only on the batches and their order, not on the number of threads. A map is saved and restored
     with its table. It takes at most 24 bytes per key, on probation or not, plus 17 and the string for ``"exact"``, and
-    grows with the number of keys. Any number of threads may use it. A copy in another process, such as a ``DataLoader``
-    worker, is frozen: it looks up keys but does not add any.
+    grows with the number of keys. Any number of threads may use it. A copy in another process (a ``DataLoader`` worker)
+    is frozen: it looks up keys but does not add any.
 
     Args:
         capacity: the number of rows for keys, 1 to 2**31 - 1.
@@ -85,7 +85,7 @@ class IdMap(Locked):
         self.num_rows = self.capacity + 1
         self.version = 0
         self.holder: Callable[[], object] = lambda: None  # the store that holds the map
-        self.successor: IdMap | None = None  # the ranks' map, if this one was given to their table
+        self.successor: IdMap | None = None  # the ranks' map, if this map was given to their table
         self.part: keys_file.SavedMap | None = None  # the keys that one of several ranks owned, as read
         self._map = self._empty()
         self._token = object()  # replaced when the keys are
@@ -102,7 +102,8 @@ class IdMap(Locked):
     # ------------------------------------------------------------------ description
 
     def stands_for(self, id_map: IdMap) -> bool:
-        """Return whether a map given to this map's table is this one; ranks that found theirs also accept a new one."""
+        """Return whether a map given to this map's table is this one; ranks with a map from files also accept a new
+        one."""
         return id_map is self
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class IdMap(Locked):
 
     @property
     def frozen(self) -> bool:
-        """True if keys can only be looked up: in a copy that another process was given, and after a fork."""
+        """True if keys can only be looked up: in a copy in another process, and after a fork."""
         return self._is_frozen or os.getpid() != self._owner_pid
 
     @property
@@ -177,9 +178,9 @@ class IdMap(Locked):
             keys: as for :meth:`lookup`.
 
         Returns:
-            The rows, int64, of the keys' shape, on their device (on the CPU for strings); and those that belonged to
+            The rows, int64, of the keys' shape, on their device (on the CPU for strings); and rows that belonged to
             another key and must be reset with :meth:`Table.reset_rows`, int64, shape (n,), on the CPU. An embedding
-            with ``id_map`` does that itself.
+            with ``id_map`` resets them itself.
 
         Raises:
             IdMapFullError: more keys need a row than rows are free. Nothing was added or counted.
@@ -198,7 +199,7 @@ class IdMap(Locked):
             return _shaped(rows, found), self._with_stale(renewed)
 
     def ask(self, keys: Any) -> AskedAhead:
-        """Add the keys of a batch ahead of its turn. Until its turn, every other call sees the map without them.
+        """Add a batch's keys ahead of its turn. Until its turn, every other call sees the map without them.
 
         Batches are added in the order of their turns; :meth:`begin` starts a batch's turn, :meth:`take_back` cancels
         it. Keys added out of turn count before them, and may change their rows.
@@ -237,7 +238,7 @@ class IdMap(Locked):
                 for (each, one), own, cursor in zip(batches, rows, before, strict=True):
                     one.rows, one.renewed = own.view(one.keys.shape), each._renewed_since(cursor)
                     each._ahead.append(one)
-            except BaseException:  # such as Ctrl-C, which comes as soon as the loops have returned
+            except BaseException:  # e.g. Ctrl-C, delivered as soon as the loops return
                 for each, one in batches:
                     each._ahead.remove([one])
                     each._map.undo(one.undo)
@@ -277,7 +278,7 @@ class IdMap(Locked):
         try:
             rows = self._map.add(keys.numbers, keys.texts, undo=undo)
             return None if rows is None else (rows, self._renewed_since(before))
-        except BaseException:  # such as Ctrl-C, which comes as soon as the loops have returned
+        except BaseException:  # e.g. Ctrl-C, delivered as soon as the loops return
             if undo is not None:
                 self._map.undo(undo)
             elif self._map.cursor.clock != before.clock:
@@ -307,12 +308,12 @@ class IdMap(Locked):
         used = self._map.cursor.used
         if self.evict is None:
             raise IdMapFullError(
-                f"keys has more new keys than the {self.capacity - used} rows that are left of {self.capacity}; make "
-                'the map with a greater capacity, or with evict="lru" or "lfu"; nothing was added'
+                f"keys has more new keys than the {self.capacity - used} rows left of {self.capacity}; give the map a "
+                'greater capacity, or make it with evict="lru" or "lfu"; nothing was added'
             )
         raise IdMapFullError(
-            f"keys has {len(keys)} keys, more distinct ones than the {self.capacity} rows can hold at once; "
-            "make the map with a greater capacity, or the batch smaller; nothing was added"
+            f"keys has {len(keys)} keys, with more distinct ones than the {self.capacity} rows can hold at once; "
+            "give the map a greater capacity, or make the batch smaller; nothing was added"
         )
 
     # ------------------------------------------------------------------ one caller at a time
@@ -323,13 +324,11 @@ class IdMap(Locked):
         with self.lock:
             if self.successor is not None:
                 raise IdMapError(
-                    "the id map was given to an embedding with a process group, whose ranks own the keys; use "
+                    "the id map was given to an embedding with a process group, and its ranks own the keys; use "
                     "embedding.id_map, or collection.id_maps"
                 )
             if self.part is not None:
-                raise IdMapError(
-                    "the id map has the keys that one of several ranks owned; open or load the table of all ranks"
-                )
+                raise IdMapError("the id map has only one rank's keys; open or load the table of all ranks")
             if self._is_changing and os.getpid() != self._owner_pid:
                 raise IdMapError(
                     f"the id map was being changed by process {self._owner_pid} when this one was forked from it; fork "
@@ -377,13 +376,13 @@ class IdMap(Locked):
         return keys_file.encode(saved)
 
     def changes(self, before: Sweep | None) -> tuple[keys_file.SavedMap, Sweep]:
-        """Return the changes since an earlier call, whose pieces a file holds, and the map's new state.
+        """Return the changes since an earlier call, whose result is in a file, and the map's new state.
 
         Args:
             before: the state that the earlier call returned, of this map or of another; None for the first call.
 
         Returns:
-            The whole map, or the cells that have changed and some unchanged ones; and the state.
+            The whole map, or the changed cells and some unchanged ones; and the state.
         """
         if self.part is not None:
             return self.part, self.state
@@ -433,7 +432,7 @@ class IdMap(Locked):
 
     @classmethod
     def of_saved(cls, saved: keys_file.SavedMap, *, frozen: bool = False, what: str = "the id map") -> IdMap:
-        """Return a map that was read; arguments and errors as of :meth:`from_bytes`."""
+        """Return a map that was read; arguments and errors are those of :meth:`from_bytes`."""
         found = cls(**saved.settings)
         if saved.own_rows is not None:
             found.part = saved
@@ -473,7 +472,7 @@ class IdMap(Locked):
         for name, value in settings.items():
             if value != getattr(self, name):
                 raise ValueError(
-                    f"{what} was made with {name}={value!r}, and this map with {getattr(self, name)!r}; make the map "
+                    f"{what} was made with {name}={value!r}, but this map with {getattr(self, name)!r}; make the map "
                     "with the same settings"
                 )
 
@@ -498,7 +497,7 @@ class IdMap(Locked):
         self.version += 1
 
     def become(self, found: IdMap) -> None:
-        """Take over the contents of a map, which another process has since saved with this map's table."""
+        """Take over the contents of a map that another process has since saved with this map's table."""
         with self.lock:
             self._ahead, self._is_changing = BatchesAhead(self._add_ahead), False  # a fork may have interrupted them
             for name in _OF_FILES:
@@ -513,7 +512,7 @@ class IdMap(Locked):
 
 
 def _ask_in_turn(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
-    """Ask maps, some of which are the same, one after the other: all or none."""
+    """Ask maps that are not all different, one after the other: all or none."""
     asked: list[AskedAhead] = []
     try:
         for each, some in zip(maps, keys, strict=True):
@@ -535,7 +534,7 @@ def _shaped(rows: Tensor, keys: Keys) -> Tensor:
 
 
 def _frozen(raw: bytes) -> IdMap:
-    """Rebuild an unpickled map."""
+    """Return a frozen map, for unpickling."""
     return IdMap.from_bytes(torch.frombuffer(bytearray(raw), dtype=torch.uint8), frozen=True)
 
 
@@ -545,8 +544,8 @@ class AskedAhead:
 
     Attributes:
         keys: the batch's keys.
-        rows: int64, of the keys' shape, in host memory; replaced by another tensor if the map changes out of turn,
-            which makes these rows invalid.
+        rows: int64, of the keys' shape, in host memory; if the map changes out of turn, they become invalid and are
+            replaced by a new tensor.
         renewed: rows to reset when the batch's turn begins: int64, shape (n,), in host memory.
     """
 
@@ -559,7 +558,7 @@ class AskedAhead:
 class BatchesAhead:
     """The batches that have not had their turn, in order. Their keys are in the map, after all others.
 
-    A change out of turn takes precedence: the batches are removed from the map and added again.
+    A change out of turn goes first: the batches are removed from the map and added again.
 
     Args:
         add: adds a batch to the map; returns False if too few rows are free.
@@ -577,7 +576,7 @@ class BatchesAhead:
         self._batches.append(asked)
 
     def is_next(self, asked: AskedAhead) -> bool:
-        """Return whether the map is already in this batch's turn, apart from later batches."""
+        """Return whether this batch is the first waiting one, and its keys are in the map."""
         return bool(self._batches) and self._batches[0] is asked and asked.undo.applied
 
     def remove(self, gone: Collection[AskedAhead]) -> None:
@@ -586,7 +585,7 @@ class BatchesAhead:
 
     @contextmanager
     def left_out(self, loops: KeyMap) -> Iterator[None]:
-        """Return the map to the present turn for the length of a block."""
+        """Return the map to the current turn for the block."""
         for asked in reversed(self._batches):
             loops.undo(asked.undo)
         try:
@@ -595,9 +594,9 @@ class BatchesAhead:
             self.bring_back()
 
     def bring_back(self) -> None:
-        """Add the batches that are not in the map again; they get the same rows if it has not changed.
+        """Add the batches that are not in the map back; they get the same rows if the map has not changed.
 
-        A batch that finds no rows stays out, and raises at its turn.
+        A batch that finds no rows stays out, and raises in its turn.
         """
         for asked in self._batches:
             if not asked.undo.applied:

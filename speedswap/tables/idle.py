@@ -1,8 +1,8 @@
-"""A store whose rows may lack steps, and take them before anyone sees them.
+"""A store whose rows may lack steps, and take them before they are read.
 
-Steps without a gradient have an effect of a known form on any row, so that any number of them is taken at once.
+Steps without a gradient affect any row in a known form, so any number of them can be taken at once.
 
-- Each column becomes a sum of multiples of the columns, so that a run of steps is one matrix.
+- Each column becomes a sum of multiples of the columns, so a sequence of steps is one matrix.
 - The weight may also move by momentum / (slope · x + flat), x being the root of the last column. The sum of these terms
   over many steps is a smooth function of y = x / (x + base), kept as coefficients of Chebyshev polynomials on 0 to 1.
 """
@@ -30,7 +30,7 @@ from speedswap.tables.store import IDLE_STEPS, Found, Notes, Prefetched, RowStor
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
 
-MOST_STEPS = 4096  # that rows can miss before all are brought up to date
+MOST_STEPS = 4096  # steps that rows can miss before all rows are brought up to date
 _NONE_LEFT = 1e-18
 # Chebyshev nodes from 0 to 1, and the coefficients of the polynomial through values there.
 _ANGLES = np.pi * (np.arange(CURVE_TERMS) + 0.5) / CURVE_TERMS
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     Attributes:
         matrix: the factors ``[from, to]`` of the columns, weight first.
-        bend: slope and flat, if the weight moves by momentum / (slope · x + flat) as well.
+        bend: slope and flat, if the weight also moves by momentum / (slope · x + flat).
         center: the middle of the range in which a curve's base will move, relative to its beginning.
     """
 
@@ -56,12 +56,12 @@ class Step(NamedTuple):
 
 
 class ClosedSteps:
-    """Steps of the known forms: any number of them costs a row as much as one.
+    """Steps of the known forms; for a row, any number of them costs as much as one.
 
     Args:
         names: the columns that they change, weight first; at least two if the weight bends.
         bends: True if steps may bend.
-        dtype: the weight's.
+        dtype: the weight's dtype.
 
     Attributes:
         count: the number of steps.
@@ -75,7 +75,7 @@ class ClosedSteps:
         self.names, self.bends = [*names], bends
         numbers = np.zeros((MOST_STEPS + 1, n * n + (CURVE_TERMS + 1 if bends else 0)))
         self._missed = MissedSteps(torch.from_numpy(numbers), bends)
-        self._maps = numbers[:, : n * n].reshape(-1, n, n)  # a view, as the next two are
+        self._maps = numbers[:, : n * n].reshape(-1, n, n)  # this and the next two are views
         self._curves, self._bases = (numbers[:, n * n : -1], numbers[:, -1]) if bends else (numbers[:, n * n :],) * 2
         self._maps[0] = np.eye(n)
         self._taken = np.zeros((MOST_STEPS, n * n + 3))  # each step: its matrix, bend and center
@@ -83,11 +83,11 @@ class ClosedSteps:
         self._first = 0  # the first step whose rows still have momentum
 
     def take(self, columns: dict[str, Tensor], last: Tensor, before: int) -> None:
-        """Take the steps that rows have missed, in place, as :class:`speedswap.tables.idle.Steps` says."""
+        """Take the steps that rows have missed, in place; see :class:`speedswap.tables.idle.Steps`."""
         take_missed_steps([columns[name] for name in self.names], last, self.count, self._missed, before)
 
     def leave_initial(self, columns: dict[str, Column]) -> bool:
-        """Return whether these steps, all of them, leave a row as it is that has its initial values."""
+        """Return whether all of these steps together leave a row with its initial values unchanged."""
         moves = (self._maps[0] != np.eye(len(self.names))).any(axis=1)
         return all(columns[name].init == zeros() for name, moved in zip(self.names, moves, strict=True) if moved)
 
@@ -133,7 +133,7 @@ class ClosedSteps:
     # ------------------------------------------------------------------ with a table's commits
 
     def to_json(self) -> dict[str, Any]:
-        """Return the steps as plain data: each number of all steps, or once if it is the same in all."""
+        """Return the steps as plain data: each number for all steps, or once if it is always the same."""
         steps = [
             float(each[0]) if (each == each[0]).all() else base64.b85encode(each.tobytes()).decode()
             for each in self._taken[: self.count].T
@@ -164,13 +164,13 @@ class ClosedSteps:
 
 
 LAST_STEP = "last_step"
-"""The column, seen only here, that holds the number of the last step that a row has taken."""
+"""The column, visible only here, for the number of the last step that a row has taken."""
 _COLUMN = Column(LAST_STEP, (), torch.int32, zeros())
 _MOST = 2**31 - 1
 
 
 class Steps(Protocol):
-    """Steps of an optimizer, which move every row, also those without a gradient."""
+    """Steps of an optimizer that move every row, even without a gradient."""
 
     @property
     def count(self) -> int:
@@ -181,14 +181,14 @@ class Steps(Protocol):
 
         Args:
             columns: every column by name, shape (n, ...), on one device.
-            last: the number of the last step that each row has taken, int32, shape (n,), on that device; one that is
-                below ``before`` stands for that.
+            last: the number of the last step that each row has taken, int32, shape (n,), on that device; lower numbers
+                than ``before`` count as ``before``.
             before: the number of the step before these.
         """
 
 
 class _Missed:
-    """The steps that rows may have missed, as kept with a table's commits; it holds neither the table nor its store.
+    """The steps that rows may have missed, kept with a table's commits; it references neither the table nor its store.
 
     Args:
         notes: the rows'.
@@ -196,7 +196,7 @@ class _Missed:
     Attributes:
         before: the number of the step before these.
         steps: the steps; None if every row is up to date.
-        adopted: the notes' number for the commit that these are from; -1 at first.
+        adopted: the value of ``notes.adopted`` for the steps' commit; -1 at first.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -206,7 +206,7 @@ class _Missed:
         self.adopted = -1
 
     def __call__(self) -> dict[str, Any] | None:
-        """Return the steps as plain data; None to keep what is there, if the rows are from another commit now."""
+        """Return the steps as plain data; None, to keep the attribute, if the rows are now from another commit."""
         notes = self._notes()
         if notes is None or self.adopted != notes.adopted:
             return None
@@ -226,27 +226,27 @@ class _Missed:
 
 
 class IdleStore(WrappedStore):
-    """A store in front of another, whose rows take the steps they have missed when they are read.
+    """A store that wraps another; its rows take the steps they have missed when they are read.
 
-    Rows that are written have taken every step. The number of each row's last step is kept with it, in 4 bytes. A pass
-    over all rows leaves alone those that its steps do not move, so that their numbers may be from before.
+    Rows that are written have taken every step. The number of each row's last step is stored with it, in 4 bytes. A
+    pass over all rows skips those that its steps do not move, so these keep old numbers.
 
     Args:
         inner: the store that holds the rows of this process.
     """
 
-    view = RowStore.view  # refused: memory lacks steps
+    view = RowStore.view  # refused, since the memory lacks steps
 
     def __init__(self, inner: RowStore) -> None:
         super().__init__(inner)
         self._known = _Missed(inner.notes)
-        self._ahead = 0  # 1 while the rows of a step are written, before the step counts
+        self._ahead = 0  # 1 while the rows of a step are written and the step does not count yet
         self._seen: tuple[dict[str, Column], dict[str, Column]] = {}, {}
         self.notes.live_attributes[IDLE_STEPS] = self._known
 
     @classmethod
     def over(cls, store: RowStore) -> IdleStore:
-        """Return the store that a table's rows are behind from now on, also for the tables of its parts."""
+        """Return the idle store that wraps a table's rows from now on, also for the tables of its parts."""
         if isinstance(store, cls):
             return store
         idle = cls(store)
@@ -257,7 +257,7 @@ class IdleStore(WrappedStore):
 
     @classmethod
     def in_front_of(cls, store: RowStore) -> RowStore:
-        """Return a store found in files with its rows up to date: itself, or behind another."""
+        """Return a store found in files so that its rows are up to date: the store itself, or wrapped."""
         return cls(store) if LAST_STEP in store.columns else store
 
     @property
@@ -282,7 +282,7 @@ class IdleStore(WrappedStore):
         self._known.steps = steps
 
     def _missed(self) -> int:
-        """Return the number of steps that rows may have missed, as of the commit that the rows are from."""
+        """Return the number of steps that rows may have missed, as of the rows' commit."""
         known = self._known
         if known.adopted != self.notes.adopted:
             data = self.notes.attributes.get(IDLE_STEPS) if LAST_STEP in self.inner.columns else None
@@ -298,7 +298,7 @@ class IdleStore(WrappedStore):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Write the rows of a step inside the block; the caller counts the step afterwards, unless that raised."""
+        """Surround the writing of a step's rows; the caller counts the step afterwards, unless the block raised."""
         self._ahead = 1
         try:
             yield
@@ -319,7 +319,7 @@ class IdleStore(WrappedStore):
             self._known.before, self._known.steps = self._known.before + missed, None
 
     def _bring(self, rows: range) -> None:
-        """Write those of some rows that the steps they have missed move."""
+        """Write the rows of a range that their missed steps move."""
         block = self.inner.gather(ids_of(rows))
         before = {name: each.clone() for name, each in block.columns.items() if name != LAST_STEP}
         self.take(block)
@@ -341,7 +341,7 @@ class IdleStore(WrappedStore):
         self.inner.scatter(block, {**values, LAST_STEP: last}, transfers)
 
     def take(self, block: Block) -> None:
-        """Bring a block with all columns up to date, in place; it loses the numbers of its rows' last steps."""
+        """Bring a block with all columns up to date, in place, and remove the numbers of its rows' last steps."""
         last, known = block.columns.pop(LAST_STEP), self._known
         if self._missed() and known.steps is not None:
             known.steps.take(block.columns, last, known.before)
@@ -358,7 +358,7 @@ class IdleStore(WrappedStore):
         if not self._missed():
             if columns is not None or LAST_STEP not in self.inner.columns:
                 return self.inner.gather(rows, columns, device, out)
-            block = self.inner.gather(rows, None, device, out)  # as its scatter will need it
+            block = self.inner.gather(rows, None, device, out)  # all columns, for its scatter
             del block.columns[LAST_STEP]
             return block
         block = self.inner.gather(rows, None, device)
@@ -372,7 +372,7 @@ class IdleStore(WrappedStore):
         if not self._missed() and not self._ahead:
             self.inner.scatter(block, values, transfers)
             return
-        if values.keys() != self.columns.keys():  # the other columns have to take their steps too
+        if values.keys() != self.columns.keys():  # the other columns must take their steps too
             rest = self.gather(block.rows, device=next(iter(values.values())).device)
             values = {**rest.columns, **values}
         self._write(block, values, transfers)
@@ -390,7 +390,7 @@ class IdleStore(WrappedStore):
     def write(self, column: str, start: int, values: Tensor) -> None:
         if self._missed():
             writes = self.notes.writes
-            for rows in chunks_of(len(values)):  # also those that no step moves, but would once they are overwritten
+            for rows in chunks_of(len(values)):  # also rows that no step moves now, but will once overwritten
                 block = self.gather(ids_of(range(start + rows.start, start + rows.stop)))
                 self._write(block, block.columns)
             self.notes.writes = writes
@@ -422,7 +422,7 @@ class RowsAsStored(WrappedStore):
     """The rows of an :class:`IdleStore` as they are stored, each with the number of its last step.
 
     Args:
-        idle: the store; rows that could only take their steps in this process have taken them.
+        idle: the store; rows whose steps only this process can take have taken them.
     """
 
     def __init__(self, idle: IdleStore) -> None:
@@ -433,7 +433,7 @@ class RowsAsStored(WrappedStore):
 
 
 class _Prefetched(Prefetched):
-    """A gather ahead, whose rows take the steps they have missed when they are taken."""
+    """A gather ahead; when its rows are taken, they take the steps they have missed."""
 
     def __init__(self, store: IdleStore, inner: Prefetched) -> None:
         self._store, self._inner = store, inner

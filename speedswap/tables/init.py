@@ -1,7 +1,7 @@
 """Initial values of a table's rows.
 
 ``uniform`` and ``normal`` are counter-based (Philox4x32-10, Salmon et al. 2011): each value depends only on the table's
-seed, the column, the row and the element, so that it has the same bits at any thread count, on every device and for any
+seed, the column, the row and the element, so it has the same bits at any thread count, on every device and for any
 partition of the rows. Functions of ``torch.nn.init`` work as well: they are applied to chunks of rows.
 """
 
@@ -23,7 +23,7 @@ from speedswap import kernels
 
 CHUNK_ROWS = 65_536
 _CPU = torch.device("cpu")
-# These need the whole matrix: applied to chunks they would give different values.
+# These need the whole matrix; applied to chunks they would give different values.
 _NEEDS_WHOLE_MATRIX = ("dirac_", "eye_", "orthogonal_", "sparse_")
 
 
@@ -121,7 +121,7 @@ def ids_of(rows: range | Tensor) -> Tensor:
 
 
 def zero_row_in(into: Tensor, rows: range | Tensor, zero_row: int | None) -> None:
-    """Fill the values of one row with zeros, if it is among these."""
+    """Fill the values of one row with zeros, if it is among ``rows``."""
     if isinstance(rows, range):
         if zero_row is not None and zero_row in rows:
             into[zero_row - rows.start] = 0
@@ -209,7 +209,7 @@ class CopyOf(Initializer):
 
 @dataclass(frozen=True, eq=False)
 class GivenRows(Initializer):
-    """Rows copied while the table is created, so that it appears with them or not at all.
+    """Rows copied while the table is created; the table appears with them or not at all.
 
     Args:
         source: a weak reference to a tensor (num_embeddings, *row_shape), which the caller keeps alive.
@@ -232,7 +232,7 @@ class GivenRows(Initializer):
     def _rows(self) -> Tensor:
         rows = self.source()
         if rows is None:
-            raise RuntimeError("the given rows are gone; they are copied once, while the table is created")
+            raise RuntimeError("the given rows were freed; they are copied once, while the table is created")
         return rows
 
     @property
@@ -248,7 +248,7 @@ class Unknown(Initializer):
     """Initial values of a table in files that cannot be computed again.
 
     Args:
-        description: the manifest's, as JSON.
+        description: the manifest's description of it, as JSON.
     """
 
     description: str
@@ -263,7 +263,7 @@ class Unknown(Initializer):
 
 
 class _RowsOfTable(torch.Tensor):
-    """A chunk of rows that reports the ``size()`` of the whole table, so that fans are the whole matrix's."""
+    """A chunk of rows that reports the ``size()`` of the whole table, from which fans are computed."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     num_embeddings: int
@@ -289,7 +289,7 @@ class _FromTorch(Initializer):
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         ids = ids_of(rows)
-        # Chunk boundaries are fixed, whatever rows are asked for.
+        # Chunk boundaries are fixed, whichever rows are requested.
         for start in np.unique(ids.numpy() // CHUNK_ROWS * CHUNK_ROWS).tolist():
             shape = (min(CHUNK_ROWS, spec.num_embeddings - start), *spec.row_shape)
             chunk = torch.empty(shape, dtype=spec.dtype, device="cpu")
@@ -298,7 +298,7 @@ class _FromTorch(Initializer):
                 with seeded((spec.seed ^ spec.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
                     self.function(as_rows_of(chunk, spec.num_embeddings), *self.args, **dict(self.kwargs))
             finally:
-                torch.set_grad_enabled(was_enabled)  # Ctrl-C as no_grad() ends would leave gradients off
+                torch.set_grad_enabled(was_enabled)  # Ctrl-C at the end of no_grad() would leave gradients off
             begin, end = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_ROWS], device=_CPU)).tolist()
             into[begin:end] = chunk[ids[begin:end] - start].to(into.device)
 
@@ -387,7 +387,7 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
         TypeError, ValueError, KeyError: the data do not describe an initializer.
     """
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
-        raise TypeError(f"init is {data!r}; an object with its kind was expected")
+        raise TypeError(f"init is {data!r}; give an object with its kind")
     kind = Initializer._kinds.get(data["kind"])
     return None if kind is None else kind.from_json(data)
 

@@ -1,4 +1,4 @@
-"""Recomputed initial values of any rows; and initial values per range of rows, for several tables in one store."""
+"""Initial values of any rows, recomputed; and of ranges of rows, for several tables in one store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Origin(NamedTuple):
     """The columns from which a column's untouched rows got their values.
 
     Attributes:
-        start: the column whose initial values they are: for a copy, the copied column as it was then.
+        start: the column whose initial values they are; for a copy, the copied column at that time.
         through: the chain of columns from the copy of ``start`` to this one, as they were created; each copied its
             predecessor. Empty for a column that is not a copy.
     """
@@ -59,7 +59,7 @@ def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
             kind = column.init.to_json().get("kind")
             raise ValueError(
                 f"column {name!r} of table {table!r} has initial values of kind {kind!r}, which cannot be computed "
-                "again for rows that start anew; make the table with one of speedswap.init"
+                "again for reset rows; make the table with one of speedswap.init"
             )
 
 
@@ -85,7 +85,7 @@ def require_sources(columns: Sequence[Column], present: Mapping[str, Column], ta
 
 
 def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_embeddings: int) -> dict[str, Tensor]:
-    """Return the values that rows had when their columns were created.
+    """Return the values of rows at the creation of their columns.
 
     Args:
         columns: every column of the table; a copy of another column gets that column's initial values.
@@ -95,7 +95,7 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
 
     Returns:
         Tensors (n, ...) in host memory by column, in the blocks' dtype. Values of columns stored in fewer bytes are
-        already rounded to nearest, so that rounding does not change them.
+        already rounded to nearest, so storing them changes nothing.
     """
     values: dict[str, Tensor] = {}
 
@@ -125,7 +125,7 @@ class Range:
         num_rows: number of rows, at least 1.
         init: their initial values, a function of the row's number within the range.
         seed: their seed.
-        zero_row: a row, numbered within the range, that starts as zeros whatever ``init`` says.
+        zero_row: a row, numbered within the range, that starts as zeros, whatever ``init`` is.
     """
 
     num_rows: int
@@ -171,11 +171,11 @@ class InRanges(Initializer):
         object.__setattr__(self, "_firsts", tuple(accumulate((each.num_rows for each in self.ranges), initial=0)))
 
     def __hash__(self) -> int:
-        return hash((self._firsts[-1], len(self.ranges)))  # every step hashes this: cheap even for a thousand ranges
+        return hash((self._firsts[-1], len(self.ranges)))  # every step hashes this, so keep it cheap for many ranges
 
     @property
     def num_rows(self) -> int:
-        """The rows of all ranges."""
+        """The number of rows in all ranges."""
         return self._firsts[-1]
 
     @property
@@ -183,7 +183,7 @@ class InRanges(Initializer):
         return [each.init for each in self.ranges]
 
     def at(self, first_row: int) -> Range | None:
-        """Return the range that begins at a row; None if none does."""
+        """Return the range that begins at a row, or None."""
         index = bisect_right(self._firsts, first_row) - 1
         begins = index < len(self.ranges) and self._firsts[index] == first_row
         return self.ranges[index] if begins else None

@@ -134,7 +134,7 @@ def _as_numbers(keys: Any) -> Keys:
 
 
 def _unsigned(keys: NDArray[Any], given: Any) -> NDArray[Any]:
-    """Return whole numbers as unsigned ones, which NumPy makes floats if some alone are above int64's; or ``keys``."""
+    """Return whole numbers as unsigned if some exceed int64, where NumPy would make floats; otherwise ``keys``."""
     if keys.dtype == np.float64:
         whole = np.asarray(given, dtype=object)
         if all(isinstance(each, int | np.integer) and each >= 0 for each in whole.flat):

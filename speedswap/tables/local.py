@@ -203,7 +203,7 @@ class LocalStore(RowStore):
 
     def _computed(self, rows: Tensor, names: Iterable[str], device: torch.device, out: Mapping[str, Tensor]) -> Block:
         """Return rows' initial values; arguments as for :meth:`gather`."""
-        self._fields(names)  # raises if there is no such column
+        self._fields(names)  # raises if a column does not exist
         ids, order = rows.to(_CPU, torch.int64).sort()
         found, columns = initial_values(self._columns, ids, self.seed, self.num_embeddings), {}
         for name in names:
@@ -301,10 +301,11 @@ class LocalStore(RowStore):
         self._written = True  # from here on
         try:
             for group, fields in groups:
-                records, is_host = group.records(), not [name for name in fields if not blocks[name].is_cpu]
+                records = group.records()
+                is_host = all(blocks[name].is_cpu for name in fields)
                 if is_host and records.fence is not None:
                     group.settle(writing=True)
-                if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:
+                if is_host and records.device.type == "cpu" and all(each.stored is None for each in fields.values()):
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
                     forms = {name: self._form(name, fields[name]) for name in fields}
@@ -491,7 +492,7 @@ class LocalStore(RowStore):
                 self._rebuild(together)
 
     def _rebuild(self, columns: Sequence[Column]) -> None:
-        """Merge all columns into one record; release the old memory first, so that the peak is the new table alone."""
+        """Merge all columns into one record; release the old memory first, so the peak is only the new table."""
         layouts = [group.layout for group in self.groups]
         try:
             for group in self.groups:

@@ -37,7 +37,7 @@ def create_store(
     require_name(name)
     zero_row = row_of(zero_row, num_embeddings)
     if str(dtype).startswith("torch.q"):
-        raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart")
+        raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and store scales apart")
     weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
     for rows in weight.init.given():
         weight.require_storable(rows)
@@ -45,7 +45,7 @@ def create_store(
 
 
 def map_for(store: RowStore, id_map: IdMap) -> IdMap:
-    """Return the map to keep with a store's rows for a given one; arguments and errors as for `Table.set_id_map`."""
+    """Return the map to keep with a store's rows for a given map; errors are those of `Table.set_id_map`."""
     facts = store.facts
     if id_map.num_rows != facts.num_embeddings:
         raise ValueError(
@@ -56,8 +56,8 @@ def map_for(store: RowStore, id_map: IdMap) -> IdMap:
     id_map = store.notes.map_of(id_map)
     if id_map.evict is not None and id_map.holder() not in (None, store):
         raise ValueError(
-            f"id_map evicts and is another table's, whose rows start anew then; give table {facts.name!r} a map of "
-            "its own, or one with evict=None"
+            f"id_map evicts and belongs to another table, where evicted rows are reset; give table {facts.name!r} a "
+            "separate map, or one with evict=None"
         )
     return id_map
 

@@ -26,14 +26,14 @@ def prefetch(
     Args:
         lookups: tables, each with ids (int64 or int32, any shape, at least one, not modified afterwards) and the
             block's device.
-        found: of the first lookups, the rows and each id's index among them, if they are known.
+        found: for the first lookups, the rows and each id's index among them, if known.
 
     Returns:
         The pending rows of each lookup; take them once, while holding the table's lock.
     """
     wanted, transfers = list(lookups), Transfers("in")
     with ExitStack() as held:
-        # In a fixed order, so that two threads with the same tables do not deadlock.
+        # In a fixed order, so two threads with the same tables do not deadlock.
         for table in sorted({table for table, _, _ in wanted}, key=id):
             held.enter_context(table.lock)
             table.check_open()
@@ -54,7 +54,7 @@ def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = Non
         out: destination of the rows, shape (n, embedding_dim), of the source's dtype, on any device.
 
     Returns:
-        ``out``, or a new tensor (n, embedding_dim): on the ids' device for a source in host memory, else on the
+        ``out``, or a new tensor (n, embedding_dim): on the ids' device if the source is in host memory, else on the
         source's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows of safetensors files, read in place: the file is mapped privately, so that only what is written takes memory."""
+"""Rows of safetensors files, read in place: the file is mapped privately, so only written rows take memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from speedswap.tables.record import Column, RecordLayout
 from speedswap.tables.store import RowStore, StoreFacts
 
 TensorSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A safetensors file, an index of such files (``*.safetensors.index.json``), a folder with either, or several files."""
+"""A safetensors file, an index (``*.safetensors.index.json``), a folder with either, or several files."""
 
 _INDEX, _TENSORS = ".safetensors.index.json", ".safetensors"
 _MOST_INDEX_BYTES = 64 << 20
@@ -150,8 +150,8 @@ class FileMemory(Memory):
         """Raise TableClosedError if the file has been written since it was opened."""
         if self._now() != self._seen:
             raise TableClosedError(
-                f"{self._what} has been written since its rows were mapped, so that they may be others now; open it "
-                "again (replace a file by renaming another one, and its readers keep the old rows)"
+                f"{self._what} was written after its rows were mapped, so they may have changed; open it again "
+                "(if a file is replaced by renaming a new one to it, its readers keep the old rows)"
             )
 
     def read_ahead(self, start: int, stop: int) -> None:

@@ -2,7 +2,7 @@
 
 Memory is allocated exactly: anonymous mappings of the requested size, never a pool that rounds up to a power of two.
 Pinned memory is an anonymous mapping, faulted in and then registered with CUDA; a file mapping is never registered.
-That takes long, so a table does it once, when all of its columns are known (:meth:`Memory.take`).
+Pinning is slow, so a table does it once, when all of its columns are known (:meth:`Memory.take`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from speedswap.kernels import HotRows, Records
 
 HotBytes = int | float | Literal["auto"]
-"""GPU memory for records: bytes, or a fraction of the table, or a quarter of what is free."""
+"""GPU memory for records: bytes, a fraction of the table, or a quarter of the free memory."""
 
 # A cache with room for fewer batches costs more than it saves.
 BATCHES = 2
@@ -35,7 +35,7 @@ _AUTO_SHARE = 4
 
 
 def require_hot_bytes(hot_bytes: HotBytes | None, engine: str) -> None:
-    """Raise ValueError or TypeError unless a pinned table can have such a cache."""
+    """Raise ValueError or TypeError unless a pinned table can have a cache of hot rows of this size."""
     if hot_bytes is None:
         return
     if isinstance(hot_bytes, bool) or not (isinstance(hot_bytes, int | float) or hot_bytes == "auto"):
@@ -52,7 +52,7 @@ def require_hot_bytes(hot_bytes: HotBytes | None, engine: str) -> None:
 def make_cache(
     hot_bytes: HotBytes, groups: Sequence[Records], batch_rows: int, device: torch.device, table: str
 ) -> HotRows | None:
-    """Make the cache of a table's hot rows; None, with a warning, if there is no room for one that is of use.
+    """Return the cache of a table's hot rows; None, with a warning, if there is no room for a useful cache.
 
     Args:
         hot_bytes: as given to :class:`speedswap.Pinned`.
@@ -96,7 +96,7 @@ class Memory:
 
     Attributes:
         bytes: the memory as one uint8 tensor; empty until it is taken.
-        is_taken: False for memory that :meth:`take` is still to take from the system.
+        is_taken: False until :meth:`take` takes the memory from the system.
         pinned: True for host memory that CUDA kernels may read and write directly, once it is taken.
         fence: work on the memory that GPUs have not completed.
     """
@@ -136,7 +136,7 @@ class DeviceMemory(Memory):
         device = self.device
         super().close()
         if device.type == "cuda":
-            # Back to the GPU: torch would cut the block for small tensors, and have no room for a table in its place.
+            # Return it to the GPU: torch would split the block for small tensors, leaving no room for another table.
             with torch.cuda.device(device):
                 torch.cuda.empty_cache()
 
@@ -183,7 +183,7 @@ class HostMemory(Memory):
 
 
 def allocate(storage: str, nbytes: int) -> Memory:
-    """Return zeroed memory for a table that is not in files; pinned memory is still to be taken.
+    """Return zeroed memory for a table that is not in files; pinned memory is not taken yet.
 
     Raises:
         TableTooLargeError: it could not be allocated.
@@ -213,7 +213,7 @@ class RecordGroup:
     """The records of some of a table's columns: most tables have one group, which holds every column.
 
     Attributes:
-        is_filled: False while the memory is still to be taken and filled with initial values.
+        is_filled: False until the memory is taken and filled with initial values.
     """
 
     layout: RecordLayout
@@ -229,8 +229,8 @@ class RecordGroup:
         return self.num_embeddings * self.layout.stride
 
     def records(self, *, ahead: bool = False) -> kernels.Records:
-        """Return the memory in the form that the kernels take; ``ahead`` is theirs."""
-        known = self._records  # first: what a thread made before a cache of hot rows began must not be kept after it
+        """Return the memory as the kernels take it; ``ahead`` is passed on to them."""
+        known = self._records  # read first: records from before a cache of hot rows began must not be kept after it
         if ahead not in known:
             memory = self.memory
             assert memory.is_taken
@@ -239,11 +239,11 @@ class RecordGroup:
         return known[ahead]
 
     def use(self, hot: kernels.HotRecords | None) -> None:
-        """Let moves to and from a GPU use a cache of the hot rows; None if there is none any more."""
+        """Let moves to and from a GPU use a cache of the hot rows; None ends its use."""
         self.hot, self._records = hot, {}
 
     def settle(self, *, writing: bool = False) -> None:
-        """Wait until the records are current and no GPU accesses them; before the host writes, empty their cache."""
+        """Wait until the records are current and no GPU accesses them; if the host will write, empty their cache."""
         if self.hot is not None:
             self.hot.rows.bring_home(clear=writing)
         self.memory.settle()
@@ -307,8 +307,8 @@ class RecordGroup:
 
         Args:
             columns: columns of this group.
-            seed: the table's.
-            holders: the group of every column of the table, for columns that start as a copy of another.
+            seed: the table's seed.
+            holders: the group of every column of the table, for columns that start as a copy of another column.
         """
         self.settle(writing=True)
         for source in {column.init.column for column in columns if isinstance(column.init, CopyOf)}:
@@ -326,6 +326,6 @@ class RecordGroup:
                         self.write(own.name, rows.start, column.init.values(rows, spec, self.memory.device))
                     else:
                         column.init.fill(self.view(own.name)[some], rows, spec)
-                # Before another column copies it.
+                # Fill a column before another column copies it.
                 if column.zero_row is not None and column.zero_row in rows and not column.init.is_given:
                     self.bytes_of(column.name)[column.zero_row] = 0

@@ -75,7 +75,7 @@ def ngram_rows(
     """
     _require_integers("tokens", tokens)
     if tokens.ndim == 0:
-        raise ValueError("tokens is a single number; give a tensor whose last dimension is time, such as tokens[None]")
+        raise ValueError("tokens is a single number; give a tensor whose last dimension is time, e.g. tokens[None]")
     orders = tuple(count("each of orders", order) for order in orders)
     if not orders or len(set(orders)) < len(orders):
         raise ValueError(f"orders is {orders}; give at least one length of n-grams, and none twice")
@@ -100,7 +100,7 @@ def ngram_rows(
 
 
 def token_classes(texts: Iterable[str]) -> Tensor:
-    """Return a number for each token of a vocabulary, the same for those whose texts differ in form alone.
+    """Return a number for each token of a vocabulary, equal for tokens whose texts differ only in form.
 
     Texts are compared without case, accents, variants such as full width (Unicode's NFKD) and space around them. Texts
     of nothing but space, and those with U+FFFD, which stands for part of a character, are compared as they are.

@@ -239,7 +239,7 @@ def different_steps(path: Path, writes: Sequence[int], columns: Sequence[Sequenc
         return None
     return (
         f"the table at {path} has shards of different steps ({', '.join(map(str, writes))} writes), since its ranks "
-        "commit each by itself; load the last checkpoint of the job that trains it, or remove it to begin anew"
+        "commit separately; load the last checkpoint of the job that trains it, or remove it to start from scratch"
     )
 
 

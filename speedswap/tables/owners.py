@@ -22,7 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 
 @dataclass(frozen=True)
 class Owners:
-    """Rows spread over ranks by arithmetic alone, evenly for any common pattern of ids.
+    """Rows spread over ranks by pure arithmetic, evenly for any common pattern of ids.
 
     Rows are divided into ``2**bits`` buckets, and each rank owns consecutive buckets. The bucket is the id's low bits
     times an odd number near the golden ratio of their range, shifted by the golden ratio times the high bits:

@@ -1,4 +1,4 @@
-"""The parts of a table owned by ranks, and moves of rows between divisions."""
+"""The shards of a table owned by ranks, and moves of rows between divisions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def own_shard(table: Table) -> Shard:
 
 
 def place_rows(places: Tensor, source: Shard, target: Shard) -> tuple[Tensor, Tensor]:
-    """Return which rows two shards share, as a mask over the places of one, and their places in the other."""
+    """Return a mask over the places of one shard of the rows that both have, and their places in the other."""
     ids = source.owners.ids(places, source.rank)
     owned = (ids < source.owners.num_embeddings) & (target.owners.of(ids) == target.rank)
     return owned, target.owners.places(ids[owned], target.rank)
@@ -73,7 +73,7 @@ def take_shards(target: Shard, sources: Sequence[Shard], columns: Sequence[str])
 
 
 def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[Tensor]:
-    """Yield places in the source that include every row in which the target may differ from it."""
+    """Yield places in the source, which include every row that may differ in the target."""
     if _begins_as(target, source, columns):  # all other rows have the same initial values in both
         yield from (places for places, _ in source.table.store.written_rows())
         return
@@ -95,8 +95,8 @@ def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool
 
     Args:
         path: of the table of all ranks.
-        world_size: the present number of ranks.
-        is_needed: returns whether a checkpoint may refer to a table's rows.
+        world_size: the current number of ranks.
+        is_needed: returns whether a checkpoint may reference a table's rows.
     """
     for place in sorted(path.iterdir()):
         if SHARD.fullmatch(place.name) and not place.name.endswith(f"-of-{world_size}") and not place.is_symlink():
@@ -106,4 +106,4 @@ def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool
                     table.close()
                 else:
                     table.remove()
-                    _log.info("removed %s, whose rows other ranks have now", place)
+                    _log.info("removed %s; the current ranks have its rows", place)

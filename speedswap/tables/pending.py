@@ -71,7 +71,7 @@ class PendingWrite(Transfer[None]):
         return self.rows
 
     def has(self, columns: Mapping[str, object]) -> bool:
-        """Return whether this writes all of these columns, so that a block of them needs no other source."""
+        """Return whether this writes all of the given columns, so a block of them needs no other source."""
         return columns.keys() <= self._values.keys()
 
     def forward(self, block: Block, places: Tensor | None = None) -> None:
@@ -199,7 +199,7 @@ class PendingTransfers:
         return last if last is not None and last.transfers is not None and not last.is_taken else None
 
     def make_stale(self) -> None:
-        """Mark every prefetch as stale, so that its rows are read again."""
+        """Mark every prefetch as stale, so its rows are read again."""
         for prefetch in self._alive() if self.prefetches else ():
             prefetch.is_stale = True
 

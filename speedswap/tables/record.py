@@ -32,7 +32,7 @@ MAX_NAME, MAX_DIMS = 128, 4
 def require_dtype(name: str, dtype: object) -> None:
     """Raise TypeError unless an argument is one of torch's dtypes."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is {dtype!r}; give one of torch's dtypes, such as torch.float32")
+        raise TypeError(f"{name} is {dtype!r}; give one of torch's dtypes, e.g. torch.float32")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Column:
                 )
 
     def _alone(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rows as records of this column alone, as bytes in host memory."""
+        """Return rows as records of only this column, as bytes in host memory."""
         out = torch.empty(len(values), _round_up(self.row_bytes, _WORD_BYTES), dtype=torch.uint8)
         parts = [kernels.Part(0, values.contiguous(), self.form())]
         kernels.scatter_records(records_over(out), torch.arange(len(out)), parts)
@@ -174,7 +174,7 @@ class Column:
 
     @property
     def key(self) -> int:
-        """A 64-bit hash of the name, so that a table's columns draw different initial values."""
+        """A 64-bit hash of the name, so a table's columns draw different initial values."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
 
 

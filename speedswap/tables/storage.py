@@ -1,4 +1,4 @@
-"""Storage places, where a table's rows live: each creates a store. Stores are opened and copied here too."""
+"""Storage places: where a table's rows live. A place creates, opens and copies stores."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Storage(ABC):
     To add a kind of place, derive from this class, and pass it as ``storage=``.
 
     Args:
-        local_to_rank: True lets each process of a torch.distributed job train a separate table. Without it, or
-            :class:`speedswap.Ranks`, a training forward pass is refused in a job, since nothing would keep the ranks'
+        local_to_rank: True lets each process of a torch.distributed job train a separate table. Without it and without
+            :class:`speedswap.Ranks`, a training forward pass in a job is refused, since nothing would keep the ranks'
             tables in sync. The model's wrapper must also ignore ``weight`` (:func:`speedswap.ignore_in_ddp`,
             :func:`speedswap.parameters_to_ignore`).
 
@@ -149,17 +149,17 @@ class Device(_InMemory):
 
 @dataclass(frozen=True, repr=False)
 class Pinned(_InMemory):
-    """Host memory that the GPU reads directly. Without a GPU it works as :class:`Pageable` and says so once.
+    """Host memory that the GPU reads directly. Without a GPU it works like :class:`Pageable` and warns once.
 
     Args:
         engine: how rows move to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
             ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), ``staged_out``
             (zero_copy to the GPU, staged back), ``split_out`` (zero_copy to the GPU, both at once back), or ``auto``:
-            zero_copy. docs/storage.md says when which is faster.
+            zero_copy. See docs/storage.md for which one is fastest when.
         hot_bytes: GPU memory for a cache of the rows that training writes most often: bytes, a fraction of the table's
-            rows as a float between 0 and 1, or ``auto`` for a quarter of what is free at the first step; None for no
-            cache. It also takes 4 bytes per row of the table, and 8 per row held. Results are the same bits. For
-            engines that are zero_copy to the GPU, and one GPU. docs/storage.md says when it is of use.
+            rows as a float between 0 and 1, or ``auto`` for a quarter of the memory free at the first step; None for no
+            cache. The cache also takes 4 bytes per row of the table and 8 per cached row. Results are bitwise the same.
+            Only for engines that are zero_copy to the GPU, with one GPU. See docs/storage.md for when it helps.
 
     Raises:
         ValueError: the engine is unknown, or ``hot_bytes`` out of range or given for another engine.
@@ -179,7 +179,7 @@ class Pinned(_InMemory):
 
 @dataclass(frozen=True, repr=False)
 class Pageable(_InMemory):
-    """Ordinary memory, whose rows are staged on their way to a GPU."""
+    """Ordinary memory; rows are staged on their way to a GPU."""
 
     kind = "pageable"
 
@@ -190,10 +190,10 @@ class Disk(Storage, DiskOptions):
 
     Args:
         path: the directory. For a new table it must not exist; it appears once the table is complete and durable.
-        cache_bytes: memory for rows; by default a quarter of the memory that is free and not promised to other tables'
+        cache_bytes: memory for rows; by default a quarter of the memory that is free and not reserved for other tables'
             caches. A cache is never larger than the table.
         commit_every: optimizer steps between commits; by default only time decides. A step waits until the previous
-            commit is durable, so that a killed process loses fewer than ``2 * commit_every`` steps.
+            commit is durable, so a killed process loses fewer than ``2 * commit_every`` steps.
         commit_seconds: seconds between commits; None to count only steps. Direct calls of :meth:`Table.scatter` count
             as steps. A killed process leaves the table at its last commit.
         synchronous_commit: make a step that commits wait until its commit is durable; with ``commit_every=1``, no
@@ -218,7 +218,7 @@ class Disk(Storage, DiskOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
-            raise TypeError(f"path is {self.path!r}; give the directory that holds the table, or is to hold it")
+            raise TypeError(f"path is {self.path!r}; give the directory that holds the table")
         object.__setattr__(self, "path", os.fspath(self.path))
 
     @property
@@ -243,7 +243,7 @@ class Disk(Storage, DiskOptions):
     def open(self, mode: str, commit: int | None) -> RowStore:
         if self.scratch:
             raise ValueError(
-                "scratch is True, but a table that is opened outlives its process; give it to Table.create"
+                "scratch is True, but an existing table outlives its process; use scratch with Table.create"
             )
         return open_store(self.folder, mode, self, commit)
 
@@ -306,14 +306,14 @@ _SAVE_BYTES = 64 * 2**20
 
 def lives_there(path: str | os.PathLike[str]) -> FileExistsError:
     """Return the error for saving a table over its own files."""
-    return FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
+    return FileExistsError(f"path is {os.fspath(path)!r}, where this table already is; use flush()")
 
 
 def require_unheld(path: Path) -> None:
     """Raise FileExistsError if checkpoints may need a commit of the table at a path."""
     for place in (path, *path.glob("shard-*")):
         held = list[int]()
-        with suppress(OSError, TableFormatError):  # whatever else is there holds no commits
+        with suppress(OSError, TableFormatError):  # anything else there holds no commits
             store = open_store(place, "r")
             held = store.files.commits.held if store.files is not None and store.files.commits is not None else held
             store.close()
@@ -330,7 +330,7 @@ def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
         require_unheld(path)
     with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.facts.locked.lock:
         if source.notes.closed:
-            raise TableClosedError(f"table {source.facts.name!r} was closed meanwhile; save it before")
+            raise TableClosedError(f"table {source.facts.name!r} was closed meanwhile; save it before closing")
         save_store(source, copied)
 
 
@@ -363,7 +363,7 @@ def copy_rows(
 
     Args:
         source: the rows.
-        kind, engine, hot_bytes: the copy's memory; by default the source's, if that is in memory.
+        kind, engine, hot_bytes: the copy's memory; by default the source's, if the source is in memory.
     """
     facts = source.facts
     own = next((each for each in get_args(storages.MemoryKind) if each == facts.storage), storages.default_kind())

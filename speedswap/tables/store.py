@@ -1,6 +1,6 @@
-""":class:`RowStore`, the interface of every store that holds a table's rows; their notes; a range of them.
+""":class:`RowStore`, the interface of all stores of a table's rows; notes kept with rows; ranges of rows.
 
-Notes are shared by all tables over the same rows, and tell which rows have changed since a copy was made.
+All tables over the same rows share the notes, which also record the rows changed since a copy was made.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ TableT = TypeVar("TableT")
 """The table that holds a rank's own rows."""
 
 PARTS = "tables"
-"""The attribute of a store that names its parts; a copy of one of them is without it."""
+"""The attribute that names a store's parts; the copy of a part lacks it."""
 
 IDLE_STEPS = "idle_steps"
-"""The attribute for the steps that rows may have missed; a copy has the rows with these steps."""
+"""The attribute for the steps that rows may have missed; a copy's rows have taken these steps."""
 
 IDLE_ROWS = "idle_rows"
-"""The attribute that says how the optimizer that trained the rows last was attached; absent if lazily."""
+"""The attribute for how the rows' last optimizer was attached; absent if lazily."""
 
 AVERAGES = "averages"
 """The attribute for averages of the rows: updates and decay, by the name of their column."""
@@ -57,7 +57,7 @@ class Notes:
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             one that returns None leaves the attribute unchanged. They must not hold a reference to the table.
         id_maps: the id maps kept with the rows, by name.
-        map_of: returns the map to keep for a given one: the same map, unless ranks own the rows.
+        map_of: returns the map to keep for a given map: the same one, unless ranks own the rows.
         writes: the number of scatters so far, counted by the store.
         version: increases whenever rows or columns may have changed, through any table over these rows.
         adopted: increases whenever attributes are replaced with those of a commit.
@@ -98,8 +98,8 @@ class Notes:
 
         Args:
             source: the other notes.
-            part: the name of the part, if only a part's rows, and so only its map, were copied.
-            lacks_steps: True if rows were copied without the steps that they may have missed.
+            part: the name of the part, if only a part's rows were copied; then only its map is.
+            lacks_steps: True if rows were copied before taking the steps that they may have missed.
         """
         live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
         self.attributes.update(copy.deepcopy({**source.attributes, **live}))
@@ -118,7 +118,7 @@ class Notes:
 
         Args:
             rows: the rows.
-            as_stored: False if they only lack another step, which they take when they are read.
+            as_stored: False if they only miss one more step, which they take when they are read.
         """
         self.version += 1
         if as_stored and self.changes is not None:
@@ -207,7 +207,7 @@ class Prefetched(ABC):
 
     @abstractmethod
     def take(self) -> Found | None:
-        """Return the rows as the store has them now. Call it only once.
+        """Return the rows as currently stored. Call it only once.
 
         Returns:
             None if the store must gather them now: an id is out of range, or the rows are stale.
@@ -231,7 +231,7 @@ class _NotPrefetched(Prefetched):
 
 @dataclass
 class StoreFacts:
-    """Facts about a store, which hardly change.
+    """Facts about a store, which rarely change.
 
     Attributes:
         num_embeddings: number of rows.
@@ -244,7 +244,7 @@ class StoreFacts:
         first_row: then the number of the first row in that store.
         is_borrowed: True if another store's table flushes and closes the rows.
         reads_copies: True if :meth:`RowStore.read` always returns a copy, never a view of the store's memory.
-        ranks: the ranks that own the rows together, if any: all of them must make each call about rows, each with its
+        ranks: the ranks that own the rows together, if any; all of them must make each call about rows, each with its
             own rows or none.
         hot_bytes: GPU memory for a cache of hot rows, as :class:`speedswap.Pinned` takes it.
         locked: the lock of every table over these rows.
@@ -270,8 +270,8 @@ class RowStore(ABC):
 
     Rows passed to a store are in range (and unique in a scatter), and tensors have the right shape and dtype. A store
     never sees a model or an optimizer. One thread at a time calls its methods: the table's lock is held. A method that
-    returns has taken effect for every later call; whether a scatter has reached the memory, and how transfers are
-    ordered, is up to the store. A method that raises has changed nothing.
+    returns has taken effect for every later call; the store decides when a scatter reaches the memory, and how
+    transfers are ordered. A method that raises has changed nothing.
 
     Methods that are not abstract default to a store in memory without prefetch or pending writes. To wrap another
     store, derive from :class:`WrappedStore`.
@@ -337,8 +337,8 @@ class RowStore(ABC):
             block: its ``rows`` are written: int64 or int32, shape (n,), n > 0, on any device. It may be a block that
                 this store returned, with the ``place`` noted then, or a new one.
             values: tensors by column name.
-            transfers: allow the store to return before the rows are written, by a transfer that it adds here. Then the
-                rows are ascending, ``values`` must not be modified afterwards, and the caller starts the transfers.
+            transfers: allow the store to return before the rows are written, by adding a transfer here. Then the rows
+                are ascending, ``values`` must not be modified afterwards, and the caller starts the transfers.
 
         Raises:
             TableFullError: there is no room. Nothing was written.
@@ -393,7 +393,7 @@ class RowStore(ABC):
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield every row that may differ from its initial values, a piece at a time.
 
-        If another process is writing the table, a row may be yielded again with its newer values: the last ones count.
+        If another process is writing the table, a row may be yielded again with newer values; the last ones count.
 
         Yields:
             Ids, int64, shape (n,), and the columns' bytes by name, uint8, shape (n, row_bytes), in host memory.
@@ -410,7 +410,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush, and release everything held; note it in ``notes.closed``.
+        """Flush, release all resources, and set ``notes.closed``.
 
         Closing twice is harmless, and completes an interrupted close.
         """
@@ -434,11 +434,11 @@ class Commits(ABC):
 
     @abstractmethod
     def attributes_of(self, commit: int) -> dict[str, Any]:
-        """Return the attributes as of a held commit."""
+        """Return the attributes of a held commit."""
 
     @abstractmethod
     def let_go(self, commit: int) -> None:
-        """Release a held commit, so that its space can be reused."""
+        """Release a held commit and free superseded rows for reuse."""
 
     @abstractmethod
     def return_to(self, commit: int) -> None:
@@ -513,10 +513,10 @@ class Files(ABC):
         return False
 
     def reserve(self, *writes: int | range) -> None:
-        """Reserve room so that later writes cannot fail for lack of it, in place of what was reserved before.
+        """Reserve room so that later writes cannot fail for lack of it; this replaces an earlier reservation.
 
         Args:
-            writes: of a scatter its number of rows; the range of rows that are written in order, in large pieces.
+            writes: a scatter's number of rows; or the range of rows to be written in order, in large pieces.
 
         Raises:
             TableFullError: there is no room. Nothing is reserved.
@@ -524,7 +524,7 @@ class Files(ABC):
         return None
 
     def leave(self, flush: Callable[[], None]) -> None:
-        """Flush because the table was freed, or the process is exiting, without a call of :meth:`RowStore.close`.
+        """Flush a store that was not closed before its table was freed or the process exits.
 
         Args:
             flush: flushes the table's store.
@@ -532,7 +532,7 @@ class Files(ABC):
         flush()
 
     def abandon(self) -> None:
-        """Close the store without what was written since the last commit; one without commits stays open."""
+        """Close the store and discard all writes since the last commit; a store without commits stays open."""
         return None
 
     def remove(self) -> None:
@@ -615,7 +615,7 @@ class JointRows(ABC, Generic[TableT]):
         group: the ranks.
         own: a table of the rows that this rank owns.
         owners: the division of rows among ranks.
-        torn: why the ranks' rows are at different steps, until they are replaced; None if they are consistent.
+        torn: why the ranks' rows are at different steps, until these rows are replaced; None if consistent.
     """
 
     group: RankGroup
@@ -625,10 +625,10 @@ class JointRows(ABC, Generic[TableT]):
 
     @abstractmethod
     def alone(self, outer: RowStore) -> AbstractContextManager[RowStore | None]:
-        """Provide the first rank with a store that it can read alone, and the others, which serve it, with None.
+        """Give the first rank a store that it can read alone, and give the others, which serve it, None.
 
         Args:
-            outer: this store, or one that wraps it and will be read.
+            outer: the store to read: this one, or one that wraps it.
         """
 
     @abstractmethod
@@ -672,7 +672,7 @@ class JointRows(ABC, Generic[TableT]):
 
     @abstractmethod
     def saving(self) -> AbstractContextManager[bool]:
-        """Surround the writing of a file about the rows; yield True on the rank that writes it."""
+        """Surround the writing of a file of the rows; yield True on the rank that writes it."""
 
 
 def innermost(store: RowStore) -> RowStore:
@@ -683,7 +683,7 @@ def innermost(store: RowStore) -> RowStore:
 
 
 def read_alone(store: RowStore) -> AbstractContextManager[RowStore | None]:
-    """Provide one process with a store that it can read alone; other ranks that share it serve it and get None."""
+    """Give one process a store that it can read alone; other ranks that share the store serve it and get None."""
     if store.facts.ranks is None:
         return nullcontext(store)
     joint = innermost(store)
@@ -728,7 +728,7 @@ def note_change(store: RowStore, rows: Tensor | range | None) -> None:
     """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
     facts = store.facts
     if facts.ranks is not None:
-        return  # the owners' tables record changes where they are made
+        return  # the owners' tables record their own changes
     if facts.part_name:
         if isinstance(rows, Tensor):
             rows = rows.long() + facts.first_row
@@ -755,7 +755,7 @@ def begin_alike(
     Args:
         one, other: the stores.
         columns: names.
-        seen_as: returns the whole table's column, given that of a part.
+        seen_as: returns the whole table's column, given a part's column.
     """
 
     def start(store: RowStore, name: str) -> list[tuple[object, ...]] | None:
@@ -774,9 +774,9 @@ def begin_alike(
 class PartStore(WrappedStore):
     """Rows ``first_row`` to ``first_row + num_rows - 1`` of another store, numbered from 0.
 
-    This lets several tables share one store, which a training step treats as one table. Writes go to the other store,
-    whose lock and version this one shares. A copy, in memory or in files, is a table of these rows alone. Closing this
-    store leaves the other one open.
+    Several tables can so share one store, which a training step treats as one table. Writes go to the other store, and
+    both share lock and version. A copy, in memory or in files, is a table of only these rows. Closing this store leaves
+    the other one open.
 
     Args:
         inner: the store that holds the rows.
@@ -785,7 +785,7 @@ class PartStore(WrappedStore):
         name: for messages.
     """
 
-    # Rows that another table trains are looked up when needed.
+    # Rows that another table trains are not prefetched.
     prefetch = RowStore.prefetch
     written_rows = RowStore.written_rows
 
@@ -819,7 +819,7 @@ class PartStore(WrappedStore):
         return columns
 
     def _own(self, column: Column) -> Column:
-        """Return a column with the initial values of these rows."""
+        """Return the column with only these rows' initial values."""
         init, zero_row = column.init, column.zero_row
         if isinstance(init, InRanges):
             own = init.at(self.first_row)
@@ -844,7 +844,7 @@ class PartStore(WrappedStore):
         self.inner.scatter(Block(self._there(block.rows), {}), values, transfers)
 
     def _there(self, rows: Tensor) -> Tensor:
-        """Translate row numbers to the other store's."""
+        """Return the numbers of rows in the other store."""
         return rows.long() + self.first_row
 
     # ------------------------------------------------------------------ whole columns
@@ -861,7 +861,7 @@ class PartStore(WrappedStore):
     def add_columns(self, columns: Sequence[Column]) -> None:
         names = ", ".join(column.name for column in columns)
         raise TypeError(
-            f"table {self.facts.name!r} lies in a store with others and cannot have columns of its own ({names}); "
+            f"table {self.facts.name!r} shares a store with others and cannot have additional columns ({names}); "
             "train it through the collection that it belongs to, or copy it with Table.save(path)"
         )
 

@@ -59,7 +59,7 @@ class Table:
         engine: how rows move between host memory and a GPU.
         name: for messages.
         local_to_rank: True if each process of a job may train its own table.
-        attributes: plain data saved with the table, such as an optimizer's step count.
+        attributes: plain data saved with the table, e.g. an optimizer's step count.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             they must not hold a reference to the table.
 
@@ -89,7 +89,7 @@ class Table:
         self.attributes = store.notes.attributes
         self.live_attributes = store.notes.live_attributes
         self._locked = facts.locked
-        self._is_closed = False  # by this table, though another one may have the rows still
+        self._is_closed = False  # this table is closed; other tables over the rows may be open
         self._flush_at_end = weakref.finalize(self, leave, store)
 
     # ------------------------------------------------------------------ made, opened, loaded
@@ -132,7 +132,7 @@ class Table:
             init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
             seed: of the initial values; the same seed gives the same bits everywhere.
             name: for messages; the path's last part, or ``table``, by default.
-            zero_row: a row that starts as zeros whatever ``init`` says.
+            zero_row: a row that starts as zeros, whatever ``init`` is.
             stored_dtype: float16, bfloat16, or int8 with a scale per row, to hold float32 weights in fewer bytes;
                 blocks stay float32. See :class:`Column`.
             rounding: how scattered rows are rounded: ``nearest`` or ``stochastic``.
@@ -234,8 +234,8 @@ class Table:
                 default the table is in memory.
             format: ``npy``, ``safetensors``, ``word2vec``, ``word2vec-binary`` or ``parquet``; by default inferred from
                 the suffix.
-            columns: names of the tensors or columns in the file to read; the first becomes the weight. By default
-                ``weight``, or the only one.
+            columns: names of the tensors or columns to read from the file; the first becomes the weight. By default
+                ``weight``, or the only column.
             keys: for rows with keys, as in the word2vec formats and in a Parquet column ``key`` of strings, bytes or
                 integers (not uint64): ``"map"`` keeps them as the table's :attr:`id_map`, so that the first row in the
                 file becomes row 1, and row 0, zeros, stands for unknown keys; ``"drop"`` ignores them; a path writes
@@ -315,13 +315,13 @@ class Table:
 
     @property
     def writes(self) -> int:
-        """The number of scatters so far, which numbers the next one. It is saved with the table."""
+        """The number of scatters so far, and so the number of the next one. It is saved with the table."""
         return self.store.notes.writes
 
     @property
     def path(self) -> Path | None:
         """The directory of a table on disk."""
-        is_part = bool(self.store.facts.part_name)  # the table that holds these files
+        is_part = bool(self.store.facts.part_name)  # the files belong to the whole table
         return None if self.store.files is None or is_part else self.store.files.path
 
     @property
@@ -353,7 +353,7 @@ class Table:
     def set_id_map(self, id_map: IdMap) -> None:
         """Attach an id map to the table: it is saved, opened, copied and closed with the table.
 
-        A table owned by ranks makes a new map with the same arguments, whose keys the ranks own: :attr:`id_map`.
+        A table owned by ranks makes a new map with the same arguments (:attr:`id_map`), whose keys the ranks own.
 
         Raises:
             ValueError: its number of rows differs from the table's; the table has another map; it evicts and belongs to
@@ -361,7 +361,7 @@ class Table:
             TableClosedError: the table is closed, or opened with mode ``r``.
         """
         if self.id_map is not None and self.id_map.stands_for(id_map):
-            self.id_map.holder = weakref.ref(self.store)  # for one from files, not known yet
+            self.id_map.holder = weakref.ref(self.store)  # not set yet for a map from files
             return
         if self.id_map is not None:
             raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
@@ -404,7 +404,7 @@ class Table:
         path, files = self.path, self.store.files
         if path is None or files is None:
             raise whole_table.not_pickled(self.name, self.storage)
-        self.flush()  # another process sees only what is committed
+        self.flush()  # another process sees only committed rows
         return (_opened_to_read, (str(path), files.stays_at, self.local_to_rank))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
@@ -412,7 +412,7 @@ class Table:
         with self._held():
             twin = type(self)(copy_rows(self.store))
             twin.local_to_rank = self.local_to_rank
-            twin.attributes.pop(AVERAGES, None)  # as in torch, a copied model has none
+            twin.attributes.pop(AVERAGES, None)  # as in torch, a copied model has no averages
             return twin
 
     # ------------------------------------------------------------------ batches of rows
@@ -453,7 +453,7 @@ class Table:
             block = self.store.gather(rows, columns, target, out)
         for tensor in (out or {}).values():
             if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)  # autograd must notice a write that bypassed it
+                torch.autograd.graph.increment_version(tensor)  # tell autograd about a write that bypassed it
         return block
 
     @of_all_ranks
@@ -484,7 +484,7 @@ class Table:
         self.check_open(writing=True)
         self._check_unique(rows)
         if commit is not None and not bool((rows[1:] > rows[:-1]).all()):
-            raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
+            raise ValueError("rows are not ascending, but a pending write needs that; sort rows and values")
         values = fitting(values, self.columns, len(rows), self.name)
         with self.lock:
             self.give_back(Block(rows, {}), values, commit)
@@ -538,9 +538,9 @@ class Table:
 
         Raises:
             IdError, DuplicateIdError: as for :meth:`scatter`.
-            ValueError: initial values cannot be computed again: they were given, as to ``from_pretrained``, or came
-                from a function of ``torch.nn.init`` and the table was since reopened from files. In all cases nothing
-                was written.
+            ValueError: initial values cannot be computed again: they were given (``from_pretrained``), or came from a
+                function of ``torch.nn.init`` and the table was since reopened from files. In all cases nothing was
+                written.
 
         Example:
             >>> import torch, speedswap
@@ -633,7 +633,7 @@ class Table:
                 f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
                 f"{self.num_embeddings - 1}"
             )
-        if self.ranks is not None:  # each of which writes in pieces
+        if self.ranks is not None:  # each rank writes in pieces
             self.reserve_rows(len(values))
             self.ranks.require_alike(values, f"values of column {column!r} of table {self.name!r}")
         put(self, start, values, column)
@@ -644,12 +644,11 @@ class Table:
     def view(self, column: str = "weight") -> Tensor:
         """Return all rows of a column as a tensor over the table's memory: writing to it writes to the table.
 
-        Its use is not guarded: checks, version and room on disk are settled once, now, so that a file takes its full
-        size. Do not use it after the table is closed, or on the CPU while a GPU works on a pinned table.
+        Its use is not guarded: checks, version and disk space are settled now, once, so a file takes its full size. Do
+        not use the tensor after the table is closed, or on the CPU while a GPU works on a pinned table.
 
         Returns:
-            A tensor (num_embeddings, ...) in the column's stored dtype; not contiguous if records hold other columns
-            too.
+            A tensor (num_embeddings, ...) in the column's stored dtype; not contiguous if records hold several columns.
 
         Raises:
             TypeError: the column is stored as int8 with scales.
@@ -664,11 +663,11 @@ class Table:
 
     @contextmanager
     def rows_between(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
-        """Provide the weights of rows ``start`` to ``stop`` on a device, read-only, inside the block.
+        """Yield the weights of rows ``start`` to ``stop`` on a device, read-only, for the block.
 
         Yields:
-            Shape (stop - start, embedding_dim): a view of the table's memory if that is on the device and has this
-            dtype; otherwise a copy.
+            Shape (stop - start, embedding_dim): a view of the table's memory if it is on the device and has this dtype;
+            otherwise a copy.
         """
         with self._held():
             yield self.store.read("weight", start, stop, device)
@@ -677,27 +676,27 @@ class Table:
     def add_columns(self, columns: Sequence[Column], *, commit: bool = True) -> None:
         """Add columns, filled with their initial values.
 
-        Before the table is first written they join its records (initial values are computed again); afterwards they get
-        separate records.
+        Columns added before the table is first written join its records (initial values are computed again); later
+        columns get separate records.
 
         Args:
             columns: names and initial values.
-            commit: True to make them, and everything before, durable before this returns; False leaves that to the next
-                commit, as inside a step.
+            commit: True to make them and everything before durable before returning; False leaves that to the next
+                commit, e.g. inside a step.
 
         Raises:
             ValueError: a column of that name exists, its zero_row is not a row, or it should start as a copy of a
                 column that does not exist or has another row shape.
-            TypeError: one is no :class:`Column`. In all cases nothing was changed.
+            TypeError: one is not a :class:`Column`. In all cases nothing was changed.
         """
         with self._held(writing=True):
             self._check_columns(columns)
             for column in columns:
                 if column.name in self.columns:
-                    raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
+                    raise ValueError(f"column {column.name!r} already exists in table {self.name!r}")
             if columns:
                 if commit:
-                    self.store.flush()  # so that the columns are committed at once
+                    self.store.flush()  # commits the columns at once
                 self.note_change(None)
                 self.store.add_columns(columns)
 
@@ -754,12 +753,12 @@ class Table:
 
         Args:
             path: the directory; it appears complete or not at all, durably. If it is a symbolic link to a table, that
-                table is replaced, since it is the one that opens under this name, and the link stays.
+                table is replaced and the link stays.
             overwrite: replace an existing table.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds foreign
-                files, or checkpoints may need a commit of the table there.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set; or it is this table itself, holds foreign
+                files, or is a table with a commit that checkpoints may need.
             TableBusyError: the table at ``path`` is open for writing, or being created.
             TableFullError: the disk has no room. An existing table is unchanged.
         """
@@ -784,9 +783,9 @@ class Table:
     ) -> None:
         """Write rows to a file for other programs, a bounded piece at a time.
 
-        Values are written bit for bit; in text, as the shortest decimal that reads back to the same bits. A column that
-        is stored in fewer bytes is written as the values that a lookup returns. Formats that lack bfloat16 or float8
-        (all but safetensors, which has bfloat16) get them as float32, which is exact.
+        Values are written bit for bit; in text, as the shortest decimal that reads back to the same bits. A column
+        stored in fewer bytes is written as the values that a lookup returns. bfloat16 and float8 are written as
+        float32, which is exact, to formats that lack them (only safetensors has bfloat16).
 
         Args:
             path: the file; it appears complete or not at all, durably.
@@ -855,7 +854,7 @@ class Table:
     def remove(self) -> None:
         """Close the table and remove its files; log a warning if checkpoints may need them."""
         if self.store.facts.part_name:
-            raise TypeError(f"table {self.name!r} lies in a store with others and has no files of its own to remove")
+            raise TypeError(f"table {self.name!r} shares a store with others and has no separate files to remove")
         try:
             self.close()
         finally:
@@ -882,7 +881,7 @@ class Table:
         note_change(self.store, rows)
 
     def is_backed_by(self, memory: Tensor) -> bool:
-        """Return whether a tensor's memory is the rows', as that of :meth:`view` is."""
+        """Return whether a tensor shares the rows' memory, as :meth:`view` does."""
         return memory.untyped_storage().data_ptr() in self.store.notes.viewed
 
     @contextmanager
@@ -923,7 +922,7 @@ class Table:
 def put(table: Table, start: int, values: Tensor, column: str = "weight") -> None:
     """Overwrite rows of a column as :meth:`Table.write` does, with checked values, as part of a step.
 
-    If ranks own the rows together, each writes its own, and values are not compared.
+    If ranks own the rows, each writes its own rows, and values are not compared.
     """
     with table.lock:
         table.check_open(writing=True)
@@ -933,5 +932,5 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
 
 
 def _opened_to_read(path: str, commit: int | None, local_to_rank: bool) -> Table:
-    """Rebuild an unpickled table."""
+    """Return a table opened for reading, for unpickling."""
     return Table.open(Disk(path, local_to_rank=local_to_rank), "r", commit=commit)

@@ -49,7 +49,7 @@ def to_numpy(
     wanted = known if dtype is None else np.dtype(dtype)
     if wanted is None or (known is None and not weight.dtype.is_floating_point):
         raise TypeError(
-            f"table {name!r} holds {weight.dtype}, which NumPy does not have; give a dtype that it has, such as "
+            f"table {name!r} holds {weight.dtype}, which NumPy does not have; give a dtype that it has, e.g. "
             "np.asarray(table, dtype=np.float32), or use Table.read() for a tensor"
         )
     if known is not None and wanted == known:  # np.dtype(float) == None is True
@@ -74,7 +74,7 @@ def not_pickled(name: str, storage: str) -> TypeError:
 
 
 def require_copyable(store: RowStore) -> None:
-    """Raise TypeError unless the rows are in the memory of this process alone, so that a model's copy has its own."""
+    """Raise TypeError unless only this process's memory holds the rows, so a copied model can have separate rows."""
     name, ranks, files = store.facts.name, store.facts.ranks, store.files
     if files is not None and files.path is not None and not store.facts.part_name:
         raise TypeError(

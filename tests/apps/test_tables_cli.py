@@ -223,7 +223,7 @@ def test_mistakes_are_one_line(path, tmp_path, capsys):
         ("import", tmp_path / "nan.npy", tmp_path / "t"): "row 0: 'weight' has a value that is not finite",
         ("import", tmp_path / "bad.txt", tmp_path / "t"): "line 3, has not a key and 2 values",
         ("import", tmp_path / "nothing.npy", tmp_path / "t"): "No such file or directory",
-        ("import", tmp_path / "bad.txt", path): "which exists; give another one",
+        ("import", tmp_path / "bad.txt", path): "which exists; give another path",
     }.items():
         assert main([*map(str, words)]) == 2
         error = capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_removed_table_can_be_made_again(ranks: RankPool, tmp_path: Path) -> Non
 def test_table_is_not_saved_over_itself(ranks: RankPool, tmp_path: Path) -> None:
     for said, rows, again in ranks.run(scenarios.save_over_itself, 2, str(tmp_path)):
         assert said.startswith("FileExistsError: path is")
-        assert "where this table lives already" in said
+        assert "where this table already is" in said
         assert rows.tolist() == again.tolist() == [-2.0] * scenarios.ROWS
 
 

@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[Path], Any], dict[str, An
         {"name": "i"},
     ),
     "a dtype": (r"dtype is torch.float64, but the rows are read", TypeError, lambda f: f, {"dtype": torch.float64}),
-    "a place": ("storage is 'pinned', but the rows are read where", TypeError, lambda f: f, {"storage": "pinned"}),
+    "a place": ("storage is 'pinned', but the rows are read in place", TypeError, lambda f: f, {"storage": "pinned"}),
     "max_norm": (
         "max_norm is 1.0, but a lookup does not change the table",
         ValueError,
@@ -221,7 +221,7 @@ def test_a_file_that_was_cut_short_or_changes_under_its_rows_is_an_error(tmp_pat
     items(IDS).sum().backward()
     os.truncate(file, len(raw) // 2)
     for use in (optimizer.step, lambda: items(IDS), lambda: items.read(), lambda: items.table.save(tmp_path / "t")):
-        with pytest.raises(TableClosedError, match="has been written since its rows were mapped"):
+        with pytest.raises(TableClosedError, match="was written after its rows were mapped"):
             use()
     items.table.close()
     items.table.close()

@@ -197,7 +197,7 @@ def test_a_table_that_a_checkpoint_holds_is_not_written_anew(tmp_path: Path) -> 
         write(table, 0, "weight")
     commit = ours.commits.hold()
     ours.flush()
-    with pytest.raises(TableTooLargeError, match="checkpoints hold its rows as they were; copy it"):
+    with pytest.raises(TableTooLargeError, match="checkpoints hold its old rows; copy it"):
         ours.add_columns([Column("wide", (1024,), torch.float32, initializers.zeros())])
     assert_same_wherever_it_is_read(ours, other, tmp_path)
     ours.commits.let_go(commit)

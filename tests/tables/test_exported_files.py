@@ -216,7 +216,7 @@ def test_a_file_is_replaced_only_when_asked_for(table, tmp_path):
     (tmp_path / "folder.npy").mkdir()
     with pytest.raises(IsADirectoryError):
         table.export(tmp_path / "folder.npy", overwrite=True)
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(FileNotFoundError, match="this folder does not exist"):
         table.export(tmp_path / "nowhere" / "rows.npy")
     with pytest.raises(ValueError, match="none of the suffixes of a format; give format, one of npy, safetensors"):
         table.export(tmp_path / "rows.hdf5")

@@ -119,7 +119,7 @@ def test_a_second_name_of_a_file_of_yours_is_not_written_through(name: str, tmp_
     (path / name).unlink(missing_ok=True)
     os.link(precious, path / name)
     if name in ROWS:
-        with pytest.raises(TableFormatError, match=r"has 2 names \(hard links\).*give it a file of its own: cp"):
+        with pytest.raises(TableFormatError, match=r"has 2 names \(hard links\).*separate it first: cp"):
             use(path)
         Table.open(path, "r").close()
     else:

@@ -205,12 +205,12 @@ def test_a_batch_of_more_keys_than_rows_changes_nothing() -> None:
     users = speedswap.IdMap(10, evict="lru")
     users.add(torch.arange(8))
     before = users.to_bytes()
-    with pytest.raises(IdMapFullError, match=r"keys has 12 keys, more distinct ones than the 10 rows"):
+    with pytest.raises(IdMapFullError, match=r"keys has 12 keys, with more distinct ones than the 10 rows"):
         users.add(torch.arange(5, 17))
     assert torch.equal(users.to_bytes(), before)
     full = speedswap.IdMap(10)
     full.add(torch.arange(8))
-    with pytest.raises(IdMapFullError, match=r"the 2 rows that are left of 10; .*evict="):
+    with pytest.raises(IdMapFullError, match=r"the 2 rows left of 10; .*evict="):
         full.add(torch.arange(5, 17))
     assert full.add(torch.arange(5, 10))[0].tolist() == [6, 7, 8, 9, 10]
 
@@ -219,7 +219,7 @@ def test_a_batch_whose_rows_others_have_taken_out_of_turn_has_none() -> None:
     users = speedswap.IdMap(2)
     asked = users.ask(torch.tensor([1, 2]))
     assert users.add(torch.tensor([3]))[0].tolist() == [1]
-    with pytest.raises(IdMapFullError, match=r"the 1 rows that are left of 2; .*nothing was added"):
+    with pytest.raises(IdMapFullError, match=r"the 1 rows left of 2; .*nothing was added"):
         users.begin(asked)
     assert users.add(torch.tensor([4, 3]))[0].tolist() == [2, 1]
 
@@ -525,7 +525,7 @@ def test_a_key_that_occurs_twice_is_refused() -> None:
 
 
 def test_other_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="was made with capacity=6, and this map with 7"):
+    with pytest.raises(ValueError, match="was made with capacity=6, but this map with 7"):
         speedswap.IdMap(7, keys="exact", admit_after=2, evict="lfu").restore(filled().to_bytes())
 
 

@@ -188,7 +188,7 @@ def test_what_is_not_speedswaps_is_never_removed(tmp_path: Path) -> None:
     assert (tmp_path / hidden / "diary").read_text() == "precious"
     table_of(1.0).save(tmp_path / "other")
     (tmp_path / "other" / "diary").write_text("precious")
-    with pytest.raises(FileExistsError, match="'diary' is beside the table's own files and would be lost"):
+    with pytest.raises(FileExistsError, match="'diary' is among the table's files and would be lost"):
         table_of(2.0).save(tmp_path / "other", overwrite=True)
     assert (tmp_path / "other" / "diary").read_text() == "precious"
 

@@ -599,7 +599,7 @@ def test_a_scratch_table_that_is_not_only_a_leftover_stays(tmp_path: Path) -> No
     assert table.closed
     killed_scratch(path)
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"'notes\.txt' is beside the table's own files"):
+    with pytest.raises(FileExistsError, match=r"'notes\.txt' is among the table's files"):
         speedswap.Table.create(9, 3, path=path)
     assert (path / "notes.txt").read_text() == "mine"
     (path / "notes.txt").unlink()

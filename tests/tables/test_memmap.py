@@ -187,7 +187,7 @@ def test_save_writes_a_table_that_opens_with_the_same_bytes(kind: str, tmp_path:
     with Table.open(tmp_path / "saved", "r") as again:
         assert torch.equal(again.read(2, 3), torch.ones(1, 5))
     if kind == "disk":
-        with pytest.raises(FileExistsError, match=r"lives already; use flush\(\)"):
+        with pytest.raises(FileExistsError, match=r"already is; use flush\(\)"):
             table.save(tmp_path / "source", overwrite=True)
     assert not list(tmp_path.glob(".*"))
     table.close()

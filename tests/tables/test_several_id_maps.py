@@ -57,7 +57,7 @@ def test_no_map_changes_where_one_is_full(full: int, shared: bool) -> None:
     maps += maps[:1] if shared else []
     IdMap.ask_all(maps, [torch.tensor([5])] * len(maps))  # a batch that waits for its turn
     before = [each._map.cursor for each in maps]
-    with pytest.raises(IdMapFullError, match="2 rows that are left of 3"):
+    with pytest.raises(IdMapFullError, match="2 rows left of 3"):
         IdMap.ask_all(maps, [torch.tensor([6, 7, 8])] * len(maps))
     assert [each._map.cursor for each in maps] == before
 

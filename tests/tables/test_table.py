@@ -142,7 +142,7 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
     assert torch.equal(table.read(), written)
     assert torch.equal(table.read(column="copy"), written)
     assert bool((table.read(column="late") == 7.0).all())
-    with pytest.raises(ValueError, match="'late' exists already"):
+    with pytest.raises(ValueError, match="'late' already exists"):
         table.add_columns([Column("late", (6,), torch.float32, init.zeros())])
     for change in (table.add_columns, table.reset_columns):
         with pytest.raises(TypeError, match=r"columns has a str; give speedswap\.Column"):

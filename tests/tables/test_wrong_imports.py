@@ -94,7 +94,7 @@ WRONG = {
     "word.txt": (b"1 2\na 1 two\n", "line 2, has a value that float32 cannot hold"),
     "nan.txt": (b"2 2\na 1 2\nb nan 2\n", "row 1: 'weight' has a value that is not finite"),
     "keyless.txt": (b"2 2\na 1 2\n 1 2   \n", "line 3, has no key"),
-    "twice.txt": (b"2 1\na 1\na 2\n", "key 'a' of row 1 is that of row 0 as well; give each row a key of its own"),
+    "twice.txt": (b"2 1\na 1\na 2\n", "key 'a' of row 1 is that of row 0 as well; give each row a different key"),
     "empty.bin": (b"", "begins with b''"),
     "short.bin": (b"2 2\na " + ROW + b"b " + ROW[:6] + b"", "do not fit"),
     "missing.bin": (b"2 2\naaaaaaa " + ROW + b"b " + ROW[:6], "row 1, is missing: the file ends after 1 of 2"),

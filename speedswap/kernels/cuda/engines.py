@@ -265,7 +265,7 @@ def move(what: What, records: Records, ids: Tensor, parts: Sequence[Part]) -> No
 def move_between(
     what: What, share: float, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device
 ) -> None:
-    """Fill blocks on a GPU with host records, on torch's current stream; or write such blocks to them.
+    """Fill blocks on a GPU with host records, or write blocks back to them, on torch's current stream.
 
     What a scatter writes by a kernel is queued on that stream; staged rows are written when this returns.
 

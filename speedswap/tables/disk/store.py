@@ -121,8 +121,8 @@ class LogColumns(OpenedLog):
         before, old_files, commits = self._cache, self._files, self._commits
         if before.log.held:
             raise TableTooLargeError(
-                f"table {self.name!r} would have to be written anew for columns {[each.name for each in columns]}, and "
-                "checkpoints hold its rows as they were; copy it with Table.save, and add the columns to the copy"
+                f"table {self.name!r} would have to be rewritten for columns {[each.name for each in columns]}, but "
+                "checkpoints hold its old rows; copy it with Table.save, and add the columns to the copy"
             )
         manifest = before.manifest.renewed(layout)
         kept = [name for name in layout.columns if name not in {column.name for column in columns}]

@@ -159,7 +159,7 @@ class TableDirectory(Locked):
         foreign = [name for name in self.files.names() if not is_ours(self.files, name)]
         if foreign:
             raise FileExistsError(
-                f"path is {str(self.path)!r}, where {min(foreign)!r} is beside the table's own files and would be "
+                f"path is {str(self.path)!r}, where {min(foreign)!r} is among the table's files and would be "
                 "lost; move it away"
             )
 
@@ -259,8 +259,8 @@ class TableDirectory(Locked):
         if writing and names > 1:
             os.close(fd)
             raise TableFormatError(
-                f"{self.files.path / file} has {names} names (hard links), so that writing it would change another "
-                f"file as well; give it a file of its own: cp {file} copy && mv copy {file}"
+                f"{self.files.path / file} has {names} names (hard links), so writing it would change another "
+                f"file as well; separate it first: cp {file} copy && mv copy {file}"
             )
         return fd
 

@@ -136,7 +136,7 @@ class Place:
         """
         self.refuse_existing()
         try:
-            rename_anew(self.hidden, self.path)
+            rename_without_replacing(self.hidden, self.path)
         except FileExistsError:
             self.refuse_existing()
             raise
@@ -302,7 +302,7 @@ def exchange(first: Path, second: Path) -> bool:
     return _rename_at_once(first, second, _EXCHANGE)
 
 
-def rename_anew(source: Path, target: Path) -> None:
+def rename_without_replacing(source: Path, target: Path) -> None:
     """Rename a directory without replacing anything.
 
     Raises:

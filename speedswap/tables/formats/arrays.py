@@ -50,7 +50,7 @@ def read_npy(file: BinaryIO, what: str) -> Incoming:
     except OSError:
         raise
     except Exception as error:  # whatever NumPy's parser raises
-        raise TableFormatError(f"{what} is not an array of numbers in a .npy file ({error}); save it anew") from None
+        raise TableFormatError(f"{what} is not an array of numbers in a .npy file ({error}); save it again") from None
     if fortran_order or not shape or min(shape) < 1:
         order = "columns first" if fortran_order else "no rows"
         raise TableFormatError(f"{what} has shape {shape} and {order}; save np.ascontiguousarray of a matrix of rows")

@@ -151,7 +151,7 @@ class _Groups(Incoming):
         if nbytes > max(_HARMLESS_BYTES, _MOST_TIMES * self._size):
             raise TableFormatError(
                 f"{self._what} would become {nbytes} bytes, more than {_MOST_TIMES} times its size; if that is right, "
-                "write it anew without compression"
+                "write it again without compression"
             )
 
     def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:

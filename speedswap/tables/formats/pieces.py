@@ -157,7 +157,7 @@ class KeySink:
             place = int(wrong[0])
             raise TableFormatError(
                 f"{self._what} is damaged: key {key_at(keys, place)!r} of row {start + place} is that of row "
-                f"{int(rows[place]) - 1} as well; give each row a key of its own, or leave the keys "
+                f"{int(rows[place]) - 1} as well; give each row a different key, or leave the keys "
                 "out with keys='drop' (--keys drop)"
             )
         if self._vocabulary is not None:

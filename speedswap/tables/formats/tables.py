@@ -19,7 +19,7 @@ from speedswap.errors import TableClosedError, TableFormatError, TableFullError
 from speedswap.tables import init
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.open_directory import says_if_full, sync_names
-from speedswap.tables.files.place import refuse_within_table, rename_anew
+from speedswap.tables.files.place import refuse_within_table, rename_without_replacing
 from speedswap.tables.files.whole import fresh_folder, open_regular, remove_leftovers, write_whole
 from speedswap.tables.formats import arrays, parquet, word2vec
 from speedswap.tables.formats.pieces import (
@@ -193,7 +193,7 @@ def outgoing(
 def require_folder(folder: Path) -> None:
     """Raise FileNotFoundError if a folder does not exist."""
     if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such folder; make it first", str(folder))
+        raise FileNotFoundError(errno.ENOENT, "this folder does not exist; make it first", str(folder))
 
 
 def require_room(nbytes: int, path: Path) -> None:
@@ -262,13 +262,13 @@ def import_rows(
             return filled(place)
         real = Path(os.path.realpath(place.folder))
         if os.path.lexists(real):
-            raise FileExistsError(f"path is {str(place.folder)!r}, which exists; give another one, or remove it")
+            raise FileExistsError(f"path is {str(place.folder)!r}, which exists; give another path, or remove it")
         require_folder(real.parent)
         remove_leftovers(real.parent)
         options |= {"name": options["name"] or real.name}
         with says_if_full(real, NOTHING_LEFT), fresh_folder(real.parent) as folder:
             filled(Disk(folder / "table", cache_bytes=_CACHE_BYTES, commit_seconds=None)).close()  # commits once
-            rename_anew(folder / "table", real)
+            rename_without_replacing(folder / "table", real)
             sync_names(real.parent)
     return place.open("r+", None)
 
