@@ -11,7 +11,7 @@ from speedswap.tables import IdMap, Storage, Table
 
 
 def refuse_place(table: Table, storage: Storage | str, path: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError if both an existing table and a place for a new one were given, other than by name."""
+    """Raise ValueError if an existing table was given together with a place for a new one."""
     for name, value in (("path", path), ("storage", storage if isinstance(storage, Storage) else None)):
         if value is not None:
             raise ValueError(
@@ -21,26 +21,26 @@ def refuse_place(table: Table, storage: Storage | str, path: str | os.PathLike[s
 
 _REFUSED = {
     "max_norm": (None, ", but a lookup does not change the table; scale the rows it returns"),
-    "norm_type": (2.0, ", but there is no max_norm that it could belong to; leave it out"),
-    "scale_grad_by_freq": (False, "; leave it out, and weigh the loss by how often ids occur"),
-    "sparse": (False, "; leave it out: only the batch's rows have gradients, dense ones, anyway"),
+    "norm_type": (2.0, ", but it belongs to max_norm, which is not set; leave it out"),
+    "scale_grad_by_freq": (False, "; leave it out, and weight the loss by the ids' frequency"),
+    "sparse": (False, "; leave it out: gradients are dense, but only of the batch's rows"),
 }
 
 
 def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, Any]) -> None:
-    """Raise unless the arguments of torch's embeddings that a table lacks are left at their defaults.
+    """Raise unless the torch arguments that a table does not support have their defaults.
 
     Args:
         callee: the name of what was called.
         by_place: values passed by position: max_norm, norm_type, scale_grad_by_freq, sparse.
-        by_name: keyword arguments, from which these are removed.
+        by_name: keyword arguments; torch's are removed from it.
 
     Raises:
         ValueError: an argument is set.
         TypeError: there are too many arguments.
     """
     if len(by_place) > len(_REFUSED):
-        raise TypeError(f"{callee}() takes at most {len(_REFUSED)} arguments of torch's by place, from max_norm on")
+        raise TypeError(f"{callee}() takes at most {len(_REFUSED)} of torch's arguments by position, from max_norm on")
     given = [*zip(_REFUSED, by_place, strict=False)]
     given += [(name, by_name.pop(name)) for name in _REFUSED if name in by_name]
     for name, value in given:
@@ -50,10 +50,10 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
 
 
 def refuse_copied(file: object, settings: dict[str, Any]) -> None:
-    """Raise TypeError if settings ask for other rows than those of a file as they are in it."""
+    """Raise TypeError if settings need rows other than the file's, unchanged."""
     for name in sorted(settings.keys() & {"storage", "path", "dtype", "init", "seed", "stored_dtype", "table"}):
         raise TypeError(
-            f"{name} is {settings[name]!r}, but the rows are read where and as they are in {file!r}; leave it out, or "
+            f"{name} is {settings[name]!r}, but the rows are read in place from {file!r}, unchanged; leave it out, or "
             f"copy them with Table.from_file(file, columns=[name], {name}=…)"
         )
 

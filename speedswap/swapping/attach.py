@@ -28,15 +28,15 @@ from speedswap.swapping.weight import with_tables
 from speedswap.swapping.whole_rows import rows_are_apart
 from speedswap.tables import Commit, Table
 
-_UNDER_WAY = "_speedswap_step"  # an optimizer's attribute while it steps
-_HOOK = "__deepcopy__"  # one of an attached optimizer
-_COUNTED = "_speedswap_zero_grad"  # an attribute of one that trains rows owned by ranks
+_UNDER_WAY = "_speedswap_step"  # attribute of an optimizer while it steps
+_HOOK = "__deepcopy__"  # attribute of an attached optimizer
+_COUNTED = "_speedswap_zero_grad"  # attribute of an optimizer of rows owned by ranks
 _ALONE: AbstractContextManager[Callable[[], None]] = nullcontext(
     lambda: None
 )  # nothing has to be agreed with other ranks
-# Rows of optimizers that were copied before, or without, their models.
+# The rows of optimizers that were copied before, or without, their models.
 _copied_steps: weakref.WeakKeyDictionary[Optimizer, list[RowStep]] = weakref.WeakKeyDictionary()
-# Optimizers that took a step only to create their state, as torch.distributed.checkpoint makes them do.
+# Optimizers that have stepped only to create their state, for torch.distributed.checkpoint.
 _with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -44,28 +44,28 @@ _with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_rows: str | None = None) -> None:
     """Store an optimizer's row state in the tables whose rows it trains.
 
-    An optimizer that holds an embedding's weight is attached automatically at its first step; attaching it beforehand
-    lets weight and state share records, and refuses an unsuitable optimizer at once.
+    An optimizer that holds an embedding's weight is attached automatically at its first step; attaching it earlier lets
+    weight and state share records, and refuses an unsuitable optimizer at once.
 
     A training step that does not reach a table raises :class:`~speedswap.errors.LostUpdateError` in the next training
     forward pass: the weight is in no optimizer although some optimizer has stepped, or it was changed in place without
     torch's optimizer hooks. Version counters reveal in-place changes, except by C++ code that bypasses them. An
-    optimizer that got the weight without ``add_param_group`` (groups edited by hand) is known once it has stepped, or
-    is attached here. One that was created with the weight and never steps is detected once others have taken 100 steps.
-    The ``state_dict`` of a deep copy has the tables' state from its first step on, or once it is attached here.
+    optimizer that got the weight without ``add_param_group`` (groups edited by hand) is known once it has stepped or is
+    attached here. An optimizer that was created with the weight but never steps is detected once others have taken 100
+    steps. The ``state_dict`` of a deep copy has the tables' state from its first step on, or once it is attached here.
 
     Args:
-        optimizer: any torch optimizer that works row by row, or a wrapper of one, such as
+        optimizer: any torch optimizer that works row by row, or a wrapper of one, e.g.
             :class:`speedswap.batching.AccumulatingOptimizer`.
         module_or_table: a module that contains one or more :class:`speedswap.Embedding`, or the table of one.
-        idle_rows: ``"dense"``: rows outside a step's batch take the step too, with a gradient of zero as in
-            ``nn.Embedding``, when they are next read ([idle rows](docs/idle-rows.md)): their weights decay, and move on
-            with their momentum. ``"lazy"``: they are not touched. By default as before; lazy at first. Ask for it again
-            before a training is resumed, or see SW409.
+        idle_rows: ``"dense"``: rows outside a step's batch also take the step, with a gradient of zero as in
+            ``nn.Embedding``, when they are next read ([idle rows](docs/idle-rows.md)): their weights decay, and keep
+            moving with their momentum. ``"lazy"``: they are not touched. By default unchanged; at first lazy. Pass it
+            again before resuming a training, or see SW409.
 
     Raises:
-        OptimizerError: the optimizer mixes rows, or only takes sparse gradients, or idle rows cannot take its steps,
-            or not in files; the message says which.
+        OptimizerError: the optimizer mixes rows or takes only sparse gradients; or idle rows, or idle rows in files,
+            cannot take its steps.
         ValueError: there is no embedding, or its weight is not in the optimizer.
 
     Example:
@@ -83,7 +83,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
         steps = [step for parameter in weights if (step := step_of(parameter)) is not None]
     if not steps:
         raise ValueError(
-            f"module_or_table, of type {type(module_or_table).__name__}, is without a speedswap.Embedding; give the "
+            f"module_or_table, of type {type(module_or_table).__name__}, has no speedswap.Embedding; give the "
             "model that looks rows up, or the table of its embedding"
         )
     for step in steps:
@@ -119,17 +119,17 @@ def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) 
     """Return an optimizer's row state after checking that it can be attached.
 
     Args:
-        new: all steps that it will be attached to.
+        new: all steps that the optimizer will be attached to.
 
     Raises:
-        OptimizerError: another embedding trains the table, or is about to; or the optimizer cannot train its rows.
+        OptimizerError: another embedding trains the table or is about to; or the optimizer cannot train its rows.
         ValueError: the optimizer holds state that is not the table's.
     """
     for other in every_step():
         if other is not step and other.table is step.table and (other.state.optimizer is not None or other in new):
             raise OptimizerError(
-                f"table {step.table.name!r} is trained through another embedding already, and two would undo each "
-                "other's updates; look up both with one embedding"
+                f"table {step.table.name!r} is already trained through another embedding, and the two would undo each "
+                "other's updates; use one embedding for both lookups"
             )
     return step.state.examine(optimizer)
 
@@ -142,15 +142,15 @@ def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
         if decay and any(id(parameter) in weights for parameter in group["params"]):
             warn_once(
                 "SW401",
-                f"{type(optimizer).__name__} has a weight_decay of {float(decay):g} for rows of a table, and "
-                "decays the rows of each batch alone: the others keep their values, where it would decay all rows of a "
-                "tensor at every step; give embeddings a parameter group with weight_decay=0, or ignore SW401 if that "
+                f"{type(optimizer).__name__} has a weight_decay of {float(decay):g} for rows of a table, but "
+                "decays only the rows of each batch: other rows keep their values, while all rows of a tensor would "
+                "decay at every step; give embeddings a parameter group with weight_decay=0, or ignore SW401 if that "
                 "is what you want",
             )
 
 
 def _add_hooks(optimizer: Optimizer) -> None:
-    """Extend an optimizer's ``state_dict``, copies and failed steps to its tables."""
+    """Make an optimizer's ``state_dict``, copies and failed steps include its tables."""
     if _HOOK not in optimizer.__dict__:
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
@@ -159,14 +159,14 @@ def _add_hooks(optimizer: Optimizer) -> None:
 
 
 def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return an optimizer's step that undoes the rows' step if it raises, when torch calls no hook.
+    """Return an optimizer's step that undoes the rows' step if it raises, since torch calls no hook then.
 
-    It replaces the method on the instance, as torch's schedulers do. It does not cover the step in which an optimizer
-    is first attached, or steps that bypass it (``type(optimizer).step(optimizer)``): if one of those raises, the next
-    step or training forward pass undoes it.
+    It replaces the method on the instance, as torch's schedulers do. The step that attaches the optimizer is not
+    covered, nor are steps that bypass the instance (``type(optimizer).step(optimizer)``): if one of those raises, the
+    next step or training forward pass undoes it.
     """
-    reference = weakref.ref(optimizer)  # else the optimizer would keep itself alive
-    own: Callable[..., Any] | None = optimizer.__dict__.get("step")  # wrapped by a scheduler, or the class's
+    reference = weakref.ref(optimizer)  # otherwise the optimizer would keep itself alive
+    own: Callable[..., Any] | None = optimizer.__dict__.get("step")  # a scheduler's, or None for the class's
 
     @functools.wraps(own or type(optimizer).step)
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -174,18 +174,18 @@ def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
         assert optimizer is not None
         state = optimizer.__dict__
         if _UNDER_WAY in state and state[_UNDER_WAY].thread == threading.get_ident():
-            _take_back(state)  # its first step raised
+            _take_back(state)  # the step that attached it raised
         try:
             return type(optimizer).step(optimizer, *args, **kwargs) if own is None else own(*args, **kwargs)
         finally:
             if _UNDER_WAY in state:
                 _take_back(state)
 
-    return MethodType(step, weakref.proxy(optimizer))  # a scheduler that is made later binds the function again
+    return MethodType(step, weakref.proxy(optimizer))  # a later scheduler binds the function again
 
 
 def _counted(optimizer: Optimizer) -> Callable[..., None]:
-    """Return an optimizer's ``zero_grad`` that tells its tables of the call, which may find no gradient."""
+    """Return an optimizer's ``zero_grad`` that reports the call to its tables, even if they have no gradient."""
     reference = weakref.ref(optimizer)
     own: Callable[..., None] | None = optimizer.__dict__.get("zero_grad")
 
@@ -211,15 +211,15 @@ def _take_back(state: dict[str, Any]) -> None:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A step of an optimizer, from torch's hook before it to the one after it.
+    """A step of an optimizer, from torch's pre-hook to its post-hook.
 
     Attributes:
         steps: the row steps that take part.
-        sharded: those whose rows are owned by ranks.
-        args: the step's arguments, which distinguish its end from that of a nested step.
+        sharded: the row steps whose rows are owned by ranks.
+        args: the step's arguments, which distinguish its end from a nested step's.
         has_closure: True if rows take part only once a closure has been called.
         thread: the thread that steps.
-        inner: nested steps of the same optimizer, such as ``super().step()``, that have begun and not ended.
+        inner: the number of nested steps of the same optimizer (``super().step()``) that have begun and not ended.
     """
 
     steps: Sequence[RowStep]
@@ -231,14 +231,14 @@ class _UnderWay:
 
     @property
     def is_real(self) -> bool:
-        """True unless it raised unnoticed, and its rows have moved on since."""
+        """True unless the step raised unnoticed and its rows have moved on since."""
         return self.thread == threading.get_ident() and (
             self.has_closure or any(step.is_stepping for step in self.steps)
         )
 
 
 def _copied(reference: weakref.ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
-    """Return a deep copy of an optimizer, whose ``state_dict`` immediately has the copied tables' state."""
+    """Return a deep copy of an optimizer; its ``state_dict`` has the copied tables' state at once."""
     optimizer = reference()
     assert optimizer is not None
     steps = [step for _, step in _steps_of(optimizer) if id(step) not in memo]
@@ -285,7 +285,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not held:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    # With a closure, gradients come later. A weight that was frozen after its backward pass is stepped too.
+    # With a closure, gradients come later. A weight frozen after its backward pass still takes the step.
     steps = [step for step in held if (closure is not None and step.weight.requires_grad) or step.takes_part()]
     if not steps:
         if _only_makes_state(optimizer) and any(step.weight.requires_grad for step in held):
@@ -318,7 +318,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _only_makes_state(optimizer: Optimizer) -> bool:
     """Return whether a step without rows only serves to create the optimizer's state.
 
-    Rows are not attached in it: with a learning rate of 0 it does not reveal what the optimizer does to them.
+    Rows are not attached in it: its learning rate of 0 hides what the optimizer does to rows.
     """
     return not optimizer.state and not any(group.get("lr", 0) for group in optimizer.param_groups)
 
@@ -337,7 +337,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     joint = sharded[0].joint_step(steps, optimizer) if sharded else _ALONE
     with deferred_interrupts(), joint as agree, Commit() as commit:
         try:
-            # First check all, on all ranks, so that one misfit leaves every table unchanged.
+            # First check all tables, on all ranks, so that one misfit leaves every table unchanged.
             leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]
             for step, left in leaving:
                 step.add_columns(left)
@@ -364,7 +364,7 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 if not step.is_stepping:
                     step.state.notice_cleared(optimizer)
                 state_dict["state"].pop(place, None)
-                # In a step, or after one that raised, the table and its scalars are as before the step.
+                # In a step, or after one that raised, the table and its scalars are those from before the step.
                 scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})
                 state = step.state.read(scalars, initial=initial)
                 if state:  # an empty entry would mean that state exists
@@ -381,7 +381,7 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
     groups, saved, are_apart = optimizer.param_groups, state_dict["param_groups"], rows_are_apart()
     if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
         if is_of_ranks and not are_apart:
-            raise ValueError("state_dict is of an optimizer with other parameter groups; load that of this one")
+            raise ValueError("state_dict is of an optimizer with other parameter groups; load one with the same groups")
         return state_dict  # different groups: torch will report it
     names = [name for group in saved for name in group["params"]]
     states = dict(state_dict["state"])
@@ -397,7 +397,7 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
                 step.state.attach(optimizer, _examined(optimizer, step), loaded)
             if step.state.optimizer is optimizer:
                 taken.append((step, loaded, step.state.check_loaded(optimizer, loaded)))
-    for step, loaded, found in taken:  # in all tables, before the first is written
+    for step, loaded, found in taken:  # make room in all tables before the first is written
         step.state.make_room(loaded, found)
     for step, loaded, _ in taken:
         step.state.load(loaded)

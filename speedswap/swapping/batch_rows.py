@@ -1,10 +1,10 @@
-"""The rows of a batch that an embedding's weight stands for, with their gradient; padding; external changes.
+"""A batch's rows and their gradient, padding, and the detection of external changes.
 
-A training step that did not reach the table is detected by the version counter of the rows on the device, which every
-in-place change by torch increments; or by a step of some optimizer, reported by torch's hooks, while no optimizer holds
+Two signs show that a training step did not reach the table: the version counter of the rows on the device, which every
+in-place change by torch increments; and a step of some optimizer, reported by torch's hooks, while no optimizer holds
 the weight. A change that increments no counter (C++ code that writes through a raw pointer, or through an alias with a
-separate counter) goes undetected. Gradients are changed in that way by ordinary code, as by GradScaler and
-``grad.data.zero_()``, so their values are compared where a decision rests on them and a step can afford it.
+separate counter) goes undetected. Ordinary code changes gradients in this way (GradScaler, ``grad.data.zero_()``), so
+gradients are compared by value where a decision depends on it and a step can afford it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from speedswap.swapping.optimizers import holds
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
 
-_UNKNOWN = -1  # in place of a version
+_UNKNOWN = -1  # stands for a version that is not known
 
-# Steps of other optimizers to allow before the first step of an optimizer that may hold a weight.
+# Number of other optimizers' steps to wait for the first step of an optimizer that may hold a weight.
 PATIENCE = 100
 
 
 class Padding:
-    """Padding rows of a table: none, one, or one for each of the tables it consists of.
+    """The padding rows of a table: none, one, or one per table if it consists of several.
 
     Args:
         rows: their numbers.
@@ -55,7 +55,7 @@ class Padding:
 
         Args:
             grad: shape (n, dim).
-            rows: their rows, int64, ascending without duplicates, shape (n,), on any device.
+            rows: the gradients' rows, int64, ascending without duplicates, shape (n,), on any device.
         """
         if grad.device.type != "cpu" or rows.device.type != "cpu":
             grad.masked_fill_(self.among(rows).to(grad.device).unsqueeze(1), 0)
@@ -66,23 +66,23 @@ class Padding:
     def _rows(self, device: torch.device) -> Tensor:
         rows = self._on.get(device)
         if rows is None:
-            with torch.inference_mode(False):  # used later in other modes
+            with torch.inference_mode(False):  # the tensor is used later in other modes
                 rows = torch.tensor(self.rows, dtype=torch.int64, device=device)
-            if kernels.has_memory(rows):  # not FakeTensorMode's
+            if kernels.has_memory(rows):  # False under FakeTensorMode
                 self._on[device] = rows
         return rows
 
 
 @dataclass
 class GradientOfAll:
-    """A gradient of every row of a table, or of one of the tables it consists of, computed for some rows at a time.
+    """A gradient of every row of a table, or of one of the tables in it, computed for some rows at a time.
 
     Attributes:
         rows: these rows.
-        of: returns the gradient of rows, shape (n, dim), given their ids, int64, shape (n,), counted from the first of
-            ``rows``, and weights.
-        chunk: the most rows at a time.
-        version: the table's version whose rows it belongs to.
+        of: returns the gradient of rows, shape (n, dim), given their ids, int64, shape (n,), relative to the first of
+            ``rows``, and their weights.
+        chunk: the maximum number of rows at a time.
+        version: the version of the table for which the gradient holds.
     """
 
     rows: range
@@ -100,10 +100,10 @@ class GradientOfAll:
 
 
 class BatchRows:
-    """Rows of one or more lookups, as a parameter that is otherwise a one-row placeholder.
+    """The rows of one or more lookups as a parameter; without rows, a one-row placeholder.
 
-    It remembers the known versions of rows and gradient; later versions are external changes. The weight shares the
-    rows' memory, for code that takes it without asking it.
+    It records the known versions of rows and gradient; later versions are external changes. The weight shares the rows'
+    memory, for code that takes its memory directly.
 
     Args:
         table: the full rows.
@@ -111,11 +111,11 @@ class BatchRows:
 
     Attributes:
         batch: the rows and their gradient, which an optimizer holds during its step.
-        block: the gathered rows, without their state once that is in the table; None for a placeholder.
+        block: the gathered rows, without their state once the state is in the table; None for a placeholder.
         version: the table's version when they were gathered.
-        steps_seen: steps of any optimizer that did not miss the last gradient.
-        steps_before: the same for the first gradient that awaits a step.
-        of_all: gradients of every row, to which the batch's own is added.
+        steps_seen: the number of steps, of any optimizer, before the last gradient arrived.
+        steps_before: the same for the first gradient that still awaits a step.
+        of_all: gradients of every row; the batch's own gradient is added to them.
     """
 
     steps_anywhere: ClassVar[int] = 0  # steps of any optimizer in this process
@@ -129,15 +129,15 @@ class BatchRows:
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
         self.of_all: list[GradientOfAll] = []
-        self._own: tuple[Tensor, Tensor] | None = None  # the batch's gradient, beside those of all rows, and a copy
+        self._own: tuple[Tensor, Tensor] | None = None  # with gradients of all rows: the batch's own, and a copy
         with as_plain():
             self._placeholder = weight.detach()
         self.batch = nn.Parameter(self._placeholder, weight.requires_grad)  # with the weight's version counter
         self.batch.stands_for = weight  # type: ignore[attr-defined]
 
     def _hold(self, values: Tensor | None) -> None:
-        """Make the parameter, and the weight's memory, these rows or the placeholder; the gradient is gone."""
-        self.batch.grad = None  # of another shape, it would prevent changing the data
+        """Make the parameter and the weight's memory these rows, or the placeholder, and drop the gradient."""
+        self.batch.grad = None  # a gradient of another shape prevents changing the data
         with as_plain():
             if values is None:
                 if self._placeholder.device != self._weight.device:
@@ -156,7 +156,7 @@ class BatchRows:
             block: the rows that the lookup gathered.
             version: the table's version at that time.
             grad: the rows' gradient.
-            keeps: True to keep the gradient of earlier lookups; by default it is kept unless it was zeroed.
+            keeps: True to keep the gradient of earlier lookups; by default it is kept unless zeroed.
         """
         before = self.batch.grad
         was_changed = before is not None and self._own_was_changed(before)
@@ -167,7 +167,7 @@ class BatchRows:
         if self.block is not None and before is not None and keeps:
             block, grad = self._merged(self.block, before, block, version, grad)
         elif version != self._table.store.notes.version:
-            block = self._table.lease(block.rows, device=grad.device)  # steps were taken since the forward pass
+            block = self._table.lease(block.rows, device=grad.device)  # the table has changed since the forward pass
         self.block, self.version = block, self._table.store.notes.version
         self._hold(block.columns["weight"])
         self.batch.grad, self._grad_version = grad, grad._version
@@ -180,28 +180,28 @@ class BatchRows:
         self._own = None if was_changed or grad is None else (grad, grad.clone())
 
     def require_of_all(self, grad: Tensor) -> None:
-        """Raise LostUpdateError if gradients of every row do not belong to the present rows and gradient.
+        """Raise LostUpdateError if gradients of every row do not belong to the current rows and gradient.
 
         Args:
-            grad: the weight's; if it was zeroed, so were the others.
+            grad: the weight's gradient; if it was zeroed, so were those of every row.
         """
         if self.of_all and self.is_zeroed(grad):
             self.of_all = []
         name = self._table.name
         if any(each.version != self._table.version for each in self.of_all):
             raise LostUpdateError(
-                f"table {name!r} has changed since its rows' gradients: these are of all rows (full_softmax), and are "
-                "good for one step right after the backward pass; call zero_grad() and compute the loss again"
+                f"table {name!r} has changed since the backward pass: gradients of all rows (full_softmax) are valid "
+                "for one step right after it; call zero_grad() and compute the loss again"
             )
         if self._own_was_changed(grad):
             raise LostUpdateError(
                 f"the gradient of the embedding over table {name!r} was changed after the backward pass, as clipping "
-                "and GradScaler do, but it is one of all rows (full_softmax), most of which are computed in the step; "
-                "clip the other parameters alone, and scale the loss"
+                "and GradScaler do, but it covers all rows (full_softmax), and most of it is computed in the step; "
+                "clip only the other parameters, and scale the loss"
             )
 
     def _own_was_changed(self, grad: Tensor) -> bool:
-        """Return whether the batch's own gradient, beside those of all rows, is not as the backward pass left it."""
+        """Return whether the batch's own gradient has changed since the backward pass, if all rows have gradients."""
         if not self.of_all:
             return False
         if self._own is None or grad is not self._own[0] or grad._version != self._grad_version:
@@ -209,7 +209,7 @@ class BatchRows:
         return not kernels.have_same_bits(*self._own)
 
     def restore_own(self) -> None:
-        """Put the batch's own gradient back, after a step that did not reach the table."""
+        """Restore the batch's own gradient after a step that did not reach the table."""
         if self._own is not None:
             self.batch.grad = self._own[0]
 
@@ -224,7 +224,7 @@ class BatchRows:
         total.index_copy_(0, old_places, grad.to(device))
         total.index_copy_(0, new_places, total.index_select(0, new_places) + new_grad)
         are_current = self.version == new_version == self._table.store.notes.version
-        has_state = block.columns.keys() == new.columns.keys()  # otherwise a step without rows has dropped it
+        has_state = block.columns.keys() == new.columns.keys()  # False after a step without rows, which drops it
         if not are_current or not has_state or self._weight.device != device:
             return self._table.lease(union, device=device), total
         columns = {}
@@ -235,14 +235,14 @@ class BatchRows:
         return Block(union, columns), total
 
     def renew(self, grad: Tensor) -> None:
-        """Gather the rows again, for another step with this gradient."""
+        """Gather the rows again, for a second step with this gradient."""
         assert self.block is not None
         of_all, own = self.of_all, self._own
         self.add(self.block, -1, grad, keeps=False)
         self.of_all, self._own = of_all, own
 
     def drop_state(self) -> None:
-        """Record that weight and state are in the table now; rows and gradient may still be read."""
+        """Record that weight and state are in the table; rows and gradient may still be read."""
         assert self.block is not None
         self.block = Block(self.block.rows, {"weight": self.block.columns["weight"]})
         self._rows_version = self.batch._version
@@ -255,9 +255,9 @@ class BatchRows:
         self._hold(None)
 
     def save(self) -> Callable[[], None]:
-        """Return a function that restores the present rows and gradient, for use before a pass that may fail.
+        """Return a function that restores the current rows and gradient, before a pass that may fail.
 
-        Changes from before the save still count as external.
+        External changes made before the save still count.
         """
         data, grad, was_changed = self.batch.data, self.batch.grad, self.batch._version != self._rows_version
         with as_plain():  # this rank's rows, if ranks own them
@@ -284,7 +284,7 @@ class BatchRows:
         memory = value.untyped_storage().data_ptr()
         return any(column.untyped_storage().data_ptr() == memory for column in self.block.columns.values())
 
-    # ------------------------------------------------------------------ changes from outside
+    # ------------------------------------------------------------------ external changes
 
     def accept(self) -> None:
         """Accept the current rows and gradient as known."""
@@ -293,7 +293,7 @@ class BatchRows:
             self._grad_version = grad._version
 
     def drop(self, rows: Tensor) -> None:
-        """Set the gradient of some rows to zero, which counts for no change from outside."""
+        """Set the gradient of some rows to zero, without counting as an external change."""
         grad, version = self.batch.grad, self._grad_version
         if grad is not None and self.block is not None:
             before = grad._version
@@ -301,9 +301,9 @@ class BatchRows:
             self._grad_version = version + grad._version - before
 
     def is_zeroed(self, grad: Tensor) -> bool:
-        """Return whether ``zero_grad(set_to_none=False)`` zeroed a gradient, so that its rows have left the step.
+        """Return whether ``zero_grad(set_to_none=False)`` zeroed a gradient, so its rows have left the step.
 
-        Before the step its version tells, since a batch's gradient may be zero by itself; after the step its values do.
+        Before the step the version shows it, since a batch's gradient may happen to be zero; after it, the values do.
         """
         if grad._version == self._grad_version:
             return False
@@ -315,12 +315,12 @@ class BatchRows:
         if self.batch._version == self._rows_version:
             return None
         return (
-            f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, which does "
-            "not reach the table; change them there, with table.gather and table.scatter"
+            f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, but the "
+            "change does not reach the table; change them in the table, with table.gather and table.scatter"
         )
 
     def lost_before_step(self, attached: Optimizer | None) -> str | None:
-        """Return the error for a gradient that no step has applied or ever will; None if one still may.
+        """Return the error for a gradient that no step has applied or ever will; None if a step still may.
 
         Args:
             attached: the optimizer whose state is in the table.
@@ -335,16 +335,16 @@ class BatchRows:
             return None
         return (
             f"the weight of the embedding over table {self._table.name!r} is in no optimizer, so its gradient reaches "
-            "no table; pass model.parameters() to the optimizer (one that has it from elsewhere, as a copied optimizer "
-            "has, needs speedswap.attach(optimizer, model) before others step), or freeze it with "
+            "no table; pass model.parameters() to the optimizer (an optimizer that got it otherwise, as a copied one "
+            "did, needs speedswap.attach(optimizer, model) before others step), or freeze it with "
             "embedding.weight.requires_grad_(False)"
         )
 
     def may_be_stepped(self, attached: Optimizer | None) -> bool:
         """Return whether an optimizer's step with the gradient may still come.
 
-        An optimizer that has not stepped is unknown, except that something has queried the weight as an optimizer
-        queries its parameters: allow for its first step until others have taken :data:`PATIENCE` steps.
+        An optimizer that has not stepped is known only by a query of the weight of the kind that optimizers make: wait
+        for its first step until others have taken :data:`PATIENCE` steps.
         """
         if attached is not None and holds(attached, self._weight):
             return True

@@ -1,4 +1,4 @@
-"""Conversion of a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` to speedswap's with their values, and back."""
+"""Conversion of a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` to speedswap's and back, with their values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from speedswap.tables.init import chunks_of
 
 _log = logging.getLogger("speedswap")
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel's
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # an attribute that DistributedDataParallel reads
 
 Model = TypeVar("Model", bound=nn.Module)
 Old = TypeVar("Old", bound=nn.Module)
@@ -52,8 +52,8 @@ def to_plain(model: Model, found: Found) -> Model:
     if trained := [f"{name} ({type(each).__name__})" for name, each in optimizers.items() if each is not None]:
         warn(
             "SW504",
-            f"{', '.join(trained)}: an optimizer trains the table; its state of the rows is not part of torch's "
-            "embedding, and its next step raises LostUpdateError: make the optimizer again",
+            f"{', '.join(trained)}: an optimizer trains the table; its row state does not go to torch's "
+            "embedding, and its next step raises LostUpdateError: create the optimizer again",
         )
 
     def plain(old: TableModule, names: Sequence[str]) -> nn.Module:
@@ -67,11 +67,12 @@ def to_plain(model: Model, found: Found) -> Model:
 def replaced(
     model: Model, found: list[tuple[Old, list[str]]], make: Callable[[Old, Sequence[str]], nn.Module]
 ) -> Model:
-    """Replace each module that was found by a new one, under all of its dotted names, and let go of the old one.
+    """Replace each found module by a new one, under all of its dotted names, and release the old one.
 
     Args:
-        model: the one that they are in, or the only one.
-        found: is emptied, so that the memory of one is free before the next is made, unless another object holds it.
+        model: the model that contains them, or the only found module.
+        found: is emptied, so each old module's memory is free before the next new one is made, unless another object
+            holds it.
         make: returns the new module, given the old one and its names.
     """
     while found:
@@ -87,7 +88,7 @@ def replaced(
 
 
 def refuse(reasons: Sequence[str]) -> None:
-    """Raise ConversionError with all reasons against a conversion, if there are any."""
+    """Raise ConversionError if there are any reasons against a conversion; it lists all of them."""
     if reasons:
         raise ConversionError(
             "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings unchanged with "
@@ -104,11 +105,11 @@ def wrapped(model: nn.Module) -> Iterator[str]:
 def own_parts(module: nn.Module, *, is_plain: bool) -> Iterator[str]:
     """Yield the reasons against replacing an embedding with hooks, or a plain one with parts that no class knows."""
     if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
-        yield "it has hooks; remove them, and register them with what replaces it"
+        yield "it has hooks; remove them, and register them with its replacement"
     if is_plain and (
         more := [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]
     ):
-        yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
+        yield f"it has additional parameters, buffers or modules: {', '.join(more)}"
 
 
 def _reasons(model: nn.Module, found: Found) -> Iterator[str]:
@@ -142,9 +143,9 @@ def _reasons_to_keep(module: TableModule, others: Sequence[TableModule], ignored
         return
     step = module._step
     if module.id_map is not None:
-        yield "it looks keys up, and torch's takes rows; look them up with its id_map, and embed table.read()"
+        yield "it looks keys up, but torch's takes rows; look them up with its id_map, and embed table.read()"
     if any(other.table is module.table for other in others if not other._is_on_meta):
-        yield "another embedding of the model has the same table, and each would go its way; leave one of them out"
+        yield "another embedding of the model has the same table, and the copies would diverge; leave one of them out"
     if step.lookaheads or step.is_stepping:
         yield "a lookahead or a step is under way; finish it first"
     elif step.awaits_step:
@@ -155,7 +156,7 @@ def _reasons_to_keep(module: TableModule, others: Sequence[TableModule], ignored
 
 
 def _require_room(found: Found) -> None:
-    """Raise TableTooLargeError unless the weights fit in memory; a table there is released when its rows are copied."""
+    """Raise TableTooLargeError unless the weights fit in memory; each table is released once its rows are copied."""
     taken = most = 0
     for module, _ in found:
         if module.weight.device.type == "cpu":
@@ -166,7 +167,7 @@ def _require_room(found: Found) -> None:
     free = available_bytes()
     if most > 0.9 * free:
         raise TableTooLargeError(
-            f"the embeddings take {most:,} bytes of memory in addition, and {free:,} are free; nothing was converted: "
+            f"the embeddings need {most:,} more bytes of memory, but {free:,} are free; nothing was converted: "
             "leave some of them unchanged with skip=[names]"
         )
 
@@ -176,7 +177,7 @@ def _plain(old: TableModule) -> nn.Embedding | nn.EmbeddingBag:
     table, device = old.table, old.weight.device
     try:
         rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
-    except RuntimeError as error:  # torch's for memory of any device
+    except RuntimeError as error:  # torch's, for memory on any device
         raise TableTooLargeError(
             f"the rows of table {table.name!r} take {old.weight.nbytes:,} bytes on {device}, which could not be "
             f"allocated ({error}); the table and the following ones are unchanged"
@@ -205,9 +206,9 @@ Places: TypeAlias = Storage | str | Mapping[str, Storage | str] | Callable[[str,
 
 _PLAIN = (nn.Embedding, nn.EmbeddingBag)
 _HEAD = (
-    "multiplies by all rows: put torch.nn.Identity() in its place, convert again, and compute the loss from what goes "
-    "into it, speedswap.losses.sampled_softmax(hidden, targets, embedding, negatives) or, exactly, "
-    "full_softmax(hidden, targets, embedding); or give it a copy of its own"
+    "multiplies by all rows: put torch.nn.Identity() in its place, convert again, and compute the loss from its input, "
+    "speedswap.losses.sampled_softmax(hidden, targets, embedding, negatives) or, exactly, "
+    "full_softmax(hidden, targets, embedding); or give it a separate copy"
 )
 
 
@@ -230,10 +231,10 @@ def convert(
 
     Every ``nn.Embedding`` and ``nn.EmbeddingBag`` with at least ``min_rows`` rows becomes a
     :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` with its values, ``padding_idx``, mode, device,
-    dtype, training mode, and whether it is trained. Names and ``state_dict`` stay the same. Each replacement is logged.
-    One of a subclass, such as transformers' scaled embeddings, becomes a subclass of both, with its ``forward``,
-    parameters and buffers, if its ``forward`` computes the same from sample ids and looks rows up with
-    ``super().forward(ids)`` alone.
+    dtype, training mode and ``requires_grad``. Names and ``state_dict`` stay the same. Each replacement is logged. One
+    of a subclass, such as transformers' scaled embeddings, becomes a subclass of both, with its ``forward``, parameters
+    and buffers, if its ``forward`` computes the same from sample ids and looks rows up with ``super().forward(ids)``
+    alone.
 
     **Convert before creating the optimizer**, and before the model is wrapped or compiled: an optimizer that holds an
     old weight would continue to train it, and so would any other object outside the model that holds it. The step of
@@ -243,10 +244,10 @@ def convert(
     ``checkpoint``, and otherwise when the model is loaded. With ``checkpoint``, all other parameters and persistent
     buffers on meta get their values from there too, on the CPU, in the model's dtype; with ``init`` they stay on meta.
 
-    ``back=True`` is the way back: every :class:`speedswap.Embedding` and :class:`speedswap.EmbeddingBag` becomes
-    torch's, with all rows as trained, on the device of its ``weight``. The optimizer's state of the rows stays behind
-    with the table, which is released, or flushed if it is on disk, unless another object holds it: make an optimizer
-    afterwards. Collections have no counterpart, and stay.
+    ``back=True`` converts back: every :class:`speedswap.Embedding` and :class:`speedswap.EmbeddingBag` becomes torch's,
+    with all trained rows, on the device of its ``weight``. The optimizer's row state stays with the table, which is
+    released, or flushed if it is on disk, unless another object holds it: create a new optimizer afterwards.
+    Collections have no counterpart in torch and are left unchanged.
 
     Rows are copied piece by piece, one table at a time, and each old weight is freed before the next is copied, unless
     another object holds it: at most one additional table, the largest, is in memory.
@@ -257,14 +258,14 @@ def convert(
         skip: dotted names of further embeddings to leave unchanged.
         storage, path: storage of the tables, as for :class:`speedswap.Embedding`; a directory gets a subdirectory for
             each, named like its module. Ranks that will own the rows together must convert the same model, before it is
-            wrapped. Or a dictionary of places by module name, which is used as it is, and by prefix, of which the
-            longest counts: ``{"encoder.items": Disk("items"), "encoder": Disk("others"), "": "pinned"}``. Or a function
+            wrapped. Or a dictionary of places by module name or prefix, where the longest match counts; its places are
+            used unchanged: ``{"encoder.items": Disk("items"), "encoder": Disk("others"), "": "pinned"}``. Or a function
             of a module's name and its weight's bytes that returns its place.
         init: initial values of embeddings on meta, as for :class:`speedswap.Embedding`.
         checkpoint: values of everything on meta, by name: a safetensors file, an index, a folder with either, or a list
             of files, as for :meth:`speedswap.Embedding.from_file`. Rows are copied from there piece by piece.
         stored_dtype, state_dtype, rounding: as for :class:`speedswap.Embedding`.
-        back: True to make torch's embeddings of those over tables, whatever their size; with ``skip`` alone.
+        back: True to convert embeddings over tables, of any size, to torch's; only ``skip`` may be combined with it.
 
     Returns:
         The model; its replacement, if it is an embedding itself.
@@ -273,11 +274,11 @@ def convert(
         ConversionError: an embedding cannot be replaced without changing the model's results: its weight is tied to
             another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient, it is
             of a subclass that uses its weight otherwise, a setting does not fit its dtype, its rows differ between the
-            ranks that will own them, and so on. Or ``init`` is given for one that is not on meta; or the checkpoint
-            lacks a tensor, or has one of another shape or kind of dtype. The error lists all of them; nothing was
-            changed.
-        ValueError: ``skip`` names no embedding, or the storage or a setting of it is invalid, or has no place for an
-            embedding; or ``checkpoint`` is given, but nothing is on meta. Nothing was changed.
+            ranks that will own them, and so on. Or ``init`` is given for an embedding that is not on meta; or the
+            checkpoint lacks a tensor, or has it with another shape or kind of dtype. The error lists all of them;
+            nothing was changed.
+        ValueError: ``skip`` names no embedding; the storage or one of its settings is invalid, or it has no place for
+            an embedding; or ``checkpoint`` is given, but nothing is on meta. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table, or for a weight that was a table; its
             embedding and the following ones are unchanged, or still on meta.
@@ -304,9 +305,9 @@ def convert(
     found = _large(model, min_rows, skip)
     places = _places(found, storage, path)
     if init is not None:
-        initializers.resolve(init)  # raises if it is none
+        initializers.resolve(init)  # raises unless it is an initializer
         if checkpoint is not None:
-            raise ValueError("init and checkpoint are given, and both are values for what is on meta; give one of them")
+            raise ValueError("init and checkpoint are given, but both give values to what is on meta; give one of them")
     loads = None if checkpoint is None else planned(model, TensorFiles(checkpoint))
     if not found:
         _warn_of_nothing(model, min_rows)
@@ -316,8 +317,8 @@ def convert(
     if sparse := [names[0] or "the model" for module, names in found if module.sparse]:
         warn(
             "SW502",
-            f"{', '.join(sparse)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
-            "torch.optim.Adam in place of SparseAdam: it too moves the batch's rows alone",
+            f"{', '.join(sparse)}: sparse was True, but gradients are now dense, of the batch's rows; use "
+            "torch.optim.Adam instead of SparseAdam: it also moves only the batch's rows",
         )
 
     def over_table(old: _Plain, names: Sequence[str]) -> nn.Module:
@@ -430,7 +431,7 @@ def _refuse(
     places: Mapping[str, Storage],
     loads: Loads | None,
 ) -> None:
-    """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced, or any value loaded."""
+    """Raise ConversionError, with all reasons, if an embedding cannot be replaced or a value cannot be loaded."""
     holders = _holders(model)
     reasons = [*wrapped(model)] if found else []
     for module, names in found:
@@ -441,7 +442,7 @@ def _refuse(
         if (ranks := places[names[0]].ranks) is not None and not module.weight.is_meta:
             try:
                 ranks.require_alike(module.weight, f"{names[0] or 'the model'}: its rows")
-            except ValueError as error:  # on every rank
+            except ValueError as error:  # raised on every rank
                 reasons.append(str(error))
     refuse(reasons)
 
@@ -460,16 +461,16 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
         return
     for other, name in holders[_address(weight)]:
         if other is not module:
-            needs = _HEAD if isinstance(other, nn.Linear) else "needs all rows as a tensor; give that a copy of its own"
+            needs = _HEAD if isinstance(other, nn.Linear) else "needs all rows as a tensor; give it a separate copy"
             yield f"its weight is tied to {name!r}, which {needs}"
     if module.max_norm is not None:
         yield f"max_norm is {module.max_norm}, but a lookup does not change the table; set it to None"
     if module.scale_grad_by_freq:
-        yield "scale_grad_by_freq is True; set it to False, and weigh the loss by how often ids occur"
+        yield "scale_grad_by_freq is True; set it to False, and weight the loss by the ids' frequency"
     if weight.grad is not None:
         yield "its weight has a gradient, which would be lost; call optimizer.step() or model.zero_grad() first"
     if weight.device.type == "cpu" and weight.is_shared():  # type: ignore[no-untyped-call]
-        yield "its weight is in memory shared between processes, which its table would not be; convert it before that"
+        yield "its weight is in memory shared between processes, but its table would not be; convert it before sharing"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         yield "its weight has hooks; remove them first"
     yield from own_parts(module, is_plain=type(module) in _PLAIN)
@@ -503,6 +504,13 @@ def _holders(model: nn.Module) -> _Holders:
 
 def _address(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _own_attributes(module: _Plain) -> list[str]:
+    """Return the attributes that were added to a torch module."""
+    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    plain = kind(1, 1, device="meta")  # draws no random numbers
+    return [name for name in vars(module) if name not in vars(plain)]
 
 
 def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:

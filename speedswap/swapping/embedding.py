@@ -26,11 +26,10 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     Forward gathers the batch's rows, weight and optimizer state together, to the device of the ids. The optimizer that
     holds ``weight`` attaches itself at its first step; nothing else in a training loop changes. Rows outside the batch
     are not touched: no weight decay, no momentum drift. For SGD without momentum and for Adagrad, without weight decay,
-    the result equals dense training; for Adam it is the idea of ``torch.optim.SparseAdam``. Weight decay triggers
+    the result equals dense training; for Adam it is like ``torch.optim.SparseAdam``. Weight decay triggers
     warning SW401. :func:`speedswap.attach` with ``idle_rows="dense"`` makes the result that of dense training.
 
-    ``state_dict`` has the whole table as ``weight``, as for ``nn.Embedding``, of which this is a subclass:
-    ``isinstance(items, nn.Embedding)``.
+    ``state_dict`` has the whole table as ``weight``, as in ``nn.Embedding``, which is the base class.
 
     A training step that does not reach the table is an error in the next training forward pass: the weight is in no
     optimizer although one has stepped since, or its rows were changed in place outside an optimizer's step. Changes
@@ -44,20 +43,20 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         num_embeddings: number of rows.
         embedding_dim: items per row.
         padding_idx: a row that starts as zeros and gets no gradient.
-        torchs: ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``, by position or by name: refused,
-            with an alternative in the error.
+        torchs: ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``, by position or by name; each is
+            refused with an alternative.
         storage: where the rows live: :class:`speedswap.Device`, :class:`speedswap.Pinned`, :class:`speedswap.Pageable`,
-            :class:`speedswap.Disk`, or :class:`speedswap.Ranks`: the processes of a job, which own them together; or
-            the name of one (see :meth:`speedswap.Table.create`). In a torch.distributed job, a table that the ranks
-            do not own together is trained only if its place has ``local_to_rank=True``.
+            :class:`speedswap.Disk`, or :class:`speedswap.Ranks` (the processes of a job own them together); or a
+            place's name (see :meth:`speedswap.Table.create`). In a torch.distributed job, a table that ranks do not own
+            together can be trained only if its place has ``local_to_rank=True``.
         path: shorthand for a table on disk in this directory.
         dtype: the weights' dtype; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in
             ``nn.Embedding``, by default.
         seed: of the initial values; drawn from torch's random generator by default.
         name: the table's name, for messages.
-        table: an existing table to use; then only the first three arguments above matter, and a place or a path is
-            refused: pass it to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
+        table: an existing table to use; then only the first three arguments above matter. Pass a place or a path to
+            :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create` instead.
         device: the device of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids. On
             ``meta``, also by ``with torch.device("meta")`` or accelerate's ``init_empty_weights``, there is no table,
             and no memory is taken, until ``load_state_dict`` (or a library) loads rows, or ``to_empty`` draws the
@@ -71,8 +70,8 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         id_map: an :class:`speedswap.IdMap` from keys to rows; ``num_embeddings`` is its ``capacity``, and the table has
             one more row: row 0, the padding row, for keys without a row. A training lookup (in training mode, of a
             weight that requires a gradient, with gradients enabled) adds new keys. A row that passes to another key is
-            reset, and drops out of a step under way for its old key. The map is kept with the table: an existing
-            ``table`` comes with its map.
+            reset, and its old key's gradient is dropped. The map is stored with the table: an existing ``table`` comes
+            with its map.
 
     Shape:
         input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device. With an id map: keys,

@@ -1,4 +1,4 @@
-"""Lookups whose loss depends on every row of the table, which the next step trains."""
+"""Lookups for losses that depend on every row of the table; the next step trains all rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from speedswap.swapping.row_step import RowStep
 
 
 def look_up_with_all(module: Any, ids: Tensor, gradients: list[GradientOfAll]) -> tuple[Tensor, Tensor]:
-    """Look rows up for training, with gradients of every row that arrive together with theirs.
+    """Look rows up for training, along with gradients of every row.
 
     Args:
         module: an embedding, or a collection's table, whose rows are trained.
         ids: int32 or int64, shape (n,), on the device that needs the rows.
-        gradients: read when the gradient of these rows arrives; a function of the returned leaf adds to it before.
+        gradients: read when these rows' gradient arrives; a function of the returned leaf appends to it before.
 
     Returns:
         The distinct rows, a leaf; and the row of each id, shape (n, embedding_dim).

@@ -26,7 +26,7 @@ class Loads(NamedTuple):
 
 
 def planned(model: nn.Module, files: TensorFiles) -> Loads:
-    """Return the tensors of a checkpoint to load into everything that a model has on meta.
+    """Return the tensors of a checkpoint to load into a model's parameters and buffers on meta.
 
     Raises:
         ValueError: the model has nothing on meta.
@@ -50,7 +50,7 @@ def planned(model: nn.Module, files: TensorFiles) -> Loads:
                 found.setdefault(id(tensor), (tensor, []))[1].append(full)
     if not found and not loads.problems:
         raise ValueError(
-            "checkpoint is given, but nothing of the model is on meta: it keeps its values; build it under "
+            "checkpoint is given, but nothing in the model is on meta, so it keeps its values; build it under "
             'torch.device("meta"), or load it with load_state_dict after the conversion'
         )
     for tensor, names in found.values():
@@ -70,7 +70,7 @@ def planned(model: nn.Module, files: TensorFiles) -> Loads:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Return whether values of a dtype are numbers without a scale, which others of the kind can hold."""
+    """Return whether values of a dtype are floating-point numbers without a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 

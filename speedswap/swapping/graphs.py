@@ -27,7 +27,8 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a method from graphs, as ``torch.compiler.disable`` does.
 
-    ``torch.compiler.disable`` is called only once a compiler is loaded: importing one takes as long as torch itself.
+    ``torch.compiler.disable`` is called only once a compiler is loaded: importing a compiler takes as long as torch
+    itself.
 
     Raises:
         WeightError: from the method, while its module is exported.
@@ -35,15 +36,15 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # torch.export, torch.jit.trace, torch.onnx or make_fx records what runs. Not torch.compiler.is_exporting: until
-        # torch 2.12 that is True in torch.compile's graphs as well.
+        # torch.export, torch.jit.trace, torch.onnx or make_fx records what runs. torch.compiler.is_exporting does not
+        # tell: until torch 2.12 it is True in torch.compile's graphs as well.
         if (
             getattr(_compiler, "_is_exporting_flag", False)
             or torch._C._get_tracing_state() is not None
             or torch._C._get_dispatch_mode(_PROXY) is not None
         ):
             raise WeightError(f"{type(args[0]).__name__} was to be exported: {NOT_TAKEN_ALONG}")
-        # A compiler sees the functions that are called now.
+        # A compiler is loaded, and sees the functions called now.
         if _compiler.is_compiling() or ("torch._dynamo" in sys.modules and _eval_frame.get_eval_frame_callback()):
             disabled: Any = getattr(function, "_outside_graphs", None)
             if disabled is None:
@@ -56,7 +57,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def leaving_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function to run outside ``torch.func``: tensors from outside, and those created in it, are plain."""
+    """Wrap a function to run outside ``torch.func``: tensors from outside, or created in it, are plain."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,7 +74,7 @@ def leaving_transforms(function: Callable[P, R]) -> Callable[P, R]:
 def refuse_training(table: str) -> None:
     """Raise WeightError: an optimizer cannot see the gradients of transforms."""
     raise WeightError(
-        f"rows of table {table!r} were to be trained inside of torch.func (grad, vjp, jvp, vmap, functionalize), whose "
+        f"rows of table {table!r} were to be trained inside torch.func (grad, vjp, jvp, vmap, functionalize), whose "
         "gradients do not reach the table; look them up outside and pass what the embedding returns, freeze it with "
         "embedding.weight.requires_grad_(False), or look up under torch.no_grad()"
     )
@@ -96,8 +97,8 @@ def constant_rows(ids: Tensor, gather: _Gather) -> tuple[Tensor, Tensor]:
     transforms = torch._C._functorch.get_interpreter_stack() or []
     if any(each.key() == torch._C._functorch.TransformType.Functionalize for each in transforms):
         raise WeightError(
-            "an embedding whose rows are in a table was to be looked up inside of torch.func.functionalize, which "
-            "records operators of torch's alone; look up outside of it, and pass what the embedding returns"
+            "an embedding whose rows are in a table was to be looked up inside torch.func.functionalize, which "
+            "records only torch's operators; look up outside it, and pass what the embedding returns"
         )
     return _ConstantRows.apply(ids, gather)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -1,12 +1,12 @@
-"""An optimizer's steps without a gradient, which rows outside the batch miss, and take later.
+"""The steps without a gradient that rows outside the batch miss, and take later.
 
-At every step a twin of the optimizer takes the same step on a few made-up rows in float64, with a gradient of zero. It
-reveals what the step does to any row, if that has one of the two forms of :mod:`speedswap.tables.idle`: that
-of SGD with momentum, Nesterov's and weight decay, RMSprop with momentum, Adagrad, Adadelta and ASGD; or that of Adam,
-AdamW, AMSGrad, NAdam and RAdam, which bends.
+At every step a twin of the optimizer takes the same step on a few made-up rows in float64, with a gradient of zero.
+This reveals what the step does to any row if its effect has one of the two forms of :mod:`speedswap.tables.idle`: the
+form of SGD with momentum (also Nesterov's) and weight decay, RMSprop with momentum, Adagrad, Adadelta and ASGD; or the
+curved form of Adam, AdamW, AMSGrad, NAdam and RAdam.
 
-Other rows of the twin check the form at every step. If it does not fit, as with the decay within Adam, the twin takes
-the missed steps again, with the rows themselves.
+Other rows of the twin check the form at every step. If it does not fit (Adam's own weight decay), the twin later takes
+the missed steps on the rows themselves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from speedswap.swapping.optimizers import OF_THE_DEVICE, clone_of, needs_closure
 from speedswap.tables import Column
 from speedswap.tables.idle import MOST_STEPS, ClosedSteps, Step, Steps
 
-MOST_REPLAYED = 64  # steps that rows can miss, and take again, before all are brought up to date
+MOST_REPLAYED = 64  # missed steps to take again at most; after these, all rows are brought up to date
 _CHECKED_ROWS = 12
-_LEFT = 1e-4  # of a momentum, where its further movement matters little to a curve's base
+_LEFT = 1e-4  # share of a momentum after which its movement matters little to a curve's base
 _ADAMS = (("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 
 Values = dict[str, Any]
@@ -36,12 +36,12 @@ _Array = NDArray[np.float64]
 
 
 class Before(NamedTuple):
-    """An optimizer's settings and scalars before a step: what its effect on rows depends on.
+    """An optimizer's settings and scalars before a step, which determine the step's effect on rows.
 
     Attributes:
-        settings: those of the weight's parameter group.
-        scalars: its state that is not per row.
-        columns: the names of its state per row; none before the first step.
+        settings: the settings of the weight's parameter group.
+        scalars: the state that is not per row.
+        columns: the names of the state per row; none before the first step.
     """
 
     settings: Values
@@ -57,8 +57,8 @@ class Before(NamedTuple):
         """
         if getattr(optimizer, "found_inf", None) is not None:
             raise OptimizerError(
-                f"{type(optimizer).__name__} is fused, and may skip a step within a GradScaler, which rows with "
-                "idle_rows='dense' could not miss; make it with fused=False"
+                f"{type(optimizer).__name__} is fused, and may skip a step within a GradScaler, but rows with "
+                "idle_rows='dense' would take that step; make it with fused=False"
             )
         group = _group_of(optimizer, weight)
         settings = {key: _plain(group[key]) for key in group if key != "params" and key not in OF_THE_DEVICE}
@@ -66,7 +66,7 @@ class Before(NamedTuple):
 
 
 class Twin:
-    """A copy of an optimizer that takes its steps on other rows, without a gradient.
+    """A copy of an optimizer that takes the optimizer's steps on other rows, without a gradient.
 
     Args:
         optimizer: the optimizer; it is not changed.
@@ -77,11 +77,11 @@ class Twin:
     Attributes:
         name: the optimizer's class.
         columns: the weight, and the state per row.
-        bends: True if a step may move the weight by the momentum as well.
-        is_closed: True if a step with the present settings has one of the known forms.
+        bends: True if a step may also move the weight by the momentum.
+        is_closed: True if a step with the current settings has one of the known forms.
 
     Raises:
-        OptimizerError: its steps cannot be taken again: they are random, or it counts something outside its state.
+        OptimizerError: its steps cannot be repeated: they are random, or depend on values outside its state.
     """
 
     def __init__(self, optimizer: Optimizer, weight: nn.Parameter, columns: Sequence[Column], scalars: Values) -> None:
@@ -97,7 +97,7 @@ class Twin:
         shapes = [each.row_shape for each in columns]
         self._has_forms = all(each.dtype.is_floating_point for each in columns)
         self.bends = self._has_forms and tuple(names[1:]) in _ADAMS and len(set(shapes)) == 1
-        # Factors between different columns that no form has.
+        # Factors between columns that neither form has.
         self._apart = np.array([[one != other for other in shapes] for one in shapes])
         if self.bends:
             self._apart = ~np.eye(n, dtype=bool)
@@ -118,16 +118,16 @@ class Twin:
                 reason = f"keeps {key!r} outside its param_groups and state"
         if reason:
             raise OptimizerError(
-                f"{self.name} {reason}, so that rows outside the batch cannot take its steps; use idle_rows='lazy', "
-                "and sampled_softmax in place of full_softmax"
+                f"{self.name} {reason}, so rows outside the batch cannot take its steps; use idle_rows='lazy', "
+                "and sampled_softmax instead of full_softmax"
             )
 
     def closed_steps(self) -> ClosedSteps:
-        """Return an empty run of steps of the known forms."""
+        """Return an empty sequence of steps of the known forms."""
         return ClosedSteps([each.name for each in self.columns], self.columns[0].dtype, bends=self.bends)
 
     def goes_on(self, steps: Steps | None) -> bool:
-        """Return whether steps of the known forms are of these columns, so that more can follow."""
+        """Return whether a sequence of steps is of these columns, so further steps can be added to it."""
         names = [each.name for each in self.columns]
         return isinstance(steps, ClosedSteps) and (steps.names, steps.bends) == (names, self.bends)
 
@@ -165,7 +165,7 @@ class Twin:
                 value.copy_(after[name])
 
     def measure(self, before: Before) -> Step | None:
-        """Return what a step does to any row; None if it has neither form."""
+        """Return a step's effect on any row; None if it has neither form."""
         if not self._has_forms:
             return None
         n, after = len(self.columns), self._stepped(before)
@@ -184,7 +184,7 @@ class Twin:
         return Step(matrix, bend, 1.0 if bend is None else _center(matrix, before))
 
     def _bend_in(self, after: _Array) -> tuple[float, float] | None:
-        """Return how the weight moves by the momentum; take it out of the measured rows."""
+        """Return the weight's movement by the momentum, and subtract it from the measured rows."""
         low, high = -after[1, 0], -after[len(self.columns), 0]  # the movement for x = 0, and for x = 1
         if not self.bends or not abs(low - high) > 1e-12 * abs(high):
             return None
@@ -194,7 +194,7 @@ class Twin:
 
 
 class ReplayedSteps:
-    """Steps that rows take again one after the other, at the price of dense training.
+    """Steps that rows take again one by one, at the cost of dense training.
 
     Args:
         twin: the optimizer's.
@@ -210,7 +210,7 @@ class ReplayedSteps:
         return len(self._steps)
 
     def take(self, columns: dict[str, Tensor], last: Tensor, before: int) -> None:
-        """Take the steps that rows have missed, in place, as :class:`speedswap.tables.idle.Steps` says."""
+        """Take the steps that rows have missed, in place; see :class:`speedswap.tables.idle.Steps`."""
         ordered, order = (last - before).clamp(min=0).sort()
         values = {name: column[order] for name, column in columns.items()}
         for number in range(int(ordered[0]) if len(ordered) else self.count, self.count):
@@ -225,9 +225,9 @@ class ReplayedSteps:
 
 
 def _made_up_rows(n: int, *, has_momentum: bool) -> _Array:
-    """Return rows for a twin: n that span all, one with x = 1, and others of many sizes, in columns of weight first.
+    """Return rows for a twin: n that span all rows, one with x = 1, others of many sizes; the weight is column 0.
 
-    Columns after the momentum grow from one to the next, as the largest squares are not below the squares.
+    Columns after the momentum grow from one to the next, since the largest squares are not below the squares.
     """
     span = np.triu(np.ones((n, n)))
     span[:2] = np.eye(n)[:2]
@@ -244,7 +244,7 @@ def _made_up_rows(n: int, *, has_momentum: bool) -> _Array:
 def _center(matrix: _Array, before: Before) -> float:
     """Return the middle of the range in which a curve's base will move, relative to its beginning.
 
-    As steps pass, x shrinks; and the correction of its bias, which depends on the step's number, lets it grow.
+    x shrinks with each step, and grows by its bias correction, which depends on the step's number.
     """
     momentum, squares = matrix[1, 1], matrix[-1, -1]
     if not 0 < momentum < 1 or squares <= 0:
@@ -264,7 +264,7 @@ def _counts_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting with numbers in place of tensors of one."""
+    """Return a setting with one-element tensors as numbers."""
     if isinstance(value, tuple | list):
         return type(value)(_plain(each) for each in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

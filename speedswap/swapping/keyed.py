@@ -1,4 +1,4 @@
-"""Rows that an id map assigns to the keys of a module's lookups, possibly ahead of their turn."""
+"""Rows that an id map assigns to the keys of a module's lookups, possibly ahead of their batch's turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AskedLookup:
     Args:
         asked: the map's answer.
         lookup: the lookup.
-        keys: its keys, in the caller's memory where that has them in this form.
+        keys: the lookup's keys; they share the caller's memory if it has this form.
 
     Attributes:
         given: the caller's tensor, or the keys.
@@ -55,13 +55,13 @@ class AskedLookup:
 
 
 class KeyPass:
-    """The keys of a training lookup, as long as a backward pass from it may come.
+    """The keys of a training lookup, kept while it may still get a backward pass.
 
-    The leaf of its rows holds it, and it holds those of later lookups.
+    The leaf of the lookup's rows holds this object, which holds those of later lookups.
 
     Attributes:
-        asked: the keys of each id map, with the rows that they had.
-        renewed: rows that were reset just before the lookup, and so belonged to another key in earlier ones.
+        asked: the keys of each id map, with their rows at the time.
+        renewed: rows that were reset just before the lookup; in earlier lookups they belonged to other keys.
         following: the keys of the next lookup.
         is_made: True if the lookup was made.
         is_answered: True if its gradient has come.
@@ -74,7 +74,7 @@ class KeyPass:
         self.is_made = self.is_answered = False
 
     def after(self) -> Iterator[KeyPass]:
-        """Yield those of later lookups."""
+        """Yield the passes of later lookups."""
         later = self.following
         while later is not None:
             yield later
@@ -85,7 +85,7 @@ class KeyPass:
         return [rows for later in self.after() for rows in later.renewed]
 
     def counted_after(self) -> dict[KeyedRows, Tensor]:
-        """Return the keys' numbers of later lookups, by id map."""
+        """Return the numbers of later lookups' keys, by id map."""
         asked = [each for later in self.after() for each in later.asked]
         return {
             table: torch.cat([keys.numbers for own, keys, _ in asked if own is table])
@@ -95,7 +95,7 @@ class KeyPass:
 
 
 class KeysStep(Protocol):
-    """The part of a training step, such as a :class:`RowStep`, that the keys of its rows need."""
+    """The part of a training step (:class:`RowStep`) that its keys need."""
 
     counted: dict[KeyedRows, Tensor]
 
@@ -116,11 +116,11 @@ class KeyedRows:
     Args:
         id_map: keys to rows.
         table: its rows.
-        step: the module's training step, from which reset rows are dropped.
+        step: the module's training step, which drops reset rows.
         first_row: the table's first row within the step's rows.
 
     Attributes:
-        is_over_ranks: True if ranks own the keys, which are then not added ahead of their turn.
+        is_over_ranks: True if ranks own the keys; keys are then not added ahead of their batch's turn.
     """
 
     is_over_ranks = False
@@ -130,23 +130,23 @@ class KeyedRows:
         self.first_row = first_row
         self.step = step
         self._table = table
-        # Lookups not made yet, inside a lookahead: of all batches, and of the present one.
+        # Lookups not made yet, inside a lookahead: of all batches, and of the current one.
         self._asked: list[AskedAhead] = []
         self._turn: list[AskedLookup] = []
 
     @property
     def is_followed(self) -> bool:
-        """True if keys may change rows because another process trains, whose commits are read here."""
+        """True if another process trains the table, so keys may change rows at its commits."""
         return self.id_map.evict is not None and self.id_map.frozen
 
     def follow(self) -> int:
-        """Catch up map and rows with another process that trains them; return the map's version."""
+        """Read the newest commit of the process that trains map and rows; return the map's version."""
         with self._table.lock:
             self._table.check_open()
             return self.id_map.version
 
     def ask(self, given: Any, device: torch.device) -> AskedLookup:
-        """Add the keys of a training lookup ahead of its turn."""
+        """Add the keys of a training lookup ahead of its batch's turn."""
         return ask_all([KeyedLookup(self, given, device)])[0]
 
     def rows(self, given: Any, device: torch.device, *, adds: bool) -> Tensor:
@@ -164,7 +164,7 @@ class KeyedRows:
     def lookup(self, given: Any, device: torch.device) -> KeyedLookup:
         """Return a training lookup to be made now."""
         if self.id_map.waits:
-            self.end()  # what loops that were left have added
+            self.end()  # drops what abandoned loops have added
         in_turn = next((each for each in self._turn if each.matches(given, self.id_map.keys)), None)
         return KeyedLookup(self, given, device, in_turn)
 
@@ -175,7 +175,7 @@ class KeyedRows:
         return lookup.rows.to(device)
 
     def _take_asked(self, asked: AskedAhead, device: torch.device) -> Tensor:
-        with self._table.lock:  # no commit may have the key without its row's new values
+        with self._table.lock:  # no commit may contain the key without its row's new values
             self.renew(self.id_map.begin(asked), device)
         return asked.rows.to(device)
 
@@ -186,10 +186,10 @@ class KeyedRows:
         return rows.to(device)
 
     def rows_of_pass(self, keys: Keys, device: torch.device) -> Tensor | None:
-        """Return the rows that keys had in the forward pass from which a backward pass comes; None without one.
+        """Return the rows that keys had in the forward pass of the current backward pass; None outside of one.
 
         Raises:
-            IdMapError: lookups of other keys, or of the same, have changed rows of these since.
+            IdMapError: later lookups have changed these keys' rows.
         """
         asked = [
             (each, rows)
@@ -201,7 +201,7 @@ class KeyedRows:
         if not found:
             warn_once(
                 "SW410",
-                f"keys of table {self._table.name!r} are looked up for training in a backward pass alone, as reentrant "
+                f"keys of table {self._table.name!r} are looked up for training only in a backward pass, as reentrant "
                 "checkpointing does, and are not added; give checkpoint use_reentrant=False",
             )
             return None
@@ -217,19 +217,19 @@ class KeyedRows:
         return rows.to(device)
 
     def uncounted(self, keys: Keys) -> Keys:
-        """Return the keys that an earlier attempt at the batch has not counted."""
+        """Return the keys that no earlier attempt at the batch has counted."""
         counted = self.step.counted.get(self, keys.numbers[:0])
         places = (~torch.isin(keys.numbers, counted)).nonzero()[:, 0]
         texts = None if keys.texts is None else select_texts(keys.texts, places)
         return Keys(keys.numbers[places], (len(places),), keys.device, texts)
 
     def begin(self, lookups: Sequence[AskedLookup]) -> None:
-        """Begin a batch's turn; lookups that the previous batch did not make are undone."""
+        """Begin a batch's turn, and undo lookups that the previous batch did not make."""
         self._take_back([lookup.asked for lookup in self._turn])
         self._turn = [*lookups]
 
     def end(self) -> None:
-        """Undo the batches that did not have their turn, unless a lookahead is under way."""
+        """Undo batches that did not get their turn, unless a lookahead is under way."""
         if not self.step.lookaheads:
             self.begin([])
             self._take_back(self._asked)
@@ -255,7 +255,7 @@ class KeyedRows:
             if in_turn is not None:
                 takes[place] = functools.partial(table._take_turn, in_turn, device)
             elif is_alone or table.id_map.waits:
-                # Lookups out of turn take precedence over waiting batches, so they cannot wait themselves.
+                # Lookups out of turn precede waiting batches, so they cannot wait themselves.
                 takes[place] = functools.partial(table._add, as_keys(given, table.id_map.keys), device)
         others = [place for place in range(len(lookups)) if place not in takes]
         maps = [lookups[n].table.id_map for n in others]
@@ -289,8 +289,8 @@ class KeyedLookup(NamedTuple):
         table: the table's map.
         given: keys, as :meth:`speedswap.IdMap.lookup` takes them.
         device: where the rows are needed.
-        in_turn: the present batch's lookup that was added ahead with these keys.
-        parts: the number of keys of each feature, if there are several.
+        in_turn: the current batch's lookup with these keys that was added ahead.
+        parts: the number of keys per feature, if there are several features.
     """
 
     table: KeyedRows
@@ -311,7 +311,7 @@ class KeyedLookup(NamedTuple):
 
 
 def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
-    """Add the keys of training lookups ahead of their turn: of all lookups or of none.
+    """Add the keys of training lookups ahead of their batch's turn: of all lookups or of none.
 
     Raises:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.ask` does.
@@ -332,8 +332,8 @@ def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
 def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
     """Return the rows of training lookups in several tables, and reset rows that pass to another key.
 
-    A backward pass that repeats a lookup, as activation checkpointing does, gets the rows that it had, and nothing is
-    added or counted. When a batch is tried again, keys that it has counted before are only looked up.
+    A backward pass that repeats a lookup, as activation checkpointing does, gets the same rows, and nothing is added or
+    counted. When a batch is tried again, keys that it has already counted are only looked up.
 
     Raises:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed,
@@ -362,7 +362,7 @@ def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) ->
     Another process may assign a key's row to another key in between; then the lookup is repeated.
 
     Raises:
-        TableBusyError: it happened on every one of many attempts.
+        TableBusyError: this happened on each of many attempts.
     """
     followed = [each for each in tables if each.is_followed]
     if not followed:
@@ -374,8 +374,8 @@ def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) ->
             return found
     raise TableBusyError(
         errno.EBUSY,
-        f"the keys of a lookup got other rows by another process each of {_TRIES} times that they were looked up; "
-        "look up fewer at once, or let the training commit less often (commit_seconds)",
+        f"another process changed the rows of a lookup's keys during each of {_TRIES} attempts; "
+        "look up fewer keys at once, or let the training commit less often (commit_seconds)",
     )
 
 
@@ -385,7 +385,7 @@ def rows_for(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> int
     Args:
         id_map: the table's id map.
         num_embeddings: the map's capacity, or its number of rows, which is one more.
-        padding_idx: None, or the row of keys without a row.
+        padding_idx: None, or row 0, which stands for keys without a row.
 
     Raises:
         ValueError: the table's other arguments do not fit the map.
@@ -396,9 +396,7 @@ def rows_for(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> int
             f"{id_map.capacity}, its capacity"
         )
     if padding_idx not in (None, 0):
-        raise ValueError(
-            f"padding_idx is {padding_idx}, but the row of keys without a row of their own is 0; leave it out"
-        )
+        raise ValueError(f"padding_idx is {padding_idx}, but row 0 is for keys without a row; leave it out")
     return id_map.num_rows
 
 

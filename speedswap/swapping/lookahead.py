@@ -37,7 +37,7 @@ GivenOf = Callable[[Batch], Any]
 
 @of_all_ranks
 def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
-    """Iterate over a loader's batches, with the rows of the next ones already prefetched.
+    """Iterate over a loader's batches while prefetching the rows of the next ones.
 
     While a step computes, the next batch's ids are checked and deduplicated, and its rows gathered, weight and
     optimizer state together: on a separate stream for a GPU, by a background thread on the CPU. Rows that both batches
@@ -46,32 +46,33 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
 
     Batches are taken from the loader ``depth`` steps earlier than in the plain loop, so a loader that shares a random
     generator with the model's forward pass draws different numbers. After an exception, Ctrl-C or ``break`` the table
-    has every completed step; reading or changing it in between waits for pending writes.
+    holds every completed step; reading or changing it meanwhile waits for pending writes.
 
     If ranks own the rows (:class:`speedswap.Ranks`), all of them must iterate in the same way; ids go to the owners
-    while a step computes, and rows come back, on a GPU at their batch's turn. The ranks learn of the end of each
-    other's batches one step early: when the first rank's loader ends, all stop, and ranks with more batches warn that
-    they skip them. An error in one rank's loader or ids is raised on all ranks at its batch's turn.
+    while a step computes, and rows come back (for a GPU, in their batch's turn). When the first rank's loader ends, all
+    ranks stop, and ranks with more batches warn that they skip them. An error in one rank's loader or ids is raised on
+    all ranks in its batch's turn.
 
     Keys are added to an embedding's id map ``depth`` steps earlier than in the plain loop, in batch order. Until a
-    batch is looked up for training, everyone else sees the map without its keys; if it never is, they are removed.
+    batch is looked up for training, all other users see the map without the batch's keys; if it never is, the keys are
+    removed.
 
     Args:
-        loader: any iterable of batches, such as a ``DataLoader``; each iteration iterates over it again.
-        ids: for each :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` a function from a batch to the
-            ids that the model will look up with it: a tensor, int32 or int64, or one for each lookup; for an
-            :class:`speedswap.EmbeddingBagCollection` or :class:`speedswap.EmbeddingCollection` one to the features that
-            it is called with. Other lookups work too, but are not prefetched. The ids must be on the lookup's device,
-            or on the CPU with the module's ``weight`` on the lookup's device.
-        depth: how many batches ahead; 0 for the plain loop, in which lookups in tables of ranks share their rounds.
+        loader: any iterable of batches, e.g. a ``DataLoader``; each iteration iterates over it again.
+        ids: for each :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag`, a function from a batch to the
+            ids that the model will look up: an int32 or int64 tensor, or a list with one per lookup; for each
+            :class:`speedswap.EmbeddingBagCollection` or :class:`speedswap.EmbeddingCollection`, a function from a batch
+            to its features. Other lookups work too, but are not prefetched. The ids must be on the lookup's device, or
+            on the CPU with the module's ``weight`` on the lookup's device.
+        depth: number of batches ahead; 0 for the plain loop, in which lookups in tables of ranks share rounds.
 
     Returns:
         An iterable of the loader's batches; it has a length if the loader has one.
 
     Raises:
         TypeError: ``loader`` is not iterable, or a key of ``ids``, or a function's result, has the wrong type.
-        BatchError: at a batch's turn, if the loader has overwritten its ids to fill the same memory with a later batch;
-            nothing was trained on it.
+        BatchError: in a batch's turn, if the loader has overwritten its ids with a later batch's; nothing was trained
+            on it.
         ValueError: ``depth`` is negative, or differs between ranks that own the rows together; or ``ids`` is empty; or
             accelerate has prepared the loader to end a window of accumulated gradients with its last batch.
 
@@ -127,8 +128,8 @@ class Lookahead(Generic[Batch]):
         window: Any = getattr(loader, "gradient_state", None)  # accelerate's
         if self.depth and getattr(window, "num_steps", 1) > 1 and window.sync_with_dataloader:
             raise ValueError(
-                "loader was prepared by accelerate, which takes a step when the loader has given its last batch, and a "
-                f"lookahead takes that early; give Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+                "loader was prepared by accelerate, which takes a step when the loader yields its last batch, but a "
+                f"lookahead takes it early; give Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
                 f"num_steps={window.num_steps}, sync_with_dataloader=False)), or depth=0"
             )
         self._loader = loader
@@ -151,7 +152,7 @@ class Lookahead(Generic[Batch]):
                 yield batch
             return
         loop = Loop()
-        with ExitStack() as rest:  # every module, even if a pending write has failed
+        with ExitStack() as rest:  # ends the lookahead of every module, even if a pending write has failed
             for module in modules:
                 module._begin_lookahead(loop, self.depth)
                 rest.callback(module._end_lookahead, loop)
@@ -166,7 +167,7 @@ class Lookahead(Generic[Batch]):
         source, number = iter(self._loader), 0
         waiting: deque[_Turn[Batch]] = deque()
         while True:
-            # An error is raised at its turn: earlier batches are trained on first.
+            # An error is raised in its batch's turn: earlier batches are trained on first.
             while len(waiting) <= self.depth and not (waiting and waiting[-1].error):
                 waiting.append(self._next(source, modules))
             if (error := waiting[-1].error) is not None:  # every turn, since other ranks announce a batch every turn
@@ -178,12 +179,12 @@ class Lookahead(Generic[Batch]):
                 try:
                     raise turn.error
                 finally:
-                    del turn, error  # its traceback holds this frame, which would keep the caller's objects alive
+                    del turn, error  # its traceback holds this frame and would keep the caller's objects alive
             if have_changed(lookup for lookups in turn.prefetched.values() for lookup in lookups):
                 self._end_announcements(modules, failed=True)
                 raise BatchError(
-                    "the ids of a batch changed before its turn: the loader has overwritten a tensor that it had "
-                    "yielded for it, while its rows were brought; yield new tensors (buffer.clone()), or give depth=0"
+                    "the ids of a batch changed before its turn: the loader overwrote a tensor of the batch while its "
+                    "rows were prefetched; yield new tensors (buffer.clone()), or give depth=0"
                 )
             self._begin_batch(modules, number)
             has_turn = [module._begin_turn(loop, turn.prefetched[module]) for module in modules]
@@ -197,7 +198,7 @@ class Lookahead(Generic[Batch]):
             batch = next(source)
             announced = [each for module, given_of in self._ids.items() for each in module.lookups_of(given_of(batch))]
             turn = _Turn(batch)
-            # Together, so that the rows of all tables are known after one round trip to a GPU.
+            # Together, so one round trip to a GPU finds the rows of all tables.
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):
                 turn.prefetched[module].append(lookup)
@@ -212,7 +213,7 @@ class Lookahead(Generic[Batch]):
 
     @staticmethod
     def _expect(batch: Batch, of_ranks: Sequence[tuple[LooksUp, GivenOf[Batch]]]) -> None:
-        """Tell the steps of ranks' tables what the batch looks up in them, so that its lookups share rounds."""
+        """Tell the steps of ranks' tables what the batch will look up, so its lookups share rounds."""
         announced = [each for module, given_of in of_ranks for each in module.lookups_of(given_of(batch))]
         lookups = [(module._step, lookup.ids) for module, lookup in announced]
         for step, _ in lookups:

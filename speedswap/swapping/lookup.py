@@ -1,8 +1,8 @@
-"""Lookups in a batch's rows, with gradients: a row's gradients are added in the order of its positions.
+"""Differentiable lookups in a batch's rows: a row's gradients are added in the order of its positions.
 
-On the CPU the backward pass of each operation is one of these operations again, so that gradients of gradients work. On
-a GPU bags have their own kernels, which have no gradients of gradients, as torch's have none. What neither supports
-(other devices, complex rows, ``torch.func``) is left to torch.
+On the CPU the backward pass of each operation is one of these operations, so gradients of gradients work. On a GPU bags
+have their own kernels; like torch's, these have no gradients of gradients. Anything else (other devices, complex rows,
+``torch.func``) is left to torch.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def pool(
         local: int64, any shape of count items, 0 to n - 1, on weight's device, as the lookup returned it.
         offsets: int64, shape (bags + 1,), ascending from 0 to count: the start of each bag, and count.
         mode: "sum", "mean" or "max".
-        factors: for "sum": of each entry, shape (count,), of weight's dtype.
+        factors: for "sum": a factor per entry, shape (count,), of weight's dtype.
         counts: bool, shape (count,): True for each entry that counts; all by default.
         is_mean: for "mean": bool, shape (features, 1), on weight's device: False for each feature whose bags are sums.
-        features: the number of features, in whose order the bags are: a divisor of their number.
+        features: the number of features; bags are ordered by feature, and their number is a multiple of it.
 
     Returns:
-        Shape (bags / features, features · dim): in its row s the s-th bag of every feature, side by side; zeros for a
-        bag without ids.
+        Shape (bags / features, features · dim): row s has the s-th bag of every feature, side by side; zeros for an
+        empty bag.
     """
     order = kernels.order_of(local)
     if local.ndim != 1 or not local.is_contiguous():
@@ -121,7 +121,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         local, order = ctx.saved_tensors
-        if not torch.is_grad_enabled():  # no gradient of this gradient is wanted
+        if not torch.is_grad_enabled():  # no gradient of this gradient is needed
             return kernels.sum_rows(grad, local, ctx.num_rows, order), None
         return _SumOfRows.apply(grad, local, ctx.num_rows), None  # type: ignore[no-untyped-call]
 
@@ -166,7 +166,7 @@ class _SumOfBags(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         weight, factors, local, offsets, divisors = ctx.saved_tensors
         to_weight, to_factors = None, None
-        if ctx.needs_input_grad[0] and not torch.is_grad_enabled():  # no gradient of this gradient is wanted
+        if ctx.needs_input_grad[0] and not torch.is_grad_enabled():  # no gradient of this gradient is needed
             to_weight = kernels.sum_segments_back(
                 grad, local, ctx.num_rows, offsets, factors, divisors=divisors, features=ctx.features
             )

@@ -1,7 +1,7 @@
 """An optimizer's state for a table's rows: columns of the table, and scalars.
 
-Between steps the optimizer itself holds only scalars (``step``). They outlive it with the table: in its files, and in
-memory for the next optimizer of the same class that is attached to a table with state.
+Between steps the optimizer itself holds only scalars (``step``). Scalars outlive it with the table: in the table's
+files, and in memory for the next optimizer of the same class that is attached to a table with state.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from speedswap.tables.store import AVERAGES, IDLE_ROWS
 
 _log = logging.getLogger("speedswap")
 
-# Key of a table's attributes under which the scalars are kept.
+# The key of the scalars in a table's attributes.
 _ATTRIBUTE = "optimizer"
 _DTYPES = {str(each): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(eq=False)
 class Scalars:
-    """Scalars that belong to the rows' state, read when the table is saved, and after each step of a table in files.
+    """Scalars that belong to the rows' state, read when the table is saved and, for a table in files, after each step.
 
-    By then a training function may have returned and its optimizer been freed. So this holds the state by reference:
+    By then the training function may have returned and its optimizer been freed. So this holds the state by reference:
     optimizers count their steps in place, and no step has to copy anything. It holds neither the table nor the
-    optimizer, to not keep them alive.
+    optimizer, so it does not keep them alive.
 
     Attributes:
-        optimizer: the name of its class.
-        names: which of the state is scalar.
-        state: the state that belongs to the table's present rows; None if they have only their initial state.
+        optimizer: the name of the optimizer's class.
+        names: the names of the scalar state.
+        state: the state that belongs to the table's current rows; None if they have only their initial state.
     """
 
     optimizer: str
@@ -77,14 +77,14 @@ class OptimizerState:
     Args:
         table: the full rows.
         weight: the parameter that an optimizer holds for the rows.
-        state_dtype: the dtype in which the table stores float32 state as wide as the weight; by default as it does
-            already, or float32.
-        rounding: the rounding of such state; stochastic by default.
+        state_dtype: the dtype in which the table stores float32 state as wide as the weight; by default the table's
+            current one, or float32.
+        rounding: the rounding of this state; stochastic by default.
         whole: the table that the weight stands for, if ``table`` holds only some of its rows.
 
     Attributes:
-        idle: the store in which rows outside the batch take each step too; None if they are not touched.
-        averages: those of the rows, kept in the table, that take part in the step under way.
+        idle: the store in which rows outside the batch also take each step; None if they are not touched.
+        averages: averages of the rows, kept in the table, that take part in the current step.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class OptimizerState:
         self.warning: str | None = None  # logged unless a state is loaded before the next step
         self._is_copied = False  # copied with the table, for a copy of the optimizer
         self._twin: Twin | None = None
-        self._step: Before | None = None  # under way, for idle rows
-        self._count_step: Callable[[], None] | None = None  # which they then miss
+        self._step: Before | None = None  # the current step, for idle rows
+        self._count_step: Callable[[], None] | None = None  # records the step as one that idle rows miss
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
@@ -143,7 +143,7 @@ class OptimizerState:
     def save_scalars(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Save the scalars that :meth:`put_back` restores, before a step; return the optimizer's state, if any.
 
-        This also logs if an earlier run's state is not what it seems.
+        This also logs a pending warning about an earlier run's state.
         """
         if self.warning is not None:
             _log.warning(self.warning)
@@ -153,7 +153,7 @@ class OptimizerState:
         return state
 
     def notice_cleared(self, optimizer: Optimizer) -> None:
-        """Reset every row's state if the optimizer's was cleared, as by ``optimizer.state.clear()``."""
+        """Reset every row's state if the optimizer's state was cleared, e.g. by ``optimizer.state.clear()``."""
         if self.weight not in optimizer.state:
             self.load(None)
 
@@ -204,7 +204,7 @@ class OptimizerState:
                 state[key] = _copy(row_state.scalars[key])
             value = state[key]
             if type(value) is Tensor and value.device != device and self._kernels_count(optimizer):
-                state[key] = value.to(device)  # the module was moved since
+                state[key] = value.to(device)  # the module has moved since
         for column in row_state.columns:
             state[column.name] = columns[column.name]
         if is_taken_again:
@@ -213,7 +213,7 @@ class OptimizerState:
         self._scalars.names, self._scalars.state = row_state.scalars, self._before
 
     def step_others(self, block: Block, grad: Tensor) -> None:
-        """Take the step that the optimizer has just taken on other rows too, in place.
+        """Take the optimizer's last step on other rows too, in place.
 
         Args:
             block: the rows, with every column.
@@ -226,11 +226,11 @@ class OptimizerState:
         self._twin.take(block.columns, self._step, grad)
 
     def prepare_idle_step(self) -> None:
-        """Find what the step under way does to rows that miss it, before any table is written.
+        """Find the effect of the current step on rows that miss it, before any table is written.
 
         Raises:
-            OptimizerError: rows on disk could not take it later.
-            TableFullError: too many steps were missed for another, and the disk has no room for every row.
+            OptimizerError: rows on disk could not take the step later.
+            TableFullError: too many steps were missed to add this one, and the disk has no room for every row.
         """
         idle, twin, before = self.idle, self._twin, self._step
         assert idle is not None
@@ -241,7 +241,7 @@ class OptimizerState:
             add = None if step is None else steps.prepare(step)
         elif isinstance(steps, ReplayedSteps):
             add = steps.prepare(before)
-        if add is None:  # the first step, or one that does not fit after the others
+        if add is None:  # the first step, or one that does not fit the steps before
             fresh = twin.closed_steps()
             add = None if step is None else fresh.prepare(step)
             if add is None:
@@ -256,7 +256,7 @@ class OptimizerState:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Write the rows of a step inside the block, as a step that idle rows miss unless the block raises."""
+        """Surround the writing of a step's rows; unless the block raises, idle rows miss the step."""
         assert self.idle is not None
         assert self._count_step is not None
         with self.idle.counting():
@@ -267,13 +267,13 @@ class OptimizerState:
         """Raise OptimizerError if rows are in files, since other processes cannot take an optimizer's steps."""
         if self.table.store.files is not None:
             raise OptimizerError(
-                f"{twin.name} moves rows without a gradient in a way that only its own steps can repeat, as with a "
-                f"weight_decay that it adds to the gradient, and table {self.table.name!r} is in files, which other "
+                f"{twin.name} moves rows without a gradient in a way that only its own steps can repeat (e.g. a "
+                f"weight_decay added to the gradient), but table {self.table.name!r} is in files, which other "
                 "processes read; use AdamW or decoupled_weight_decay=True, idle_rows='lazy', or a table in memory"
             )
 
     def _kernels_count(self, optimizer: Optimizer) -> bool:
-        """Return whether kernels count the optimizer's steps: they take any address for one on their device."""
+        """Return whether kernels count the optimizer's steps; they treat any address as one on their device."""
         return any(
             group.get("fused") or group.get("capturable")
             for group in optimizer.param_groups
@@ -311,7 +311,8 @@ class OptimizerState:
         self.averages = []
 
     def put_back(self, batch: nn.Parameter) -> None:
-        """Put the weight back into the optimizer after a step that did not reach the table, with its scalars before."""
+        """Put the weight and the scalars from before back into the optimizer, after a step that did not reach the
+        table."""
         if (optimizer := self.optimizer) is not None:
             _replace_parameter(optimizer, batch, self.weight)
             if batch in optimizer.state or self.weight in optimizer.state:
@@ -334,8 +335,8 @@ class OptimizerState:
         self.require_trainable()
         if optimizer in self._former:
             raise OptimizerError(
-                f"this {type(optimizer).__name__} was replaced as the optimizer of table {self.table.name!r}, whose "
-                "rows have the state of one optimizer at a time; take the weight out of one of the two"
+                f"this {type(optimizer).__name__} was replaced as the optimizer of table {self.table.name!r}, and "
+                "rows hold the state of one optimizer at a time; take the weight out of one of the two"
             )
         found = self._probe(optimizer)
         if self.idle is not None:
@@ -362,11 +363,11 @@ class OptimizerState:
         starts_over = not resumes and not self._is_whole(state)
         if starts_over:
             # An interrupted attach does not count, and the next one repeats this.
-            self._note_scalars_of(optimizer)  # none yet, before the state they belong to is gone
+            self._note_scalars_of(optimizer)  # none yet; recorded before the old state is gone
             self.table.reset_columns(existing)
         with deferred_interrupts():
             self.attached = weakref.ref(optimizer)
-            self.weight.may_be_taken = False  # only by this optimizer
+            self.weight.may_be_taken = False  # this optimizer is the only one that may hold it
             if replaced is not None:
                 self._former.add(replaced)
             self._note_scalars_of(optimizer)
@@ -375,8 +376,8 @@ class OptimizerState:
             if starts_over and is_first and existing and self.table.writes:
                 self.warning = (
                     f"table {self.table.name!r} has state of an earlier run "
-                    f"({', '.join(column.name for column in existing)}), but no step count of this optimizer, "
-                    f"{type(optimizer).__name__}, that goes with it: the state starts over; the weights are kept"
+                    f"({', '.join(column.name for column in existing)}), but no matching step count of this optimizer, "
+                    f"{type(optimizer).__name__}: the state starts over; the weights are kept"
                 )
             if resumes:
                 self._recall_scalars(optimizer, noted)
@@ -401,12 +402,12 @@ class OptimizerState:
             found: the result of :meth:`examine` for it, if any.
 
         Raises:
-            OptimizerError: its steps cannot be taken again, or not by rows in files.
+            OptimizerError: its steps cannot be repeated, or not by rows in files.
         """
         if averages_of(self.table):
             raise ValueError(
-                f"idle_rows is 'dense', but table {self.table.name!r} has averages (speedswap.optim.Averaged), which "
-                "would need every row at every step; leave one of the two out"
+                f"idle_rows is 'dense', but table {self.table.name!r} has averages (speedswap.optim.Averaged), and "
+                "together these would need every row at every step; leave one of the two out"
             )
         if self.table.store.notes.viewed:
             raise ValueError(
@@ -421,7 +422,7 @@ class OptimizerState:
         return twin
 
     def move_idle_rows(self, twin: Twin | None) -> None:
-        """Let rows outside the batch take each step from now on, by a twin of the optimizer; or no longer."""
+        """Let rows outside the batch take each step from now on, by a twin of the optimizer; None ends this."""
         idle = None
         if twin is not None:
             self.table.store = idle = IdleStore.over(self.table.store)
@@ -431,7 +432,7 @@ class OptimizerState:
             store.bring_up_to_date()
 
     def _keep_idle(self, idle: IdleStore | None) -> None:
-        """Let rows outside the batch take each step in this store, or not at all, which the table's files will say."""
+        """Let rows outside the batch take each step in this store, or none, and record this in the table's files."""
         self.idle = idle
         if idle is not None:
             self.table.live_attributes[IDLE_ROWS] = _dense
@@ -440,13 +441,14 @@ class OptimizerState:
             self.table.attributes.pop(IDLE_ROWS, None)
 
     def warn_of_idle_rows(self, optimizer: Optimizer, attributes: dict[str, Any]) -> None:
-        """Warn if, by a table's attributes, idle rows took every step so far, and would not take this optimizer's."""
+        """Warn if a table's attributes say that idle rows took every step so far, but they would not take this
+        optimizer's."""
         if self.idle is None and attributes.get(IDLE_ROWS):
             name = type(optimizer).__name__
             warn_once(
                 "SW409",
-                f"table {self.table.name!r} was trained with idle_rows='dense', and {name} is attached without: rows "
-                "outside the batch will no longer take its steps; call speedswap.attach(optimizer, model, "
+                f"table {self.table.name!r} was trained with idle_rows='dense', but {name} is attached without it: "
+                "rows outside the batch will no longer take its steps; call speedswap.attach(optimizer, model, "
                 "idle_rows='dense') before load_checkpoint and the first step, or with idle_rows='lazy' if they should "
                 "not",
             )
@@ -458,13 +460,13 @@ class OptimizerState:
             OptimizerError: this table cannot hold its state. Nothing has changed.
         """
         held = optimizer.state.get(self.weight, {})
-        # A copy of an attached optimizer has its scalars and no rows, and loaded state is not initial state.
+        # A copy of an attached optimizer has scalars but no rows, and loaded state is not initial state.
         left = held.keys() <= self._row_state.scalars.keys()
         is_loaded = bool(held) and not any(_is_made_of_weight(value) for value in held.values())
         asked = optimizer, self.weight, self.table.embedding_dim, self.table.dtype
         try:
             row_state = probe(*asked, fresh=left or is_loaded)
-        except OptimizerError:  # only its constructor makes state, as Adagrad's does before torch 2.13
+        except OptimizerError:  # only the constructor makes state (Adagrad before torch 2.13)
             if not left and is_loaded:
                 row_state = probe(*asked)
             elif left and held and self._noted_scalars().get("class") == type(optimizer).__name__:
@@ -508,7 +510,7 @@ class OptimizerState:
         return noted if _are_scalars(noted) else {}  # a file may contain anything
 
     def _note_scalars_of(self, optimizer: Optimizer) -> None:
-        """Make the table keep this optimizer's scalars from now on; it has none yet."""
+        """Make the table keep this optimizer's scalars from now on; there are none yet."""
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._scalars = Scalars(type(optimizer).__name__)
         self.table.live_attributes[_ATTRIBUTE] = self._scalars
@@ -519,7 +521,7 @@ class OptimizerState:
         for key, value in noted["scalars"].items():
             if key in self._row_state.scalars and (fresh or key not in state):
                 initial = self._row_state.scalars[key]
-                if isinstance(initial, Tensor):  # a load_state_dict may have cast it
+                if isinstance(initial, Tensor):  # load_state_dict may have cast it
                     dtype = _DTYPES.get(str(noted.get("dtypes", {}).get(key)), initial.dtype)
                     value = torch.full_like(initial, value, dtype=dtype)
                 state[key] = value
@@ -529,7 +531,7 @@ class OptimizerState:
         """Leave only scalars in the optimizer: its row state moves to the table, or was the placeholder's."""
         if not optimizer.state.get(self.weight):
             return
-        # A state_dict, before or after loading, may have the same dictionary and tensors.
+        # A state_dict, before or after loading, may share the dictionary and the tensors.
         state = optimizer.state[self.weight] = with_own_scalars(optimizer.state[self.weight])
         for column in self._row_state.columns:
             if _is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
@@ -558,10 +560,10 @@ class OptimizerState:
     # ------------------------------------------------------------------ state_dict
 
     def read(self, scalars: Mapping[str, Any], *, initial: bool = False) -> dict[str, Any]:
-        """Return a copy of the rows' state, for the whole table; without its columns inside of ``rows_apart``.
+        """Return a copy of the whole table's state; without columns inside ``rows_apart``.
 
         Args:
-            scalars: the present ones.
+            scalars: the current scalars.
             initial: True to include state even before the first step.
 
         Raises:
@@ -583,7 +585,7 @@ class OptimizerState:
             state: the parameter's.
 
         Returns:
-            The state that it keeps with these settings, if that differs from the present state; for :meth:`load`.
+            The state that it keeps with these settings, if that differs from the current state; for :meth:`load`.
 
         Raises:
             ValueError: a tensor's shape does not match the table, or a column is missing.
@@ -650,14 +652,14 @@ class OptimizerState:
         return bool(held) and self.is_trainable and not any(map(_is_made_of_weight, held.values()))
 
     def resume(self, optimizer: Optimizer, *, initial: bool) -> None:
-        """Resume with the columns and scalars that table and optimizer got from a checkpoint.
+        """Resume from the columns and scalars that table and optimizer have loaded from a checkpoint.
 
         Args:
             optimizer: the attached one.
             initial: as :attr:`is_initial` was.
         """
         row_state = self._row_state
-        if initial and row_state.columns and not row_state.from_gradient:  # which a constructor does not make again
+        if initial and row_state.columns and not row_state.from_gradient:  # the constructor does not make it again
             optimizer.state[self.weight], initial = with_own_scalars(row_state.scalars), False
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._is_initial = initial
@@ -683,7 +685,7 @@ class OptimizerState:
         self._remember(with_own_scalars(state))
 
     def _remember(self, state: dict[str, Any]) -> None:
-        """Make the table keep the scalars of a state, which belongs to its present rows."""
+        """Make the table keep the scalars of the state of its current rows."""
         self._scalars.names, self._scalars.state = self._row_state.scalars, state
 
     def _forget_scalars(self) -> None:
@@ -714,7 +716,7 @@ def _nobody() -> None:
 
 
 def _dense() -> str:
-    """Return how an optimizer is attached whose steps idle rows take."""
+    """Return the ``idle_rows`` with which idle rows take an optimizer's steps."""
     return "dense"
 
 
@@ -729,7 +731,7 @@ def _are_scalars(value: object) -> bool:
 
 
 def _replace_parameter(optimizer: Optimizer, held: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in another's place in an optimizer's groups, if they have the other."""
+    """Replace a parameter in an optimizer's groups, if they contain it."""
     for group in optimizer.param_groups:
         parameters = group["params"]
         for place, parameter in enumerate(parameters):

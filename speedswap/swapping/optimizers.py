@@ -1,9 +1,9 @@
 """Torch's optimizers: their parameters, settings, and state per row.
 
 An optimizer can train a table's rows if a row's update depends only on that row. This is tested rather than looked up
-in a list: a copy of the optimizer, with its settings, takes a few steps on a small random parameter, again with one row
-changed, and again with only some of the rows. The results of the other rows must not change. Gradients are random:
-special ones (of rank one, say) may hide that an optimizer mixes rows.
+in a list: a copy of the optimizer, with its settings, takes a few steps on a small random parameter, then with one row
+changed, and then with only some of the rows. The results of the other rows must not change. Gradients are random:
+special gradients (e.g. of rank one) may hide that an optimizer mixes rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
 from speedswap.tables.init import seeded
 
-OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # settings with the same result
+OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # do not affect the result
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -49,8 +49,8 @@ def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
 def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:
     """Return the settings that an optimizer's step with a parameter group depends on, as comparable text.
 
-    Numbers have six digits, so that different rounding on two machines does not matter. Anything but numbers, strings,
-    None and sequences of these is left out, as are tensors on a GPU, which would have to be waited for.
+    Numbers have six digits, so different rounding on two machines does not matter. Anything but numbers, strings, None
+    and sequences of these is left out, as are tensors on a GPU, which would require waiting for it.
 
     Args:
         optimizer: the group's optimizer.
@@ -68,7 +68,7 @@ def _text_of(value: Any) -> str | None:
         if value.device.type != "cpu" or value.numel() != 1:
             return None
         value = value.item()
-    if isinstance(value, (float, int, Real)):  # the first two are found sooner
+    if isinstance(value, (float, int, Real)):  # isinstance finds the first two faster
         return f"{float(value):.6g}"
     if value is None or isinstance(value, str):
         return repr(value)
@@ -118,7 +118,7 @@ class _Thread(threading.local):
 
 
 this_thread = _Thread()
-# A probed step uses the process's random generators. A forked child finds the lock free.
+# A probed step uses the process's random generators. The lock is free in a forked child.
 _one_at_a_time = Locked()
 
 
@@ -129,8 +129,8 @@ class RowState:
     Attributes:
         columns: state tensors that have a row for each row of the parameter, with their initial values.
         scalars: everything else (``step``), at its initial value.
-        from_gradient: columns that the optimizer initializes from its first gradient, such as SGD's momentum. Rows
-            first seen after the first step start from zero.
+        from_gradient: columns that the optimizer initializes from its first gradient, e.g. SGD's momentum. Rows first
+            seen after the first step start from zero.
     """
 
     columns: tuple[Column, ...]
@@ -155,7 +155,7 @@ class _Run:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, str | None]:
-        """Return what all rows have in common, such as a learning rate that is estimated from all of them."""
+        """Return state that all rows share, e.g. a learning rate that is estimated from all of them."""
         values = {**self.settings, **self.state}.items()
         return {key: _text_of(each.cpu() if isinstance(each, Tensor) else each) for key, each in values}
 
@@ -172,7 +172,7 @@ class _FirstValues(dict[str, Any]):
             self.first[key] = value.detach().clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
 
-    # dict's own would not call __setitem__.
+    # dict's method would not call __setitem__.
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
 
@@ -187,7 +187,7 @@ def probe(
         weight: the parameter that stands for the rows.
         embedding_dim: items per row.
         dtype: of the rows.
-        fresh: start without the optimizer's state for the weight, which is a leftover of an attached optimizer's.
+        fresh: start without the optimizer's state for the weight, which is left over from an attached optimizer.
 
     Raises:
         OptimizerError: it mixes rows, only takes sparse gradients, or keeps state without rows.
@@ -216,7 +216,7 @@ def probe(
         raise OptimizerError(
             f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table at "
             "every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) for the "
-            "embedding, in an optimizer of its own if the rest of the model is to keep this one"
+            "embedding, as a separate optimizer if the rest of the model is to keep this one"
         )
     if not _same_rows(exact, moved([value[1:4] for value in plain]), slice(1, 4), slice(None), exactly=False):
         raise OptimizerError(
@@ -227,7 +227,7 @@ def probe(
     late = moved([plain[0], *plain[1:] * 5]) if callable(getattr(optimizer, "eval", None)) else exact
     if not torch.equal(late.evaluated, late.weight):
         raise OptimizerError(
-            f"{name} moves parameters in eval() and train(), between steps, where a table's rows would stay; use the "
+            f"{name} moves parameters in eval() and train(), between steps, but a table's rows would not move; use the "
             "optimizer that it builds on (SGD, Adam, …) for the embedding alone"
         )
     sample, sample_other = (
@@ -251,8 +251,8 @@ def probe(
             )
     if derived and not _starts_from_zero(optimizer, weight, plain, exact):
         raise OptimizerError(
-            f"{name} starts its state {derived[0]!r} with values that differ from row to row, which rows outside the "
-            "first batch would not get; use another optimizer for the embedding"
+            f"{name} starts its state {derived[0]!r} with values that differ between rows, but rows outside the "
+            "first batch would not get them; use another optimizer for the embedding"
         )
     return RowState(tuple(columns), scalars, tuple(derived))
 
@@ -272,7 +272,7 @@ def _starts_from_zero(optimizer: Optimizer, weight: nn.Parameter, values: list[T
     """Return whether zero is valid state for a row that was not in the first step.
 
     SGD initializes its momentum from the first gradient. For a row seen later, zero must act like a first step without
-    a gradient, or like one with it; ignoring weight decay, which would act as a gradient.
+    a gradient, or like one with a gradient; weight decay is ignored, since it acts as a gradient.
     """
     zeros = {
         key: torch.zeros_like(value) if isinstance(value, Tensor) and value.dim() else exact.first.get(key, value)
@@ -327,7 +327,7 @@ def _run(
     Args:
         start: the initial state.
         decay: False to switch weight decay off.
-        moving: replace a learning rate of 0, as at the start of a warm-up, with which the weight would not move.
+        moving: True to replace a learning rate of 0 (the start of a warm-up), with which the weight would not move.
     """
     toy = nn.Parameter(values[0].clone())
     try:
@@ -356,8 +356,8 @@ def _run(
 
 
 def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
-    """Step a probed optimizer without any table taking that for a training step."""
-    this_thread.probing = True  # not a context manager, which Ctrl-C at its start may leave open
+    """Step a probed optimizer without any table treating it as a training step."""
+    this_thread.probing = True  # not a context manager: Ctrl-C at its start could leave it open
     try:
         type(optimizer).step(optimizer, *args)
     finally:
@@ -374,14 +374,14 @@ def clone_of(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> O
     clone.state = defaultdict(_FirstValues)
     memo[id(optimizer.state)] = clone.state
     for key, value in optimizer.state.get(weight, {}).items():
-        # State created by the constructor (Adagrad) is initial state; loaded state goes to the table, every row.
+        # State created by the constructor (Adagrad) is initial state; loaded state goes to the table, for every row.
         if is_divided(value):
             value = torch.zeros(1, *value.shape[1:], dtype=value.dtype)
         if isinstance(value, Tensor) and value.dim():
             row = value[:1] if is_one_value(value) or _is_uniform(value) else torch.zeros_like(value[:1])
             value = row.expand(len(toy), *value.shape[1:])
             dtype = torch.promote_types(value.dtype, toy.dtype) if value.is_floating_point() else value.dtype
-            value = value.to(toy.device, dtype)  # the module was on another device when the constructor made it
+            value = value.to(toy.device, dtype)  # the module has moved since the constructor made this state
         clone.state[toy][key] = (
             value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
         )
@@ -417,11 +417,11 @@ def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], e
         step_unnoticed(clone_of(optimizer, weight, toy))
     except Exception:
         return OptimizerError(
-            f"{name} cannot be examined: a copy of it cannot train a parameter of shape {tuple(toy.shape)} alone "
+            f"{name} cannot be examined: a copy of it cannot train a single parameter of shape {tuple(toy.shape)} "
             f"({error}); use another optimizer for the embedding"
         )
     twin = f"torch.optim.{name.removeprefix('Sparse')}" if name.startswith("Sparse") else "its dense twin"
     return OptimizerError(
-        f"{name} takes sparse gradients only ({error}); use {twin}: a table's rows get dense gradients of the batch's "
-        "rows alone, so it does the same work"
+        f"{name} takes only sparse gradients ({error}); use {twin}: a table's rows get dense gradients of only the "
+        "batch's rows, so it does the same work"
     )

@@ -1,4 +1,4 @@
-"""Lookups in three stages: requested by a module, announced by a lookahead, and prefetched."""
+"""The three stages of a lookup: requested by a module, announced by a lookahead, prefetched."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class Request:
     Attributes:
         given: the tensors that a lookahead may have announced for it; empty if there are no ids.
         device: where the rows are needed.
-        ids_of: returns the ids, int32 or int64, any shape, on that device; called if none were announced.
-        found_of: returns their rows and each id's index among them, where those of several lookups are found together;
-            or None.
-        followed_by: the lookups that the caller makes next in tables of ranks: the training steps, each with its ids.
+        ids_of: returns the ids, int32 or int64, any shape, on that device; called if the lookup was not announced.
+        found_of: returns their rows and each id's index among them, if several lookups find these together; or None.
+        followed_by: the caller's next lookups in tables of ranks: the training steps, each with its ids.
     """
 
     given: tuple[Tensor, ...]
@@ -43,7 +42,7 @@ class Request:
         return cls((request,), request.device, lambda: request)
 
 
-# Their values are keys or ids alike in any of them.
+# Their values may be keys as well as ids.
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32}
 
 
@@ -63,10 +62,10 @@ class Announced(NamedTuple):
         ids: rows of the table, int32 or int64, any shape, at least one. They are not modified afterwards, unless they
             are one of ``given``.
         asked: the lookup's keys, as the module keeps them, if an id map assigned these rows.
-        batch: what the module has read the ids from, to look them up in the same form; or None.
+        batch: the object that the module has read the ids from, to look them up in the same form; or None.
         found: the rows and each id's index among them, if they are known.
-        sources: what the ids were read from, apart from ``given``; its ``has_changed()`` says whether that was
-            overwritten since.
+        sources: the objects that the ids were read from, apart from ``given``; ``has_changed()`` returns whether one
+            was overwritten since.
     """
 
     table: Table
@@ -84,7 +83,7 @@ class PrefetchedLookup:
 
     Attributes:
         transfer: the transfer of the rows.
-        sources: what must not change before the lookup's turn.
+        sources: objects that must not change before the lookup's turn.
     """
 
     transfer: Prefetched
@@ -104,7 +103,7 @@ class PrefetchedLookup:
         self._rows_version = 0
 
     def has_turn(self) -> bool:
-        """Wait for the other ranks that own the table; return False if one of them has no batch for this turn.
+        """Wait for the other ranks that own the table; return False if one of them has no batch in this turn.
 
         Raises:
             PeerError: another rank failed.
@@ -121,8 +120,8 @@ class PrefetchedLookup:
         """Take the rows in their current state.
 
         Returns:
-            The rows, and each id's index among them, of the given ids' shape; None if they are stale and must be looked
-            up again.
+            The rows, and each id's index among them, of the given ids' shape; None if they are stale and must be read
+            again.
         """
         with self.table.lock:
             if self._found_version < 0:
@@ -135,7 +134,7 @@ class PrefetchedLookup:
             return self._found if is_current else None
 
     def _version_of_rows(self) -> int:
-        """Return the version of the rows found, which any optimizer step changes, even one that fails."""
+        """Return the version of the found rows; any optimizer step changes it, even a failed one."""
         return self._found[0].weight._version if self._found is not None else 0
 
 
@@ -153,12 +152,12 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
 
 
 def have_changed(lookups: Iterable[PrefetchedLookup]) -> bool:
-    """Return whether anything that a batch's ids were read from has been overwritten since they were announced."""
+    """Return whether a source of a batch's ids has been overwritten since they were announced."""
     return any(source.has_changed() for source in {source for each in lookups for source in each.sources})
 
 
 class GivenTensor:
-    """A tensor as it was when its lookup was announced: a copy; or itself, in GPU memory, where its version tells.
+    """A tensor at the time its lookup was announced: a copy; or, in GPU memory, the tensor and its version.
 
     Args:
         tensor: the tensor, of any dtype and shape.
@@ -181,7 +180,7 @@ class GivenTensor:
         return self._version != self._tensor._version
 
     def equals(self, now: Tensor) -> bool:
-        """Return whether a tensor equals this one as it was. GPU memory that changed since equals none."""
+        """Return whether a tensor equals the announced one. GPU memory that has changed since equals no tensor."""
         if now.numel() != self.ids.numel():
             return False
         if is_unchanged(self._tensor, self._version, now):
@@ -197,7 +196,8 @@ class GivenTensor:
 
 
 def is_unchanged(given: Tensor, version: int | None, now: Tensor) -> bool:
-    """Return whether a tensor is the same, unchanged GPU memory as one given; comparing values would wait for the GPU.
+    """Return whether a tensor is the same GPU memory as a given one, unchanged; comparing values would wait for the
+    GPU.
 
     CPU memory may be written without changing a tensor's version.
 
@@ -210,7 +210,7 @@ def is_unchanged(given: Tensor, version: int | None, now: Tensor) -> bool:
         return False
     if now is given:
         return True
-    # Another view of it, as from indexing the batch again: views share their version counter.
+    # Or a different view of it, e.g. from indexing the batch again: views share the version counter.
     same_memory = now.data_ptr() == given.data_ptr() and now.dtype == given.dtype
     same_order = (now.shape, now.stride()) == (given.shape, given.stride()) or (
         now.is_contiguous() and given.is_contiguous()

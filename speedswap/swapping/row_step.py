@@ -1,17 +1,17 @@
 """A training step of a batch's rows, from the gradient's arrival to the scatter.
 
 A :class:`RowStep` belongs to one embedding. Its parameter ``weight`` is a one-row placeholder that an optimizer can
-hold. The backward pass leaves the batch's rows and their gradient in another, ``batch``; just before the optimizer's
-step that takes the weight's place in the optimizer's groups, and the rows' state is added to ``optimizer.state``; just
-after the step, weight and state are written to the table in one scatter, and the optimizer holds the weight again. The
-table changes only there.
+hold. The backward pass leaves the batch's rows and their gradient in a second parameter, ``batch``. Just before the
+optimizer's step, ``batch`` takes the weight's place in the optimizer's groups, and the rows' state is added to
+``optimizer.state``. Just after the step, weight and state are written to the table in one scatter, and the optimizer
+holds the weight again. The table changes at no other point.
 
 ::
 
     IDLE ── receive ──▶ READY ── swap_in ──▶ STEPPING ── swap_out ──▶ STEPPED
                                                  └────── undo ──────▶ FAILED
 
-From STEPPED and FAILED another ``swap_in`` steps again with the same gradient. ``receive`` adds to it in STEPPED, and
+From STEPPED and FAILED, a second ``swap_in`` steps again with the same gradient. ``receive`` adds to it in STEPPED, and
 drops it in FAILED. The next forward pass leads back to IDLE: from STEPPED once ``zero_grad`` has dropped the gradient,
 from FAILED at once.
 """
@@ -75,8 +75,8 @@ class Loop:
     """A pass through a lookahead's batches.
 
     Attributes:
-        is_left: True once its iterator was closed before its end: by ``break``, or wherever the garbage collector ran.
-            So this does nothing else; the next call that finds it ends the loop.
+        is_left: True once its iterator was closed early, by ``break`` or at any point by the garbage collector. Closing
+            therefore only sets this; the next call that sees it ends the loop.
     """
 
     is_left = False
@@ -91,14 +91,14 @@ class RowStep(Locked):
 
     Attributes:
         batch: the batch's rows and their gradient, which an optimizer holds during its step.
-        key_pass: the keys of the lookup made next, or last.
-        key_passes: those of all lookups from which a backward pass may come.
-        counted: numbers of the keys that the batch has counted before it is tried again, by id map.
+        key_pass: the keys of the next lookup, or of the last one once it is made.
+        key_passes: the keys of all lookups that may still get a backward pass.
+        counted: the numbers of the keys that an earlier attempt at the batch has counted, by id map.
     """
 
     is_sharded = False
     group: RankGroup | None = None  # the ranks that own the rows; None if this process does
-    in_files: ClassVar[dict[int, weakref.ref[RowStep]]] = {}  # those over tables in files; none in most programs
+    in_files: ClassVar[dict[int, weakref.ref[RowStep]]] = {}  # steps over tables in files; empty in most programs
 
     def __init__(self, state: OptimizerState, padding: Padding) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class RowStep(Locked):
         self._column = self.table.columns["weight"]
         self._in_closure = False
         self._thread = 0  # the thread inside the optimizer's step
-        self._abandoned = 0  # times
+        self._abandoned = 0  # number of abandoned steps
         self.key_pass = KeyPass()
         self.key_passes = weakref.WeakSet([self.key_pass])
         self.counted: dict[KeyedRows, Tensor] = {}
@@ -151,8 +151,8 @@ class RowStep(Locked):
             trains: True if the rows get a gradient.
 
         Returns:
-            The rows' weights, shape (n, embedding_dim), a new leaf if they are trained, whose gradient arrives here;
-            and each id's index among them, int64, of the ids' shape, or of the shape in which they were announced.
+            The rows' weights, shape (n, embedding_dim): if they are trained, a new leaf whose gradient arrives here.
+            And each id's index among them, int64, in the shape of the ids, or in which they were announced.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -184,7 +184,7 @@ class RowStep(Locked):
         return table.lease(rows, columns=columns, device=rows.device), local
 
     def _announced_lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor] | None:
-        """Return a lookup's rows as gathered by a lookahead, if they are current, or as its ids, not computed again.
+        """Lease a lookup's rows as a lookahead gathered them, or gather them again by its ids if they are stale.
 
         Returns:
             None if the lookup has no ids, or was not announced.
@@ -198,9 +198,9 @@ class RowStep(Locked):
         if columns is None:
             warn_once(
                 "SW407",
-                f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
-                "which is slower; let its function return the ids of every lookup, on the lookup's device, take each "
-                "batch only once the one before was trained on, and yield no tensors that are overwritten later",
+                f"table {self.table.name!r} is looked up for training without having been announced to the lookahead, "
+                "which is slower; let its function return the ids of every lookup, on the lookup's device, train on "
+                "each batch before taking the next, and yield no tensors that are overwritten later",
             )
         return None
 
@@ -227,7 +227,7 @@ class RowStep(Locked):
         self._announced = loop, lookups
 
     def expect(self, lookups: Sequence[tuple[RowStep, Tensor]]) -> None:
-        """Learn what lookups the next batch makes in this and other tables: their steps, each with its ids."""
+        """Receive the lookups that the next batch makes in this and other tables: their steps, each with its ids."""
 
     def end_announcements(self, *, failed: bool) -> None:
         """Record that no more lookups will be announced; ``failed``: because of an error."""
@@ -245,7 +245,7 @@ class RowStep(Locked):
 
         Raises:
             OptimizerError: the rows are for lookup only.
-            LostUpdateError: the step did not and never will; its rows and gradients are dropped.
+            LostUpdateError: the step did not reach it and never will; its rows and gradients are dropped.
             ThreadError: another thread is inside the optimizer's step.
         """
         if not self.state.is_trainable:
@@ -289,11 +289,11 @@ class RowStep(Locked):
             self._take(block, version, grad, BatchRows.steps_anywhere)
 
     def _take(self, block: Block, version: int, grad: Tensor, steps: int, *, keeps: bool | None = None) -> None:
-        """Add a gradient to the step's, with the lock held.
+        """Add a gradient to the step's gradient; the lock must be held.
 
         Args:
             block, version, grad, keeps: as for :meth:`BatchRows.add`.
-            steps: the steps of any optimizer so far that did not miss the gradient.
+            steps: the number of steps, of any optimizer, before the gradient arrived.
         """
         if self._status in _UNFINISHED:
             self._leave_failed()
@@ -305,7 +305,7 @@ class RowStep(Locked):
         self._status = _Status.READY
 
     def receive_of_all(self, gradient: GradientOfAll) -> None:
-        """Take a gradient of every row, right after :meth:`receive` has taken that of the lookup it came with."""
+        """Take a gradient of every row, right after :meth:`receive` has taken the gradient of its lookup."""
         with self.lock:
             self._rows.add_of_all(gradient)
 
@@ -315,31 +315,31 @@ class RowStep(Locked):
 
     @property
     def steps_all(self) -> bool:
-        """True if the next step is one of every row."""
+        """True if the next step trains every row."""
         return bool(self._rows.of_all)
 
     def settle(self) -> None:
         """Merge the gradients of all backward passes into the weight's, before it is read."""
 
     def begin_batch(self, number: int) -> None:
-        """Record that the training loop begins a batch, which it has numbered."""
+        """Record that the training loop begins the batch with this number."""
 
     def before_zero_grad(self) -> None:
-        """Record that the optimizer's ``zero_grad`` was called, with which the training loop may begin a batch."""
+        """Record that the optimizer's ``zero_grad`` was called, which may mark the beginning of a batch."""
 
     def gradient(self) -> Tensor | None:
         """Return the weight's gradient."""
         return self.batch.grad
 
     def drop_gradient(self, rows: Tensor) -> None:
-        """Drop the gradient, from earlier lookups, of rows that were reset in the table."""
+        """Drop the gradient that reset rows got from earlier lookups."""
         with self.lock:
             self.next_key_pass().renewed.append(rows)
             if self._status is _Status.READY:
                 self._rows.drop(rows)
 
     def next_key_pass(self) -> KeyPass:
-        """Return the keys of the lookup that is made next."""
+        """Return the keys of the next lookup."""
         if self.key_pass.is_made:
             self.key_pass.following = KeyPass()
             self.key_pass = self.key_pass.following
@@ -370,7 +370,7 @@ class RowStep(Locked):
     # ------------------------------------------------------------------ the optimizer's step
 
     def attach(self, optimizer: Optimizer, found: FoundState) -> None:
-        """Attach an optimizer whose state was examined; its columns do not change the rows that await its step."""
+        """Attach an optimizer whose state was examined; new columns do not change the rows that await its step."""
         before = self.table.version
         self.state.attach(optimizer, found)
         for gradient in self._rows.of_all:
@@ -410,7 +410,7 @@ class RowStep(Locked):
         if has_values:
             raise LostUpdateError(
                 f"the gradient of the embedding over table {self.table.name!r} came from no lookup, so it belongs to "
-                "no rows; train it through what the embedding returns"
+                "no rows; compute the loss from what the embedding returns"
             )
         return False
 
@@ -447,7 +447,7 @@ class RowStep(Locked):
                 if rows.of_all:
                     rows.require_of_all(grad)
                 if self._status is not _Status.READY or rows.version != self.table.store.notes.version:
-                    rows.renew(grad)  # another step with the same gradient, or the table has changed
+                    rows.renew(grad)  # a second step with the same gradient, or a changed table
                 block = rows.block
                 leased = block.columns["weight"]
                 if grad.shape != leased.shape:
@@ -460,7 +460,7 @@ class RowStep(Locked):
                 torch.autograd.graph.increment_version(leased)
                 state = self.state.save_scalars(optimizer)
                 self._thread = threading.get_ident()
-                self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C leaves half done
+                self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C interrupts
                 self.state.put_in(optimizer, batch, block, state, steps_others=rows.of_all != [])
                 if self.state.idle is not None:
                     self.state.prepare_idle_step()
@@ -476,7 +476,7 @@ class RowStep(Locked):
         """Reserve room for the rows that a step is about to write, before anything has moved.
 
         Raises:
-            TableFullError: the disk has none.
+            TableFullError: the disk has no room.
         """
         if id(self) in self.in_files and (block := self._rows.block) is not None:
             rows, chunks = self.table.num_embeddings, [each.chunk for each in self._rows.of_all]
@@ -485,20 +485,20 @@ class RowStep(Locked):
 
     @classmethod
     def reserve_ahead(cls, held: Sequence[RowStep]) -> None:
-        """Reserve room for rows that wait for the steps of other optimizers than the one that holds these.
+        """Reserve room for rows that await the steps of other optimizers.
 
-        So the first of a training's optimizers to step finds that a disk is full, and none has moved anything.
+        So the first optimizer to step detects a full disk before any optimizer has moved anything.
         """
         for step in [reference() for reference in cls.in_files.values()]:
             if step is not None and step not in held and step._status is _Status.READY and not step.is_sharded:
                 rows = step._rows
-                if rows.steps_before == BatchRows.steps_anywhere:  # no optimizer has stepped since their pass
+                if rows.steps_before == BatchRows.steps_anywhere:  # no optimizer has stepped since their backward pass
                     step.reserve()
 
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
     ) -> AbstractContextManager[Callable[[], None]]:
-        """Surround the work before and after an optimizer's step, so that all ranks write or none does.
+        """Surround the work before and after an optimizer's step, so that either all ranks write or none.
 
         Args:
             steps: steps of all embeddings that the optimizer trains, including this one.
@@ -506,7 +506,7 @@ class RowStep(Locked):
 
         Yields:
             A function to call once only the writing can still fail. It raises PeerError if another rank has failed, and
-            RanksError if optimizer settings differ. A later failure leaves the ranks' tables at different steps, and
+            RanksError if optimizer settings differ. A later failure leaves the ranks' tables at different steps and
             makes the group unusable.
         """
         return nullcontext(lambda: None)
@@ -522,7 +522,7 @@ class RowStep(Locked):
     top_rows = staticmethod(top_rows)  # of the whole table
 
     def _is_zeroed(self, grad: Tensor) -> bool:
-        """Return whether a gradient was zeroed since it was stepped with."""
+        """Return whether a gradient was zeroed since the optimizer last used it."""
         return self._rows.is_zeroed(grad)
 
     def check_out(self, optimizer: Optimizer) -> Leaving | None:
@@ -614,7 +614,7 @@ class RowStep(Locked):
             self.counted = {}
 
     def _gradient_of_all(self, block: Block) -> Tensor:
-        """Return the gradient of some rows from those of every row."""
+        """Return the gradient of some rows from the gradients of every row."""
         weight = block.columns["weight"].detach()
         ids = block.rows.to(weight.device)
         total = torch.zeros_like(weight)
@@ -623,11 +623,11 @@ class RowStep(Locked):
         return total
 
     def _step_others(self, stepped: Tensor) -> None:
-        """Step the rows of gradients of every row, but those that the optimizer has stepped itself, in pieces."""
+        """Step, in pieces, every row that has a gradient and that the optimizer has not stepped itself."""
         table, device, gradients = self.table, self.weight.device, self._rows.of_all
         chunk = min(each.chunk for each in gradients)
         try:
-            for rows in {each.rows for each in gradients}:  # of different tables, if there are several
+            for rows in {each.rows for each in gradients}:  # the tables' row ranges
                 for start in rows[::chunk]:
                     ids = torch.arange(start, min(start + chunk, rows.stop), device=stepped.device)
                     block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
@@ -638,7 +638,7 @@ class RowStep(Locked):
                 table.store.files.abandon()  # rather than commit half a step
             raise
 
-    # ------------------------------------------------------------------ a step that fails
+    # ------------------------------------------------------------------ failed steps
 
     @property
     def is_stepping(self) -> bool:
@@ -647,11 +647,11 @@ class RowStep(Locked):
 
     @property
     def awaits_step(self) -> bool:
-        """True if a gradient has not been stepped with, or a step with it has not ended."""
+        """True if a gradient still needs a step, or that step has not ended."""
         return self._status not in (_Status.IDLE, _Status.STEPPED) and self.batch.grad is not None
 
     def undo(self) -> None:
-        """Undo this thread's step of the optimizer, as far as it has not reached the table.
+        """Undo this thread's optimizer step unless it has reached the table.
 
         Rows and gradient stay for a second try; the next forward pass drops them.
         """
@@ -672,7 +672,7 @@ class RowStep(Locked):
         return self._status in _UNFINISHED and not self._in_closure
 
     def _leave_failed(self) -> None:
-        """Drop rows and gradient of a step that failed; raise ThreadError if another thread is inside it."""
+        """Drop rows and gradient of a failed step; raise ThreadError if another thread is inside the step."""
         self._require_no_other_step()
         if self._has_failed:
             self.abandon()
@@ -704,10 +704,10 @@ replaced_weights: dict[int, Callable[[], RowStep | ReplacedByPlain | None]] = {}
 
 
 class ReplacedByPlain:
-    """A table's weight that a plain parameter has replaced, though an optimizer may still hold it.
+    """A table's weight that a plain parameter has replaced while an optimizer may still hold it.
 
     Args:
-        weight: the table's weight; this is kept as long as it.
+        weight: the table's weight; this record lives as long as it.
         plain: the parameter.
         table: the table's name.
     """
@@ -719,12 +719,12 @@ class ReplacedByPlain:
         replaced_weights[key] = lambda: self
 
     def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        """Raise LostUpdateError if an optimizer holds the table's weight, and the plain one awaits a step of it."""
+        """Raise LostUpdateError if an optimizer holds the table's weight and the plain parameter awaits its step."""
         plain = self._plain()
         if plain is not None and plain.grad is not None and not holds(optimizer, plain):
             raise LostUpdateError(
                 f"this {type(optimizer).__name__} holds the weight of table {self._table!r}, which a plain embedding "
-                "has replaced, and does not train that; make the optimizer after speedswap.convert"
+                "has replaced, so it does not train the new weight; make the optimizer after speedswap.convert"
             )
 
 
@@ -737,7 +737,7 @@ def require_no_replaced(optimizer: Optimizer) -> None:
 
 
 def step_of(parameter: Tensor) -> RowStep | None:
-    """Return the training step of the embedding that a parameter is the weight or batch of; None for others."""
+    """Return the training step of the embedding whose weight or batch a parameter is; None for other parameters."""
     step = _by_parameter.get(id(parameter))
     return step if step is not None and step.has(parameter) else None
 

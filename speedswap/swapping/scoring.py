@@ -98,7 +98,7 @@ def exclusions_of(
         exclude: bool (num_rows,); or ids (n,) for every query; or ids (q, m), padded with -1; or q tensors of ids.
         pieces: the search's.
         device: the queries'.
-        padding_idx: one more row excluded for all queries.
+        padding_idx: a further row excluded for all queries.
         table: name of the table, for messages.
 
     Raises:
@@ -156,7 +156,7 @@ def _listed(exclude: Sequence[Tensor], pieces: Pieces, device: torch.device, tab
 def _checked(ids: Tensor, name: str, num_rows: int, table: str) -> Tensor:
     """Return the ids as int64 after checking that they are in the table."""
     if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} is {a_kind(ids)}; pass a tensor of ids, as torch.tensor makes one")
+        raise TypeError(f"{name} is {a_kind(ids)}; pass a tensor of ids, torch.tensor(…)")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {ids.dtype}; give ids as int32 or int64, or a mask as bool")
     if name != "exclude" and ids.dim() != 1:
@@ -219,7 +219,7 @@ def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids is {a_kind(ids)}; pass a tensor of whole numbers, one number, or None for all")
     if ids.dtype not in _INTEGERS:
-        raise TypeError(f"ids has dtype {ids.dtype}; give whole numbers, as ids.long() or mask.nonzero() has them")
+        raise TypeError(f"ids has dtype {ids.dtype}; give whole numbers, e.g. ids.long() or mask.nonzero()")
     kernels.require_memory(ids, "ids")
     wide = ids.long()
     kernels.check_ids(wide, table.num_embeddings, f"table {table.name!r}")
@@ -241,7 +241,7 @@ def top_rows(
 ) -> Scored:
     """Return the ``k`` rows of a table with the largest inner products; see :meth:`TableModule.score`.
 
-    Source: exact search, in one pass; the best scores so far are the bound that later ones must pass.
+    Exact search in one pass; later scores must exceed the best so far.
 
     Args:
         search: searches in place of :func:`best_rows`.
@@ -347,7 +347,7 @@ def pieces_for(table: Table, num_queries: int, k: int, device: torch.device, chu
         rows = _ROWS_BYTES.get(device.type, _OTHER_BYTES) // (table.embedding_dim * item_bytes)
         chunk = max(1, min(rows, max(_LEAST_ROWS, _ROWS_PER_PLACE * k, scores // max(1, num_queries))))
     chunk = min(chunk, table.num_embeddings)
-    # With fewer queries than items in a row, products would wait for memory.
+    # With fewer queries than items per row, products would be bound by memory.
     group = max(1, min(num_queries, max(scores // chunk, table.embedding_dim)))
     return Pieces(table.num_embeddings, num_queries, chunk, group)
 
@@ -356,7 +356,9 @@ def as_matrix(table: Table, queries: Tensor) -> Tensor:
     """Return the queries with shape (q, embedding_dim) and the table's dtype."""
     kernels.require_dense(queries, "queries")
     if table.dtype.is_complex:
-        raise TypeError(f"the rows of table {table.name!r} are {table.dtype}, whose inner products have no order")
+        raise TypeError(
+            f"the rows of table {table.name!r} are {table.dtype}; score real ones: complex products have no order"
+        )
     if not queries.is_floating_point():
         raise TypeError(f"queries has dtype {queries.dtype}; give vectors to multiply with rows of {table.dtype}")
     if queries.dim() not in (1, 2) or queries.shape[-1] != table.embedding_dim:

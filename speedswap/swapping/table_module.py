@@ -63,7 +63,7 @@ class TableModule(nn.Module):
     """
 
     weight: nn.Parameter
-    # Of torch's embeddings; refused here.
+    # Attributes of torch's embeddings, refused here.
     max_norm: float | None = None
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
@@ -165,7 +165,7 @@ class TableModule(nn.Module):
         elif (table.num_embeddings, table.embedding_dim) != (num_embeddings, embedding_dim):
             raise ValueError(
                 f"table is {table!r}, but num_embeddings is {num_embeddings} and embedding_dim is {embedding_dim}; "
-                "give the table's own"
+                "leave them out, or give the table's"
             )
         else:
             _require_stored(table, stored_dtype)
@@ -182,25 +182,25 @@ class TableModule(nn.Module):
     ) -> _Self:
         """Return a module over the rows of a tensor in a safetensors file, which are read in place.
 
-        Looking rows up takes no memory but the system's cache of the file. Rows that training or a write changes are
+        Looking rows up takes no memory except the system's cache of the file. Rows that training or a write changes are
         copied, in pages (4 KiB); optimizer state takes memory as it is written. The file is never changed: keep trained
         rows with ``table.save``, ``save_checkpoint`` or ``state_dict``, each of which writes a copy of every row. Every
-        call checks that the file is as it was; to truncate it while a call reads it ends the process.
+        call checks that the file has not changed; truncating it during a read kills the process.
 
         Args:
             file: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with
                 safetensors files; or a list of files.
-            name: the tensor's name, such as ``"model.embed_tokens.weight"``.
+            name: the tensor's name, e.g. ``"model.embed_tokens.weight"``.
             freeze: True if the rows are for lookup only.
             padding_idx: a row that gets no gradient.
-            settings: keyword arguments of the class that do not ask for a copy: ``device``, ``state_dtype``, ``mode``…
+            settings: keyword arguments of the class that do not require a copy: ``device``, ``state_dtype``, ``mode``…
 
         Raises:
             ValueError: no tensor has that name.
-            TypeError: it is not a matrix of floating-point numbers of at least 16 bits, or a setting asks for a copy.
-            FileNotFoundError: there is no such file.
-            TableFormatError: it is damaged, such as truncated, or two files have a tensor of that name.
-            TableClosedError: in any later call, if the file has been written meanwhile.
+            TypeError: it is not a matrix of floating-point numbers of at least 16 bits, or a setting requires a copy.
+            FileNotFoundError: the file does not exist.
+            TableFormatError: a file is damaged or truncated, or two files have a tensor of that name.
+            TableClosedError: in any later call, if the file has been written since.
 
         Example:
             >>> import tempfile, torch, speedswap
@@ -231,7 +231,7 @@ class TableModule(nn.Module):
     # ------------------------------------------------------------------ without a table, on the meta device
 
     def _create(self, rows: Tensor | None = None) -> Table:
-        """Create the table, with given rows in place of its initial values."""
+        """Create the table, with its initial values or the given rows."""
         assert self._make is not None
         with torch.device("cpu"):
             table = self._make(rows)
@@ -254,7 +254,7 @@ class TableModule(nn.Module):
     def _take_rows(self, rows: Tensor) -> bool:
         """Create the table of a module on the meta device; return whether it has the rows already.
 
-        With an id map, later keys need initial values, and ranks may each have only part of the rows.
+        With an id map, later keys still need initial values; and each rank may have only part of the rows.
         """
         if self._map_to_keep is not None or is_divided(rows):
             self._make_table(rows.device)
@@ -276,7 +276,7 @@ class TableModule(nn.Module):
             write_all(table, rows)
         self._begin(table, TableWeight.in_place_of(weight, table))
 
-    # A module with a table has these in its ``__dict__``.
+    # If the module has a table, its ``__dict__`` has these.
     @functools.cached_property
     def table(self) -> Table:
         """The rows."""
@@ -305,7 +305,7 @@ class TableModule(nn.Module):
         is_new = self.table.id_map is None
         self.table.set_id_map(id_map)
         if is_new and self.table.ranks is None:
-            self.table.flush()  # a kill must not leave rows on disk without their map, or keys would be used as ids
+            self.table.flush()  # a kill must not leave rows on disk without their map: keys would be used as ids
         assert self.table.id_map is not None
         return self._step.keyed(self.table.id_map, self.table)
 
@@ -330,8 +330,7 @@ class TableModule(nn.Module):
                 initializer. The same initializer gives the same values again: they depend on the table's seed.
 
         Raises:
-            ValueError: ``init`` is None, and the rows were not initialized by this embedding but came with a table or
-                from :meth:`from_pretrained`.
+            ValueError: ``init`` is None, but the rows came with a table or from :meth:`from_pretrained`.
 
         Example:
             >>> import torch, speedswap
@@ -382,8 +381,8 @@ class TableModule(nn.Module):
         Rows are copied once, a chunk at a time, from wherever they are stored to the queries' device. Memory is
         bounded: in addition to queries, result and ``exclude`` it takes about 32 MiB on the CPU and 128 MiB on a GPU,
         or twice the bytes of ``chunk`` rows. There is no gradient; :meth:`forward` is for training. Ranks that own the
-        rows must call this together, each with its own queries, of any number; each scores its own rows for all of
-        them.
+        rows must call this together, each with any number of its own queries; each rank scores its own rows for all
+        queries.
 
         Args:
             queries: shape (q, embedding_dim), or (embedding_dim,) for one; of a floating-point dtype, converted to the
@@ -395,15 +394,15 @@ class TableModule(nn.Module):
 
         Returns:
             ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. With an
-            id map they are rows too: row r has the key r - 1 of :meth:`speedswap.IdMap.row_keys`. Ties go
-            to the lower id, whatever ``chunk`` is. (A product is rounded as torch's matrix product rounds it, whose
-            last bit may depend on the shape.) The row of ``padding_idx`` is not returned. If fewer than k rows are
-            left, the result is filled up with id -1 and value -inf; a row whose product is -inf counts as excluded. NaN
-            comes first, as in ``torch.topk``, so that rows that have become NaN are noticed.
+            id map they are rows too: row r has the key r - 1 of :meth:`speedswap.IdMap.row_keys`. Ties go to the lower
+            id, whatever ``chunk`` is. (Products are rounded as in torch's matrix product; the last bit may depend on
+            the shape.) The row of ``padding_idx`` is not returned. If fewer than k rows are left, the result is filled
+            up with id -1 and value -inf; a row whose product is -inf counts as excluded. NaN comes first, as in
+            ``torch.topk``, which reveals rows that have become NaN.
 
         Raises:
             ValueError, TypeError: k, chunk, or a shape or dtype does not fit.
-            IdError: an id of ``exclude`` is outside the table. In all cases nothing was read.
+            IdError: an id of ``exclude`` is outside the table. Nothing was read in any of these cases.
 
         Example:
             >>> import torch, speedswap
@@ -425,7 +424,7 @@ class TableModule(nn.Module):
 
         Returns:
             This module with each of its lookups; none for a tensor without ids, or for keys owned by ranks, which are
-            looked up at the batch's turn.
+            looked up in the batch's turn.
 
         Raises:
             TypeError: ``given`` has another type.
@@ -435,8 +434,8 @@ class TableModule(nn.Module):
             return []
         if given is None or not (self._is_one(given) or isinstance(given, Iterable)):
             raise TypeError(
-                f"the ids of table {self.table.name!r} are {given!r}; let their function return a tensor, or a list of "
-                "one for each lookup"
+                f"the ids of table {self.table.name!r} are {given!r}; let their function return a tensor, or a list "
+                "with a tensor for each lookup"
             )
         announced = [self._announced(each) for each in ([given] if self._is_one(given) else given)]
         return [(self, lookup) for lookup in announced if lookup.ids.numel() or self._step.is_sharded]
@@ -457,11 +456,11 @@ class TableModule(nn.Module):
 
     @property
     def _all_keyed(self) -> Collection[KeyedRows]:
-        """Its tables that have id maps."""
+        """The module's tables that have id maps."""
         return () if self._keyed is None else (self._keyed,)
 
     def _begin_lookahead(self, loop: Loop, depth: int) -> None:
-        """Begin to announce lookups; those of loops that were left are dropped."""
+        """Begin to announce lookups; drop those of loops that were left."""
         for keyed in self._all_keyed:
             keyed.end()
         self._step.begin_lookahead(loop, depth)
@@ -470,7 +469,7 @@ class TableModule(nn.Module):
         """Begin the turn of a batch whose lookups were announced and prefetched.
 
         Returns:
-            False if the rows are owned by ranks, one of which has no more batches.
+            False if ranks own the rows and one of them has no more batches.
         """
         self._step.begin_turn(loop, lookups)
         if self._keyed is not None:
@@ -546,7 +545,7 @@ class TableModule(nn.Module):
             if weight is not step.weight or is_in_job():
                 require_own_table(self.table.name, weight, step.weight, self.local_to_rank or step.is_sharded)
         rows, local = step.look_up(request, trains=trains)
-        if type(request) is not Request and local.shape != request.shape:  # they were announced in another shape
+        if type(request) is not Request and local.shape != request.shape:  # the ids were announced in a different shape
             local = local.view(request.shape)
         return rows, local
 
@@ -559,8 +558,8 @@ class TableModule(nn.Module):
         """Raise WeightError if the parameter that the rows came from is still held, and would be trained separately."""
         if self._assigned is not None and self._assigned() is not None:
             raise WeightError(
-                f"weight was assigned a parameter, whose values are in table {self.table.name!r} now, but something "
-                "else holds it still: it cannot be tied to another module's; drop it, or give that module a copy"
+                f"weight was assigned a parameter whose values are now in table {self.table.name!r}, but something "
+                "else still holds it: it cannot be tied to another module's; drop it, or give that module a copy"
             )
         self._assigned = None
 
@@ -575,12 +574,12 @@ class TableModule(nn.Module):
             return False  # distributed wrappers put placeholders there; training through them is refused
         raise WeightError(
             f"weight was replaced by {a_kind(weight)} of shape {tuple(weight.shape)}, which are not the rows of table "
-            f"{self.table.name!r}; give a tensor of shape {wanted} not an nn.Parameter, or leave it out to look up "
+            f"{self.table.name!r}; give a tensor of shape {wanted}, not an nn.Parameter, or leave it out to look up "
             "in the table"
         )
 
     def _in_place_of_table(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all rows of a tensor that replaces the table's, and each id's index among them."""
+        """Return all rows of a tensor that replaces the table's rows, and each id's index among them."""
         if not in_transform():  # torch's own lookup checks them
             kernels.require_id_dtype(ids)
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
@@ -670,14 +669,14 @@ class TableModule(nn.Module):
             )
         if after.device.type == "cpu" and after.is_shared():  # type: ignore[no-untyped-call]
             raise TypeError(
-                f"the rows of table {self.table.name!r} cannot be shared between processes: each that trains would "
-                "change rows of its own; call share_memory() of the other layers alone, or let processes train one "
+                f"the rows of table {self.table.name!r} cannot be shared between processes: each would train its own "
+                "copy; call share_memory() of the other layers alone, or let processes train one "
                 "table with storage=speedswap.Ranks()"
             )
         if after.dtype != self.table.dtype:
             raise TypeError(
-                f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when the "
-                "embedding is made, or convert what it returns"
+                f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when "
+                "the embedding is made, or convert what it returns"
             )
         with as_plain():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -720,7 +719,7 @@ class TableModule(nn.Module):
             given.update({key: found.pop(key) for key in keys if key in found})
 
         register: Callable[..., Any] = self.register_load_state_dict_pre_hook
-        last = register(take)  # after all others, which may change what is loaded
+        last = register(take)  # after all other hooks, which may change what is loaded
         try:
             nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
         finally:
@@ -733,13 +732,13 @@ class TableModule(nn.Module):
             self._load_rows(given, prefix, error_msgs)
 
     def _load_rows(self, given: dict[str, Any], prefix: str, error_msgs: list[str]) -> None:
-        """Load the rows, and the id map if there is one, of a state_dict; add what does not fit to ``error_msgs``."""
+        """Load a state_dict's rows, and id map if any; add what does not fit to ``error_msgs``."""
         values, in_shape, failed = given[prefix + "weight"], nn.Module(), len(error_msgs)
         in_shape.register_buffer("weight", torch.empty(self.num_embeddings, self.embedding_dim, device="meta"))
-        assigning = {"assign_to_params_buffers": True}  # torch checks the rows, and copies none
+        assigning = {"assign_to_params_buffers": True}  # torch then checks the rows but copies none
         nn.Module._load_from_state_dict(in_shape, given, prefix, assigning, False, [], [], error_msgs)
         if len(error_msgs) > failed:
-            if self.ranks is not None:  # whose others take theirs
+            if self.ranks is not None:  # the other ranks load their rows
                 raise ValueError(error_msgs.pop())
             return
         if self._is_on_meta and (values.is_meta or self._take_rows(values.detach())):
@@ -748,9 +747,9 @@ class TableModule(nn.Module):
         if self.id_map is not None and prefix + "id_map" in given:
             of_map = self.id_map.restoring(given[prefix + "id_map"], what=f"{prefix}id_map")
         self._handed_out = None
-        with of_map:  # both, or neither
+        with of_map:  # loads both map and rows, or neither
             write_all(self.table, values)
-            if self.id_map is not None:  # the gradient's rows belong to other keys
+            if self.id_map is not None:  # the gradient's rows now belong to other keys
                 self._step.abandon()
 
 
@@ -758,7 +757,7 @@ def not_assigned(module: Any) -> WeightError:
     """Return the error for a parameter that was assigned as the weight of a module over a table."""
     of = f"the {type(module).__name__}" if module._is_on_meta else f"table {module.table.name!r}"
     return WeightError(
-        f"weight was assigned, but the rows of {of} cannot be another tensor's (tied); copy values with "
+        f"weight was assigned, but the rows of {of} cannot be tied to another tensor; copy values with "
         "embedding.weight.data.copy_(values) or embedding.table.write(0, values)"
     )
 
@@ -772,7 +771,7 @@ def load_assigned(module: Any, weight: nn.Parameter) -> None:
 
 
 def _device_of_weights(device: torch.device | str | None) -> torch.device:
-    """Return the device of a module's parameters, even if accelerate has moved them to meta."""
+    """Return the device of a module's parameters, even if accelerate has moved them to meta since."""
     module = nn.Module()
     try:
         module.weight = nn.Parameter(torch.empty(0, device=device))
@@ -819,7 +818,7 @@ def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
 def _rebuilt(
     cls: type[TableModule], table: Table, settings: dict[str, Any], training: bool, requires_grad: bool
 ) -> TableModule:
-    """Rebuild an unpickled module over its table."""
+    """Return a module over its table, for unpickling."""
     module = cls(table.num_embeddings, table.embedding_dim, table=table, **settings)
     module.weight.requires_grad_(requires_grad)
     return module.train(training)

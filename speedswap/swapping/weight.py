@@ -1,9 +1,9 @@
 """The parameter of an embedding whose rows are in a table, and the operations that it supports.
 
-A model and an optimizer hold an embedding's ``weight``, but the tensor behind it is one row, or the rows of the last
+A model and an optimizer hold an embedding's ``weight``, but the tensor behind it has one row, or the rows of the last
 batch. So outside an optimizer's step it supports only queries about the whole table (shape, dtype) and the batch's
 gradient (``grad``, ``requires_grad``). Filling it in place fills the table. Everything else raises
-:class:`speedswap.errors.WeightError`, which names the call to use instead. docs/design/weight.md says why.
+:class:`speedswap.errors.WeightError`, which names the call to use instead. See docs/design/weight.md for the reasons.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from speedswap.tables.store import require_alike
 from speedswap.tables.table import put
 
 NOT_TAKEN_ALONG = (
-    "a graph cannot take a table's rows along; export the part of the model that takes embedding(ids) as its input"
+    "a graph cannot contain a table's rows; export the part of the model that takes embedding(ids) as its input"
 )
-_COPY = "embedding.read() copies all rows to ordinary memory, embedding.read(ids) some of them"
+_COPY = "embedding.read() copies all rows to ordinary memory, embedding.read(ids) only some"
 _RESIZE = (
     "for another number of rows (resize_token_embeddings), make a larger embedding, write these rows to it with "
     "larger.table.write(0, embedding.read()), and put it into the model (set_input_embeddings)"
 )
 _LOOKUP = "embedding.read(ids) copies these rows, embedding(ids) gives them with gradients"
 _PENALTY = (
-    "take it of embedding.read(), a copy of all rows, for its value. In a loss, take it of embedding(ids): no penalty "
-    "reaches the whole table, and weight_decay= too shrinks the batch's rows alone"
+    "compute its value from embedding.read(), a copy of all rows. In a loss, compute it from embedding(ids): no "
+    "penalty reaches the whole table, and weight_decay= shrinks only the batch's rows, too"
 )
 _UPDATE = (
     "rows are trained by an optimizer of torch.optim, or a subclass of torch.optim.Optimizer that calls "
@@ -69,13 +69,13 @@ _KINDS = {
     "a wrapper for several processes has to leave it alone: fully_shard(model, "
     "ignored_params=speedswap.parameters_to_ignore(model)), "
     "DistributedDataParallel(speedswap.ignore_in_ddp(model))": "chunk is_contiguous stride",
-    "ZeroRedundancyOptimizer asks for this, which steps in a parameter on one rank alone, but each steps in rows: give "
+    "ZeroRedundancyOptimizer calls this; it steps each parameter on one rank, but rows are stepped on every rank: give "
     "it the model's other parameters, and speedswap.parameters_to_ignore(model) to one of torch.optim": "type",
     NOT_TAKEN_ALONG: "__dlpack__ __dlpack_device__ storage untyped_storage",
     "it is in no graph; take gradients of embedding(ids), and put hooks there": (
         "backward grad register_hook register_post_accumulate_grad_hook"
     ),
-    "torch.nn.init.trunc_normal_, orthogonal_ and eye_ look at the whole matrix, and cannot fill a table; call "
+    "torch.nn.init.trunc_normal_, orthogonal_ and eye_ need the whole matrix and cannot fill a table; call "
     "embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.trunc_normal_, …)), or give that as init= when "
     "the embedding is made": "eye new_tensor view_as",
 }
@@ -96,7 +96,7 @@ def refusal(func: Any, table: Table | None) -> str:
     return f"the weight of the embedding over {of} was used in {name}, but its rows are not on the device: {remedy}"
 
 
-# Inside this context, weights are the tensors behind them.
+# Inside this context, a weight acts as the tensor behind it.
 as_plain = torch._C.DisableTorchFunctionSubclass
 
 
@@ -124,7 +124,7 @@ class _Rows:
         if func in _PLAIN:
             with as_plain():
                 return func(*args, **kwargs)
-        if isinstance(func, FunctionType):  # in place of torch.nn.init's while transformers initializes a model
+        if isinstance(func, FunctionType):  # by transformers, for torch.nn.init's, while it initializes a model
             func = _INITIALIZERS.get(func.__name__, func)
         subject, others = (args[0], args[1:]) if args else (kwargs.pop("tensor", None), ())
         if isinstance(subject, _Rows):
@@ -140,7 +140,7 @@ class _Rows:
     def _of(self) -> Table:
         table = self._table()
         if table is None:
-            raise WeightError("the embedding of this weight is gone, and its table with it; keep the module")
+            raise WeightError("the embedding of this weight was freed, with its table; keep the module")
         return table
 
     @property
@@ -200,9 +200,9 @@ class _Rows:
                 chunk = table.read(first, last)
             with torch.no_grad():
                 func(init.as_rows_of(chunk, table.num_embeddings), *args, **kwargs)
-            if first == start:  # and the function takes them
+            if first == start:  # once, before the first chunk
                 require_alike(table.store, given, f"arguments of {name_of(func)} for")
-            put(table, first, chunk)  # the rows' owners draw random values
+            put(table, first, chunk)  # owners draw random values
         return self
 
     @of_all_ranks
@@ -216,7 +216,7 @@ class _Rows:
         if source.shape != self._shape:
             raise ValueError(
                 f"a tensor of shape {tuple(source.shape)} was copied into a weight of shape {tuple(self._shape)}; give "
-                "one of that shape, or write some of the rows with embedding.table.write"
+                "a tensor of that shape, or write some of the rows with embedding.table.write"
             )
         table, (start, stop) = self._of, self._bounds
         values = source.detach().reshape(stop - start, table.embedding_dim)
@@ -244,12 +244,12 @@ class _Rows:
     # ------------------------------------------------------------------ tensors like it, and the gradient
 
     def _like(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return one value expanded to the table's shape, without more memory until it is written to."""
+        """Return one value expanded to the table's shape; it takes no more memory until it is written to."""
         with as_plain():
             one = self.new_empty((1,) * len(self._shape))  # type: ignore[attr-defined]
         return func(one, *args, **kwargs).expand(self._shape).as_subclass(OneValue)
 
-    # Every step reads this and grad, and a property is four times as fast as a torch function.
+    # A property is four times as fast as a torch function; every step reads this and grad.
     @property
     def requires_grad(self) -> bool:
         with as_plain():
@@ -268,7 +268,7 @@ class _Rows:
 
     def _set_grad(self, grad: Tensor | None) -> None:
         if (keeper := self._keeper()) is None:
-            raise WeightError("the embedding of this weight is gone, and its gradient with it; keep the module")
+            raise WeightError("the embedding of this weight was freed, with its gradient; keep the module")
         if keeper.group is not None:
             if grad is not None:
                 grad = keeper.own_gradient(grad)
@@ -279,14 +279,14 @@ class _Rows:
         if grad.shape != self._shape or not is_one_value(grad) or grad.flatten()[0] != 0:
             raise WeightError(
                 f"weight.grad was set to a tensor of shape {tuple(grad.shape)}, but a gradient has the batch's rows; "
-                "change the one that the backward pass has left, in place, or set it to None"
+                "change the gradient from the backward pass in place, or set it to None"
             )
         self._set_grad(None)  # zeros for the whole table: no row has a gradient
 
     def __repr__(self) -> str:  # type: ignore[override,unused-ignore]
         table = self._table()
         rows = "" if self._within is None else f", rows {self._within[0]} to {self._within[1] - 1}"
-        return f"{type(self).__name__}({'of an embedding that is gone' if table is None else repr(table)}{rows})"
+        return f"{type(self).__name__}({'of a freed embedding' if table is None else repr(table)}{rows})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -309,17 +309,17 @@ class TableRows(_Rows, torch.Tensor):  # type: ignore[misc]
 class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     """The parameter that stands for a table's rows; it does not keep the table alive.
 
-    Its gradient is that of the batch's rows. They are a plain parameter, which an optimizer holds during its step, so
-    that torch's code costs no more than for any parameter; one that keeps its parameters elsewhere steps with this one,
-    which then passes every call on to the batch's rows.
+    Its gradient is that of the batch's rows. During its step an optimizer holds a plain parameter with the batch's
+    rows, so torch's code costs no more than for any parameter. An optimizer that keeps its parameters elsewhere steps
+    with the weight itself, which then passes every call on to the batch's rows.
 
     Args:
         table: the rows.
         device: the device of the batch's rows.
 
     Attributes:
-        may_be_taken: True if something has queried it as an optimizer queries its parameters, since an optimizer was
-            last known to hold it.
+        may_be_taken: True if something has queried it in the way that an optimizer queries its parameters, since it was
+            last known to be in an optimizer.
     """
 
     may_be_taken = False
@@ -331,7 +331,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @classmethod
     def in_place_of(cls, weight: MetaWeight, table: Table) -> TableWeight:
-        """Make a parameter, which an optimizer may hold already, stand for the table that has its values."""
+        """Turn a parameter, which an optimizer may already hold, into the weight of the table with its values."""
         weight.data = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=weight.device)
         weight.__class__ = cls  # type: ignore[assignment]
         return cast(TableWeight, weight)._standing_for(table)
@@ -341,10 +341,10 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         self.may_be_taken = False
         return self
 
-    # A property sees its caller; a torch function may be called by a mode instead, as under torch.set_default_device.
+    # A property always sees its caller; a torch function may be called by a mode, e.g. under torch.set_default_device.
     @property
     def is_leaf(self) -> bool:  # type: ignore[override,unused-ignore]
-        self.may_be_taken = True  # Optimizer.add_param_group asks
+        self.may_be_taken = True  # Optimizer.add_param_group reads this
         return True
 
     @property
@@ -369,7 +369,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @property
     def gradient_keeper(self) -> Any:
-        """The training step that gradients go to; it saves and restores them with their rows."""
+        """The training step that receives gradients, and saves and restores them with their rows."""
         return self._keeper()
 
 
@@ -393,7 +393,7 @@ def with_tables(model: nn.Module) -> nn.Module:
 
 
 def is_one_value(tensor: Tensor) -> bool:
-    """Return whether a tensor is one value seen in a larger shape, as ``zeros_like(weight)`` is."""
+    """Return whether a tensor is one value expanded to a larger shape, as ``zeros_like(weight)`` is."""
     sizes = zip(tensor.stride(), tensor.shape, strict=True)
     return tensor.numel() > 1 and all(step == 0 or size == 1 for step, size in sizes)
 
@@ -420,30 +420,30 @@ def _table_among(values: Sequence[Any]) -> Table | None:
     return None
 
 
-# ---------------------------------------------------------------------- the functions that torch may ask
+# ---------------------------------------------------------------------- torch functions by kind
 
 
-def _functions(names: str, place: Any) -> set[Any]:
-    """Return the functions of these names that this torch has; for an attribute, its getter."""
-    found = [getattr(place, name) for name in names.split() if hasattr(place, name)]
+def torch_functions(names: str, *places: Any) -> set[Any]:
+    """Return the functions of these names in torch's modules or classes, if there; for an attribute, its getter."""
+    found = [getattr(place, name) for place in places for name in names.split() if hasattr(place, name)]
     return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
 
 
 def _answered(names: str, answer: Callable[..., Any], *places: Any) -> dict[Any, Callable[..., Any]]:
-    return {function: answer for place in places or (Tensor,) for function in _functions(names, place)}
+    return dict.fromkeys(torch_functions(names, *(places or (Tensor,))), answer)
 
 
-_tensor: Any = Tensor  # its attributes are descriptors here
+_tensor: Any = Tensor  # untyped: its attributes are used as descriptors
 
-# Valid both for the tensor behind a weight and for the whole table, or about a batch's gradient.
-_PLAIN = _functions(
+# Have the same answer for the tensor behind a weight and for the whole table, or concern the batch's gradient.
+_PLAIN = torch_functions(
     "grad_dtype requires_grad retains_grad is_leaf grad_fn device dtype layout itemsize "
     "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
     "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
     "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
     "__dir__",
     Tensor,
-) | _functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
+) | torch_functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     **_answered("shape size", _Rows._size),
@@ -467,13 +467,13 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _tensor.grad.__delete__: lambda rows: rows._set_grad(None),
 }
 
-_FROM_TORCH_INIT = _functions("constant_ kaiming_uniform_ normal_ uniform_", nn.init)
+_FROM_TORCH_INIT = torch_functions("constant_ kaiming_uniform_ normal_ uniform_", nn.init)
 _INITIALIZERS = {function.__name__: function for function in _FROM_TORCH_INIT}
-_OVERWRITING = _FROM_TORCH_INIT | _functions(
+_OVERWRITING = _FROM_TORCH_INIT | torch_functions(
     "bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_", Tensor
 )
 # Elementwise functions.
-_IN_PLACE = _OVERWRITING | _functions(
+_IN_PLACE = _OVERWRITING | torch_functions(
     "abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ div_ divide_ erfinv_ exp_ log_ mul_ multiply_ nan_to_num_ neg_ pow_ "
     "round_ sigmoid_ sign_ sqrt_ sub_ subtract_ tanh_ true_divide_",
     Tensor,

@@ -1,4 +1,4 @@
-"""All rows of a table in a ``state_dict``, or left out of it for a checkpoint, which saves them separately.
+"""All rows of a table in a ``state_dict``, or left out of it for a checkpoint that saves them separately.
 
 If ranks own a table, each rank's state_dict holds a part.
 """
@@ -23,8 +23,8 @@ def read_all(table: Table, column: str = "weight") -> Tensor:
     """Copy all rows of a column; if ranks own the table, every rank must call this and gets its part.
 
     Returns:
-        Shape (num_embeddings, ...), in host memory; if ranks own the rows, a DTensor, of which ``full_tensor()``
-        returns all.
+        Shape (num_embeddings, ...), in host memory; if ranks own the rows, a DTensor, whose ``full_tensor()`` returns
+        all rows.
 
     Raises:
         TableTooLargeError: they do not fit in free memory.
@@ -50,9 +50,9 @@ def write_all(table: Table, values: Tensor, column: str = "weight") -> None:
 
 
 class HandedOut:
-    """A record of a copy of a table's rows in a state_dict, which keeps only its count of in-place changes.
+    """A record of a copy of a table's rows in a state_dict; it keeps only the copy's count of in-place changes.
 
-    With torch's layers, changing the copy changes the layer. Here the change is lost unless it is loaded.
+    In a torch layer, changing the state_dict's tensor changes the layer. Here the change is lost unless it is loaded.
 
     Args:
         rows: the copy.
@@ -69,13 +69,13 @@ class HandedOut:
             warn_once(
                 "SW402",
                 f"rows of table {table.name!r} in a state_dict were changed in place. They are a copy, and the "
-                "table is as before: load the state_dict, or write rows with embedding.table.write; if that was an "
+                "table is unchanged: load the state_dict, or write rows with embedding.table.write; if that was an "
                 f"EMA, {AVERAGE_OTHERS}",
             )
 
 
 class _InFilesPlain(Tensor):
-    """A tensor that is a plain one where it is pickled, so that files do not name its class."""
+    """A tensor that is pickled as a plain tensor, so files do not name its class."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.as_subclass(Tensor), memo).as_subclass(type(self))
@@ -86,9 +86,9 @@ class _InFilesPlain(Tensor):
 
 
 class OneValue(_InFilesPlain):
-    """One value in a table's shape, as ``full_like(weight)`` returns it; memory for all rows once it is written to.
+    """One value in a table's shape, as returned by ``full_like(weight)``; takes memory for all rows once written to.
 
-    Optimizers whose constructor creates their state have it, and torch.distributed.checkpoint loads into it in place.
+    It is state made by an optimizer's constructor; torch.distributed.checkpoint loads into it in place.
     """
 
     @classmethod
@@ -106,9 +106,9 @@ class OneValue(_InFilesPlain):
 
 
 class MapBytes(_InFilesPlain):
-    """An id map in a state_dict, which torch.distributed.checkpoint saves as an object.
+    """An id map in a state_dict; torch.distributed.checkpoint saves it as an object.
 
-    It loads tensors only into tensors of the same shape, but a map's size depends on its keys.
+    As a tensor it could be loaded only into one of the same shape, but a map's size depends on its keys.
     """
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
@@ -119,7 +119,7 @@ class MapBytes(_InFilesPlain):
 
 
 def is_divided(value: object) -> bool:
-    """Return whether a value is a DTensor, of which this rank holds a part."""
+    """Return whether a value is a DTensor; this rank then holds a part of it."""
     return hasattr(value, "full_tensor")
 
 
@@ -128,11 +128,11 @@ _apart = ContextVar("rows_apart", default=False)
 
 @contextmanager
 def rows_apart() -> Iterator[None]:
-    """Make modules and optimizers leave their tables' rows out when they save and load a ``state_dict``.
+    """Leave tables' rows out when modules and optimizers save and load a ``state_dict``.
 
-    It is for training loops of other libraries, which write what ``state_dict`` returns. Within this context they save
-    everything but the rows and the rows' optimizer state, so that no table has to fit in memory; save that with
-    :func:`save_checkpoint`, which has the rest too. Loading ignores rows in a ``state_dict``. The context is that of
+    For training loops of other libraries, which write what ``state_dict`` returns. Within this context they save
+    everything but the rows and the rows' optimizer state, so no table has to fit in memory; save the rows with
+    :func:`save_checkpoint`, which also saves the rest. Loading ignores rows in a ``state_dict``. The context applies to
     the current thread.
 
     Example:

@@ -65,7 +65,7 @@ def test_a_loader_without_a_length_is_not_looked_ahead_in() -> None:
     plain.train_dataloader = lambda: loader
     ahead.train_dataloader = lambda: speedswap.lookahead(WithoutLength(), {ahead.items: lambda batch: batch[0]})
     fitted(plain, max_epochs=1)
-    with pytest.warns(speedswap.errors.SpeedswapWarning, match="SW407: .* only once the one before was trained on"):
+    with pytest.warns(speedswap.errors.SpeedswapWarning, match="SW407: .* train on each batch before taking the next"):
         fitted(ahead, max_epochs=1)
     assert torch.equal(ahead.items.read(), plain.items.read())
 

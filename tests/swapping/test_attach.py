@@ -153,7 +153,7 @@ class Wraps(Optimizer):
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (ScheduleFree, r"moves parameters in eval\(\) and train\(\), between steps, where a table's rows would stay"),
+        (ScheduleFree, r"moves parameters in eval\(\) and train\(\), between steps, but a table's rows would not move"),
         (EstimatesRate, "mixes rows: one row's update changes"),
         (Wraps, "cannot be examined: .*'within'.*use another optimizer"),
         (torch.optim.Muon if hasattr(torch.optim, "Muon") else ToyLamb, "mixes rows"),
@@ -162,8 +162,8 @@ class Wraps(Optimizer):
         (ToyLamb, "mixes rows: one row's update changes"),
         (MeanOfBatch, "mixes rows: a row's update depends on how many other rows"),
         (TransposedState, "keeps 'seen', of type list, without a row for each"),
-        (StartsFromWeight, "starts its state 'twice' with values that differ from row to row"),
-        (torch.optim.SparseAdam, "sparse gradients only.*use torch.optim.Adam"),
+        (StartsFromWeight, "starts its state 'twice' with values that differ between rows"),
+        (torch.optim.SparseAdam, "only sparse gradients.*use torch.optim.Adam"),
     ],
 )
 def test_unfit_optimizers_are_refused_with_the_reason(
@@ -307,7 +307,7 @@ def test_attach_takes_a_model_or_a_table_and_refuses_others(items: speedswap.Emb
     optimizer = torch.optim.Adam(items.parameters())
     speedswap.attach(optimizer, items.table)
     assert "exp_avg" in items.table.columns
-    with pytest.raises(ValueError, match=r"without a speedswap\.Embedding"):
+    with pytest.raises(ValueError, match=r"has no speedswap\.Embedding"):
         speedswap.attach(optimizer, nn.Linear(2, 2))
     other = speedswap.Embedding(3, 2, name="other")
     with pytest.raises(ValueError, match=r"'other' is not in optimizer Adam; pass model\.parameters"):
@@ -381,7 +381,7 @@ def test_two_embeddings_cannot_train_one_table(items: speedswap.Embedding) -> No
     ids = torch.tensor([2, 3])
     assert torch.equal(twin(ids), items(ids))
     optimizer = torch.optim.SGD([items.weight, twin.weight], lr=0.1)
-    with pytest.raises(OptimizerError, match="'items' is trained through another embedding"):
+    with pytest.raises(OptimizerError, match="'items' is already trained through another embedding"):
         speedswap.attach(optimizer, nn.ModuleList([items, twin]))
 
 
@@ -996,7 +996,7 @@ def test_constructor_arguments_are_checked() -> None:
         speedswap.Embedding(5, 2, padding_idx=5)
     assert speedswap.Embedding(5, 2, padding_idx=-1).padding_idx == 4
     table = speedswap.Table.create(5, 2)
-    with pytest.raises(ValueError, match="give the table's own"):
+    with pytest.raises(ValueError, match="leave them out, or give the table's"):
         speedswap.Embedding(5, 3, table=table)
     assert speedswap.Embedding(5, 2, table=table).table is table
 

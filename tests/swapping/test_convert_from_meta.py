@@ -264,7 +264,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(case: str, theirs: Model
 
 
 def test_values_for_what_has_values_are_refused(theirs: Model, folder: Path) -> None:
-    with pytest.raises(ValueError, match="nothing of the model is on meta: it keeps its values"):
+    with pytest.raises(ValueError, match="nothing in the model is on meta, so it keeps its values"):
         convert(theirs, checkpoint=folder)
     with pytest.raises(ConversionError, match=r"encoder\.item: init is given, but its weight is on cpu and keeps its"):
         convert(theirs, init=speedswap.init.zeros())

@@ -45,9 +45,9 @@ def test_torchs_defaults_by_position_are_taken() -> None:
     "argument, value, advice",
     [
         ("max_norm", 1.0, "max_norm is 1.0, but a lookup does not change the table; scale the rows it returns"),
-        ("norm_type", 1.0, "norm_type is 1.0, but there is no max_norm that it could belong to; leave it out"),
-        ("scale_grad_by_freq", True, "scale_grad_by_freq is True; leave it out, and weigh the loss"),
-        ("sparse", True, "sparse is True; leave it out: only the batch's rows have gradients"),
+        ("norm_type", 1.0, "norm_type is 1.0, but it belongs to max_norm, which is not set; leave it out"),
+        ("scale_grad_by_freq", True, "scale_grad_by_freq is True; leave it out, and weight the loss"),
+        ("sparse", True, "sparse is True; leave it out: gradients are dense"),
     ],
 )
 @pytest.mark.parametrize("kind", [ours for ours, _ in KINDS])

@@ -195,7 +195,7 @@ def test_a_map_and_its_table_must_fit() -> None:
     with pytest.raises(ValueError, match="num_embeddings is 12, but the id map has rows for 10 keys; give 10, its cap"):
         speedswap.Embedding(12, DIM, id_map=users)
     assert speedswap.Embedding(10, DIM, id_map=speedswap.IdMap(10)).num_embeddings == 11
-    with pytest.raises(ValueError, match="padding_idx is 3, but the row of keys"):
+    with pytest.raises(ValueError, match="padding_idx is 3, but row 0 is for keys"):
         speedswap.Embedding(11, DIM, padding_idx=3, id_map=users)
     given = speedswap.Embedding.from_pretrained(torch.ones(11, DIM), freeze=False).table
     with pytest.raises(ValueError, match="kind 'given', which cannot be computed again"):

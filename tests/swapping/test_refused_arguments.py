@@ -32,8 +32,11 @@ ROWS = EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"path": "items"}, "path is 'items', but table is Table.*give it to Table.create or Table.open"),
-        ({"storage": speedswap.Pageable()}, r"storage is Pageable\(\), but table is Table.*give it to Table.create"),
+        ({"path": "items"}, "path is 'items', but table is Table.*use scratch with Table.create or Table.open"),
+        (
+            {"storage": speedswap.Pageable()},
+            r"storage is Pageable\(\), but table is Table.*use scratch with Table.create",
+        ),
     ],
 )
 def test_a_place_is_refused_beside_an_existing_table(
@@ -45,7 +48,7 @@ def test_a_place_is_refused_beside_an_existing_table(
 
 def test_an_opened_collection_takes_no_scratch_and_a_loaded_one_no_disk(tmp_path: Path) -> None:
     EmbeddingBagCollection([BAGS], path=tmp_path / "tables").close()
-    with pytest.raises(ValueError, match=r"scratch is True, but a table that is opened.*give it to Table\.create"):
+    with pytest.raises(ValueError, match=r"scratch is True, but an existing table.*use scratch with Table\.create"):
         EmbeddingBagCollection.open([BAGS], speedswap.Disk(tmp_path / "tables", scratch=True))
     with pytest.raises(ValueError, match=r"storage is Disk\(path='copy'\), but a copy lies in memory"):
         EmbeddingBagCollection.load([BAGS], tmp_path / "tables", storage=speedswap.Disk("copy"))
@@ -109,7 +112,7 @@ BATCHES = [torch.tensor([1, 2])]
 AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no ids": (
         lambda: list(speedswap.lookahead(BATCHES, {ITEMS: lambda batch: None})),
-        "the ids of table 'items' are None; let their function return a tensor, or a list of one for each lookup",
+        "the ids of table 'items' are None; let their function return a tensor, or a list with a tensor for each lookup",
     ),
     "no keys": (
         lambda: list(speedswap.lookahead(BATCHES, {KEYED: lambda batch: None})),

@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], error: type[Exce
 
 def test_rows_of_complex_numbers_have_no_order() -> None:
     items = speedswap.Embedding(5, 4, dtype=torch.complex64, init=speedswap.init.zeros())
-    with pytest.raises(TypeError, match=r"complex64, whose inner products have no order"):
+    with pytest.raises(TypeError, match=r"complex64; .*complex products have no order"):
         items.score(torch.ones(4))
 
 

@@ -33,7 +33,7 @@ def test_constructor_takes_torchs_arguments_by_place(name: str) -> None:
     for given, by_name in (((1.0,), {}), ((None, 2.0, False), {"max_norm": 1.0})):
         with pytest.raises(ValueError, match=r"max_norm is 1\.0"):
             speedswap.Embedding(10, 3, 0, *given, **by_name)
-    with pytest.raises(TypeError, match="takes at most 4 arguments of torch's by place"):
+    with pytest.raises(TypeError, match="takes at most 4 of torch's arguments by position"):
         speedswap.Embedding(10, 3, 0, None, 2.0, False, False, None)
 
 

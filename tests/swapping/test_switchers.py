@@ -747,7 +747,7 @@ def test_a_collection_on_disk_can_be_opened_again(tmp_path: Path, device: str) -
     with torch.no_grad():
         weight_of(factory).zero_()
     factory.afterOptimizerStep([4, 2])
-    with pytest.raises(FileExistsError, match=r"rows', which exists.*loadCupy takes what is there"):
+    with pytest.raises(FileExistsError, match=r"rows', which exists.*loadCupy opens it"):
         factory.zerosInit()
     factory.table.close()
 

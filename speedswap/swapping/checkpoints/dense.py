@@ -58,7 +58,7 @@ def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]
 def attach_all(
     optimizers: Sequence[Optimizer], modules: Iterable[TableModule], frozen: Collection[TableModule] = ()
 ) -> None:
-    """Attach the optimizers to the tables whose weight they hold, so that weight and state are saved together.
+    """Attach the optimizers to the tables whose weights they hold, so weight and state are saved together.
 
     Args:
         optimizers: all of them.
@@ -75,18 +75,18 @@ def attach_all(
 def content_of(
     model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, encoder: Encoder, rank: int
 ) -> dict[str, Any]:
-    """Return everything except the tables as plain data, with its tensors in the encoder.
+    """Return everything except the tables as plain data; the encoder collects its tensors.
 
     Args:
-        rank: this process's rank among those that save together, all of which must call this: they differ in their
-            random generators, and in their shards of what ``fully_shard`` has split.
+        rank: this process's rank among those that save together. All of them must call this: they differ in their
+            random generators and in their shards of parameters split by ``fully_shard``.
     """
     random, dense = random_of(rank), Encoder(drops=True) if rank else encoder
     with rows_apart():
         states = [each.state_dict() for each in optimizers]
         for each, state in zip(optimizers, states, strict=True):
             for name, parameter in _by_name(each, state):
-                if _is_untouched(each, parameter):  # the state that a constructor makes, in the shape of the table
+                if _is_untouched(each, parameter):  # state made by a constructor, in the table's shape
                     state["state"].pop(name, None)
         content: dict[str, Any] = {"model": dense.encode(dict(model.state_dict()), "model")}
     content["optimizers"] = [
@@ -113,11 +113,11 @@ def check_model(saved: dict[str, Any], model: nn.Module, folder: Path) -> None:
     for name in [*ours, *saved]:
         mine, theirs = ours.get(name), saved.get(name)
         if name in ours and name in saved and not any(isinstance(each, Tensor) for each in (mine, theirs)):
-            continue  # plain data of get_extra_state(), whose types a checkpoint does not keep
+            continue  # plain data of get_extra_state(); a checkpoint does not keep its types
         if mine is None or _kind_of(mine) != _kind_of(theirs):
             raise CheckpointError(
                 f"{name!r} is {_kind_of(mine)} in the model, but {_kind_of(theirs)} in the checkpoint {folder}; make "
-                "the model as it was for the training"
+                "the model as for the training"
             )
 
 
@@ -139,7 +139,7 @@ def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer
         given = ", ".join(type(each).__name__ for each in optimizers)
         raise CheckpointError(
             f"optimizer is {given}, but the checkpoint {folder} has {', '.join(names) or 'none'}; give the same, in "
-            "their order, or None for the model alone"
+            "the same order, or None to load only the model"
         )
     for each, optimizer in zip(saved, optimizers, strict=True):
         theirs = [len(group["params"]) for group in each["state"]["param_groups"]]
@@ -154,7 +154,7 @@ def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer
 
 
 def _names_of(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """Return the class of an optimizer; and that of the one it wraps, if the wrapper adds nothing to the state."""
+    """Return an optimizer's class, and that of the optimizer it wraps if the wrapper adds nothing to the state."""
     adds = state.keys() > {"state", "param_groups"}
     return [type(each).__name__ for each in ((optimizer,) if adds else (optimizer, innermost(optimizer)))]
 
@@ -175,7 +175,7 @@ def load_dense(
             }
             optimizer.load_state_dict({**state, "state": divided})
             inner.state.update(initial)
-            for name, parameter in parameters.items():  # torch has cast state to its parameter's dtype
+            for name, parameter in parameters.items():  # undo torch's cast of state to the parameter's dtype
                 now = inner.state.get(parameter, {})
                 for key, value in state["state"].get(name, {}).items():
                     if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
@@ -189,7 +189,7 @@ def _by_name(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any,
 
 
 def _is_untouched(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether a parameter is the weight of a table for which an optimizer has no state but initial state."""
+    """Return whether a parameter is a table's weight for which an optimizer has only initial state."""
     step = step_of(parameter)
     return step is not None and step.state.optimizer is not innermost(optimizer)
 
@@ -200,12 +200,12 @@ def require_restorable(target: Any, saved: Any, name: str) -> None:
     if not is_generator and not callable(getattr(target, "load_state_dict", None)):
         raise TypeError(f"extra[{name!r}] is {a_kind(target)}; give an object with load_state_dict(), or a Generator")
     if is_generator and not isinstance(saved, Tensor):
-        raise TypeError(f"extra[{name!r}] is a Generator, but {a_kind(saved)} was saved; give what takes that")
+        raise TypeError(f"extra[{name!r}] is a Generator, but {a_kind(saved)} was saved; give an object of that kind")
 
 
 @contextmanager
 def restored(targets: Mapping[str, Any], saved: Any, folder: Path) -> Iterator[None]:
-    """Load what was saved for the objects of ``extra``; restore their former state if the block fails.
+    """Load the saved state of the objects of ``extra``; restore their former state if the block fails.
 
     A module's former state is not kept, since it may be as large as the model.
 
@@ -256,13 +256,13 @@ def _divided_as(like: Any, value: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
-# ---- a saved state is first tried on a stand-in: a later error would leave a half-loaded training
+# ---- a saved state is first tried on a stand-in, since a later error would leave a half-loaded training
 
 
 def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state into a stand-in for an optimizer, without memory, and take a step with it.
+    """Load a state into a stand-in for an optimizer that uses no memory, and take a step with it.
 
-    An optimizer that cannot step on ``meta`` even with its own settings is not tried.
+    An optimizer that cannot step on ``meta`` with its current settings is not tried.
 
     Raises:
         Exception: any exception, if the state does not fit.
@@ -286,7 +286,7 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _tried(optimizer: Optimizer, state: dict[str, Any] | None = None) -> Optimizer:
-    """Return a copy over parameters without memory, after loading a state, if given, and a step."""
+    """Return a copy over parameters without memory, after loading a state, if given, and taking a step."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     groups = [{**group, "params": [*map(_on_meta, group["params"])]} for group in optimizer.param_groups]
     twin.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
@@ -297,7 +297,7 @@ def _tried(optimizer: Optimizer, state: dict[str, Any] | None = None) -> Optimiz
             numbers = {key: value for key, value in values.get(name, {}).items() if isinstance(value, Tensor)}
             # torch has moved single numbers to the parameter's device.
             twin.state[parameter].update({key: value for key, value in numbers.items() if not value.is_meta})
-            if not parameter.numel():  # a table's state, whose columns are not here
+            if not parameter.numel():  # a table's state, without its columns
                 parameter.grad = None
     for group in twin.param_groups:
         group.update({way: False for way in _WAYS if way in group})
@@ -344,7 +344,7 @@ def check_random_state(state: dict[str, Any]) -> None:
     _put(state, random.Random(), np.random.RandomState(getattr(np.random, kind)()), torch.Generator())
     if kind == "MT19937":
         require(numpy["state"]["key"].shape == (624,), "NumPy's generator has 624 numbers")
-    if kind in ("MT19937", "Philox"):  # they read at this position, unchecked
+    if kind in ("MT19937", "Philox"):  # these read at this position, unchecked
         place, most = (numpy["state"]["pos"], 624) if kind == "MT19937" else (numpy["buffer_pos"], 4)
         require(0 <= place <= most, f"NumPy would read number {place} of {most}")
     check_generator(torch.default_generator, state["torch"])
@@ -364,7 +364,7 @@ def check_generator(generator: torch.Generator, state: Tensor) -> None:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore the generators from :func:`random_state`'s result; those of GPUs as far as the GPUs exist here."""
+    """Restore the generators from :func:`random_state`'s result; those of GPUs only if the GPUs exist here."""
     _put(state, random, np.random, torch.default_generator)
     if "cuda" in state and torch.cuda.is_available():
         for device, each in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):

@@ -1,8 +1,8 @@
-"""The folders of a run's checkpoints: filled, numbered, locked, and judged before anything is let go.
+"""The folders of a run's checkpoints: filled, numbered, locked, and verified before anything is released.
 
-A checkpoint is good if each of its bytes was read from the disk just now and fits its checksum, and damaged if what was
-read does not. Anything else proves nothing, and it is unknown: a disk or network that fails now, missing permissions,
-another version, a folder or table that was moved. Only proof lets a folder or a commit go; the unknown stays, and the
+A checkpoint is good if each of its bytes was just read from the disk and matches its checksum, and damaged if one does
+not match. Otherwise its state is unknown: a disk or network that fails now, missing permissions, a different version, a
+folder or table that was moved. A folder or commit is released only on proof; if the state is unknown it stays, and the
 log says why.
 """
 
@@ -47,11 +47,11 @@ from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
 _log = logging.getLogger("speedswap")
 _PIECE_BYTES = 8 << 20
 _MOST_THREADS = 8
-_NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table
-# A table's attributes for the last checkpoint that references it: the checkpoint's token and folder.
+_NOT_LINKED = ("LOCK", "OWNER")  # these belong to the process that wrote a table
+# A table's attributes for the last checkpoint that references it: that checkpoint's token and folder.
 TOKEN, KEEPER = "checkpoint", "checkpoints"
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
-# The token tells, after a kill, which commits were held for a checkpoint that never was complete, or was removed.
+# After a kill, the token shows which commits were held for a checkpoint that was never completed, or was removed.
 _LEFT = re.compile(r"\.(?:unfinished|removed)(?:-([0-9a-f]{32}))?")
 
 
@@ -59,7 +59,7 @@ _LEFT = re.compile(r"\.(?:unfinished|removed)(?:-([0-9a-f]{32}))?")
 
 
 def new_digest(dtype: torch.dtype, shape: Sequence[int]) -> hashlib.blake2b:
-    """Return the hash of a tensor, to which its bytes are still to be added."""
+    """Return a tensor's hash before its bytes are added."""
     return hashlib.blake2b(f"{dtype} {tuple(shape)}".encode(), digest_size=16)
 
 
@@ -69,7 +69,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return a hash of a contiguous tensor in ordinary memory: of its dtype, shape and bytes."""
+    """Return a hash of the dtype, shape and bytes of a contiguous tensor in ordinary memory."""
     digest = new_digest(tensor.dtype, tensor.shape)
     digest.update(raw(tensor))
     return digest.hexdigest()
@@ -78,14 +78,14 @@ def digest_of(tensor: Tensor) -> str:
 def _in_threads(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """Return a function's results for all items; reading and hashing leave the interpreter to other threads."""
     threads = min(_MOST_THREADS, torch.get_num_threads())
-    if threads == 1 or not threading.main_thread().is_alive():  # no thread can be started when Python ends
+    if threads == 1 or not threading.main_thread().is_alive():  # no thread can start while Python exits
         return [*map(function, items)]
     with ThreadPoolExecutor(threads) as pool:
         return [*pool.map(function, items)]
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides of its shape; torch considers one item contiguous with any strides."""
+    """Return a tensor with the strides of its shape; torch considers single items contiguous with any strides."""
     return tensor.contiguous() if tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -97,7 +97,7 @@ class NewFiles:
         sound: what this save has verified.
 
     Attributes:
-        bytes_written: bytes written so far, without linked files.
+        bytes_written: bytes written so far, excluding linked files.
     """
 
     def __init__(self, folder: Path, sound: set[object]) -> None:
@@ -108,7 +108,7 @@ class NewFiles:
 
     @property
     def written(self) -> TensorsOf:
-        """The tensors in it, to be read back."""
+        """The written tensors, to be read back."""
         return TensorsOf(self.directory, self._sound)
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -121,7 +121,7 @@ class NewFiles:
     def write_changed(
         self, name: str, tensors: Mapping[str, Tensor], previous: tuple[Manifest, Path] | None
     ) -> dict[str, SavedTensor]:
-        """Write tensors that the previous checkpoint lacks to a new file, durably, and link the others' files.
+        """Write tensors that the previous checkpoint lacks to a new file, durably, and link the files of the rest.
 
         Args:
             name: name of the new file.
@@ -163,7 +163,7 @@ class NewFiles:
         self.bytes_written += writer.nbytes
 
     def link(self, other: Path, names: Sequence[str], verify: Callable[[TensorsOf], None]) -> bool:
-        """Hard-link files, or folders of files, of another checkpoint into this one, or copy them, and read them back.
+        """Hard-link, or else copy, another checkpoint's files or folders into this one, and read them back.
 
         Args:
             other: the other checkpoint.
@@ -171,7 +171,7 @@ class NewFiles:
             verify: raises if what was read back is damaged.
 
         Returns:
-            False if they cannot be read as they were written, so that they must be written again.
+            False if they do not read back as written, so they must be written again.
         """
         try:
             for name in names:
@@ -179,7 +179,7 @@ class NewFiles:
             verify(self.written)
             return True
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is written again, not taken from the last checkpoint: %s", ", ".join(names), error)
+            _log.warning("%s is written again instead of linked from the last checkpoint: %s", ", ".join(names), error)
             for name in names:
                 shutil.rmtree(self.folder / name, ignore_errors=True)  # if it is a folder
                 self.directory.remove(name)
@@ -189,7 +189,7 @@ class NewFiles:
         if not source.is_dir():
             self._link(source, target)
             return
-        target.parent.mkdir(exist_ok=True)  # of all ranks' rows
+        target.parent.mkdir(exist_ok=True)  # the folder of all ranks' rows
         os.mkdir(target)
         for path in source.iterdir():
             if path.name not in _NOT_LINKED:
@@ -200,7 +200,7 @@ class NewFiles:
     def _link(self, source: Path, target: Path) -> None:
         try:
             os.link(source, target, follow_symlinks=False)
-        except FileExistsError:  # another rank also refers to it
+        except FileExistsError:  # linked by another rank, too
             return
         except OSError:  # no hard links here, or too many
             shutil.copyfile(source, target, follow_symlinks=False)
@@ -220,7 +220,7 @@ class TensorsOf:
     Args:
         directory: the checkpoint's directory.
         sound: what need not be verified again: tensors and tables' copies, by the device and inode numbers of their
-            files. It gets what is verified.
+            files. Verified ones are added.
 
     Attributes:
         folder: its path.
@@ -245,7 +245,7 @@ class TensorsOf:
         return self._readers[name]
 
     def pieces(self, file: str, *names: str) -> Iterator[list[Tensor]]:
-        """Yield some rows after the other of tensors that have equally many.
+        """Yield rows, piece by piece, of tensors with the same number of rows.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -302,7 +302,7 @@ class TensorsOf:
 
     def _compare(self, digest: str, saved: SavedTensor) -> None:
         if digest != saved.digest:
-            raise damaged(self.folder, f"the bytes of {saved.key!r} in {saved.file} are not those that were written")
+            raise damaged(self.folder, f"the bytes of {saved.key!r} in {saved.file} differ from those written")
 
 
 # ---- the folders of a run
@@ -317,7 +317,7 @@ class Folder(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """False if it has no manifest, like one that is being copied there."""
+        """False if the folder has no manifest, e.g. while it is being copied there."""
         try:
             return bool(os.lstat(self.path / MANIFEST))
         except OSError as error:
@@ -335,13 +335,13 @@ def open_folder(path: Path) -> OpenDirectory:
 
 
 class Found(NamedTuple):
-    """The checkpoints in a directory, as far as they can be read.
+    """The checkpoints in a directory.
 
     Attributes:
-        manifests: those that can be read, by their folders, oldest first.
-        unknown: why others are unknown; empty if there can be no others.
-        gone: the tokens of those that are proven not to exist.
-        leftovers: unfinished ones, and half-removed ones.
+        manifests: readable manifests by folder, oldest first.
+        unknown: why others are unknown; empty if there can be none.
+        gone: the tokens of checkpoints proven not to exist.
+        leftovers: unfinished and half-removed checkpoints.
     """
 
     manifests: dict[Path, Manifest]
@@ -351,7 +351,7 @@ class Found(NamedTuple):
 
     @property
     def newest(self) -> tuple[Manifest, Path] | None:
-        """The newest one, and its folder."""
+        """The newest checkpoint's manifest and folder."""
         return next(((manifest, path) for path, manifest in reversed(self.manifests.items())), None)
 
     def folder_of(self, token: object) -> Path | None:
@@ -360,17 +360,17 @@ class Found(NamedTuple):
 
 
 class Folders:
-    """The checkpoints in a directory. Each is a folder such as ``000007-step-500``.
+    """The checkpoints in a directory, each a folder named like ``000007-step-500``.
 
     Args:
         path: the directory; it need not exist.
 
     Attributes:
-        sound: what was verified, as in :class:`TensorsOf`; checkpoints share files.
+        sound: what was verified, as in :class:`TensorsOf`, since checkpoints share files.
     """
 
     known_sound: ClassVar[str] = ""
-    """The token of the checkpoint that this process has loaded or saved last, which checks all of it."""
+    """The token of the last checkpoint that this process has loaded or saved, and so checked in full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -464,7 +464,7 @@ class Folders:
             TableFullError: the disk has no room.
         """
         unfinished = self.path / f".unfinished-{token}"
-        outcome = "the checkpoints before are whole: free space there, or give another path"
+        outcome = "earlier checkpoints are intact: free space there, or give another path"
         with says_if_full(unfinished, outcome):
             yield unfinished
 
@@ -482,9 +482,9 @@ class Folders:
         for each in missing:
             sync_names(each.parent)
         busy = f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint"
-        directory = OpenDirectory(self.path)  # closed, and unlocked, wherever Ctrl-C strikes
+        directory = OpenDirectory(self.path)  # closed and unlocked wherever Ctrl-C strikes
         try:
-            with locked(directory, CheckpointError(f"{busy}; give each a path of its own")):
+            with locked(directory, CheckpointError(f"{busy}; give each a separate path")):
                 yield
         finally:
             directory.close()
@@ -505,21 +505,22 @@ class Folders:
             self.path.rmdir()
 
     def tidy(self, task: Task, tables: Sequence[Table], keep: int | Collection[int] | None, saved: str = "") -> Found:
-        """Remove leftovers, the checkpoints that ``keep`` leaves out, and the commits held for them; return the others.
+        """Remove leftovers and checkpoints outside ``keep``, and release their commits; return the other checkpoints.
 
         Args:
-            task: that of the ranks, all of which call this; the first holds the directory's lock.
-            tables: this rank's.
+            task: the ranks' common task; all of them call this, and the first holds the directory's lock.
+            tables: this rank's tables.
             keep: as for :func:`save_checkpoint`.
-            saved: the token of the newest, of which everything has just been read. Before a save, checkpoints are only
-                removed where a killed process has not: if this one has loaded or saved the newest.
+            saved: the token of the newest checkpoint, if all of it has just been read. Before a save, checkpoints left
+                by a killed process are removed only if this process has loaded or saved the newest.
         """
         found = self.read()
         if task.lane.rank == 0:
             for leftover in found.leftovers:
                 _log.warning("%s was left behind by a process that was killed, and is removed", leftover)
             for path in self._beyond(found, keep, saved):
-                # One with links was set aside, and may need its commits: without its token it is not known to be gone.
+                # A folder with links was set aside and may need its commits: without its token it is not known to be
+                # gone.
                 has_links = path.is_symlink() or os.stat(path / MANIFEST).st_nlink > 1
                 is_known = path in found.manifests and not has_links
                 self._set_aside(path, found.manifests[path].token if is_known else "")
@@ -533,7 +534,7 @@ class Folders:
         return found
 
     def _beyond(self, found: Found, keep: int | Collection[int] | None, saved: str) -> list[Path]:
-        """Return the folders to remove: none unless those that stay are proven good."""
+        """Return the folders to remove; none unless all that stay are proven good."""
         newest_first = self.entries()[::-1]
         is_due = saved or (newest_first and newest_first[0].path == found.folder_of(Folders.known_sound))
         if keep is None or not is_due or len(newest_first) <= (keep if isinstance(keep, int) else 1):
@@ -557,9 +558,9 @@ class Folders:
         return beyond
 
     def _is_good(self, path: Path, found: Found) -> bool:
-        """Read all of a checkpoint, and log why it is not good.
+        """Return whether all of a checkpoint reads back well; log why if not.
 
-        Rows that it refers to in a table on disk are not read: they are the table's, whatever refers to them.
+        Rows that it references in a table on disk are not read: they belong to the table.
 
         Raises:
             UnknownCheckpoint, MemoryError: it cannot be read now.
@@ -579,7 +580,7 @@ class Folders:
         return True
 
     def _set_aside(self, folder: Path, token: str = "") -> None:
-        """Take a checkpoint's name from it durably, so that a half-removed one never has it."""
+        """Rename a checkpoint away durably, so a half-removed folder never has a checkpoint's name."""
         os.rename(folder, self.path / f".removed-{token or secrets.token_hex(16)}")
         sync_names(self.path)
 
@@ -597,9 +598,9 @@ def release(table: Table, here: Found, after: int = 0, *, warns: bool = False) -
 
     Args:
         table: the table.
-        here: the checkpoints in the directory at hand; others are looked for where they were saved.
+        here: the checkpoints in this directory; others are looked up where they were saved.
         after: keep this commit and earlier ones.
-        warns: True to log why others stay.
+        warns: True to log why commits stay.
 
     Returns:
         True if later commits stay.
@@ -620,7 +621,7 @@ def release(table: Table, here: Found, after: int = 0, *, warns: bool = False) -
             commits.let_go(commit)
         elif warns and there.folder_of(token) is None:
             _log.warning(
-                "commit %d of table %r stays, for a checkpoint that may exist: %s. Put that right, or release the "
+                "commit %d of table %r stays, for a checkpoint that may exist: %s. Correct that, or release the "
                 "commit with table.commits.let_go(%d); until then, some checkpoints copy the table. To move or copy "
                 "folders away, save them with tables='copy'",
                 *(commit, table.name, "; ".join(there.unknown) or f"{where} was moved or removed by hand", commit),
@@ -629,7 +630,7 @@ def release(table: Table, here: Found, after: int = 0, *, warns: bool = False) -
 
 
 def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
-    """Read a table's copy and changed rows, or open it as of the commit that a checkpoint refers to.
+    """Read a table's copy and changed rows, or open it at the commit that a checkpoint references.
 
     Args:
         part: the table's description.
@@ -655,7 +656,7 @@ def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
 
 
 def open_part(part: SavedTable, folder: Path, token: str) -> Table:
-    """Open the table that has the rows of a checkpoint's table, or of one rank's part; a copy past the page cache.
+    """Open the table with the rows of a checkpoint's table or of one rank's part; a copy bypasses the page cache.
 
     Args:
         part: its description.
@@ -683,8 +684,8 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
         except ValueError as error:
             require(
                 isinstance(error, TableFormatError),
-                f"the table at {path} no longer keeps commit {part.commit}, as if its checkpoint had been removed, of "
-                "which this may be a copy; save those to be copied with tables='copy'",
+                f"the table at {path} no longer keeps commit {part.commit}; its checkpoint was removed, and this may "
+                "be a copy of it; save those to be copied with tables='copy'",
             )
             raise
         is_same = part.copy or table.attributes.get(TOKEN) == token
@@ -704,7 +705,7 @@ def verify_rows(table: Table, folder: Path) -> None:
 
 
 def path_from(here: Path, there: Path, above: Path) -> str:
-    """Return a path, relative if both are in the same directory, without links between, and so move together.
+    """Return a path, relative if both are in the common directory without links in between, so both move together.
 
     Args:
         here: the path to be relative to.

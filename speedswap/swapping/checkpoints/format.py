@@ -1,7 +1,7 @@
 """The file ``CHECKPOINT`` in a checkpoint's folder: JSON with a checksum, never trusted.
 
-It describes tables and tensors, and holds the rest of a ``state_dict``, without pickle: JSON values are stored as such,
-and anything else is an object with one key that begins with ``$``.
+It describes tables and tensors, and holds the rest of a ``state_dict``, without pickle: JSON values are stored
+unchanged; any other value is an object with one key that begins with ``$``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SavedTensor:
     """The location of a tensor (a file and a key in it) and its hash.
 
     Raises:
-        Damage: a name or the hash does not have its form; likewise for the other parts of a manifest.
+        Damage: a name or the hash is malformed; likewise for the other parts of a manifest.
     """
 
     file: str
@@ -78,7 +78,7 @@ class Delta:
 
     @property
     def tensors(self) -> list[SavedTensor]:
-        """The tensors in its file."""
+        """The tensors in the delta's file."""
         return [SavedTensor(self.file, name, digest) for name, digest in self.digests.items()]
 
 
@@ -87,16 +87,16 @@ class SavedTable:
     """A table in a checkpoint.
 
     Attributes:
-        name: name in the model of the module that trains it.
+        name: the name, in the model, of the module that trains it.
         columns: row shape, dtype and stored dtype of each column, by name.
-        num_embeddings, seed, writes, attributes: the table's.
-        is_initial: True if the optimizer has not stepped, so that it creates the rows' state itself.
+        num_embeddings, seed, writes, attributes: those of the table.
+        is_initial: True if the optimizer has not stepped and creates the rows' state itself.
         id_maps: the tensors that encode its id maps, by map name.
         copy: the folder of the copy; empty if the table is referenced.
         deltas: changes since the copy, oldest first.
         path, commit: for a referenced table in files, its path and commit; empty if it was copied.
-        shards: for a table owned by ranks, which is neither copied nor referenced itself, the tables of each rank's
-            rows, in rank order.
+        shards: for a table owned by ranks, the tables of each rank's rows, in rank order; the table itself is neither
+            copied nor referenced.
     """
 
     name: str
@@ -126,7 +126,7 @@ class SavedTable:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> SavedTable:
-        """Return the table that ``asdict`` made plain data of.
+        """Return the table described by ``asdict``'s plain data.
 
         Raises:
             Damage, TypeError, KeyError: the data are not a table.
@@ -160,7 +160,7 @@ class Manifest:
 
     @property
     def files(self) -> set[str]:
-        """The names of its files and folders."""
+        """The names of the checkpoint's files and folders."""
         parts = [part for table in self.tables for part in table.parts]
         rows = {delta.file for part in parts for delta in part.deltas}
         return {tensor.file for tensor in self.tensors.values()} | {part.copy for part in parts if part.copy} | rows
@@ -174,8 +174,8 @@ class Manifest:
         body = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()
         if len(body) > _MAX_BYTES - 9:
             raise ValueError(
-                f"the plain data of the checkpoint, such as extra, takes {len(body)} bytes as JSON, and {_MAX_BYTES} "
-                "are the most; give large lists of numbers as tensors"
+                f"the plain data of the checkpoint (extra and others) takes {len(body)} bytes as JSON, but the limit "
+                f"is {_MAX_BYTES}; give large lists of numbers as tensors"
             )
         file = OpenFile(directory.create(MANIFEST))
         write_all(file.fd, b"%08x\n" % zlib.crc32(body) + body, 0)
@@ -209,7 +209,7 @@ class Manifest:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Manifest:
-        """Return the manifest that ``asdict`` made plain data of, with all names and numbers checked.
+        """Return the manifest described by ``asdict``'s plain data, with all names and numbers checked.
 
         Raises:
             Damage, TypeError, KeyError, AttributeError: the data are not a manifest.
@@ -225,7 +225,7 @@ class Manifest:
 
         Args:
             parts: each rank's manifest, in rank order.
-            num_rows: number of rows, by name, of the tables owned by ranks, of which each has written its part.
+            num_rows: number of rows, by name, of the tables owned by ranks; each rank has written its part.
         """
         first, tables = parts[0], []
         for table in first.tables:
@@ -240,32 +240,33 @@ class Manifest:
 
 
 class UnknownCheckpoint(CheckpointError):
-    """A checkpoint that cannot be read now, or not by this version: that says nothing about what it holds."""
+    """A checkpoint that cannot be read now, or not by this version, and may be good."""
 
 
 def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
-    """Return the error for a checkpoint that cannot be read: what its bytes prove, or UnknownCheckpoint."""
+    """Return the error for an unreadable checkpoint: CheckpointError if its bytes prove damage, or
+    UnknownCheckpoint."""
     cause = problem if isinstance(problem, OSError) else getattr(problem, "__cause__", None)
     if isinstance(cause, OSError) and cause.errno not in MISSING:
         return UnknownCheckpoint(
-            f"{folder / file} cannot be read ({cause.strerror or cause}), which says nothing about what it holds; "
+            f"{folder / file} cannot be read ({cause.strerror or cause}), which does not prove damage; "
             "check the disk, its permissions and the limits of this process, and load it again"
         )
     if file not in str(problem):
         problem = f"{file}: {problem}"
     return CheckpointError(
-        f"checkpoint {folder} cannot be read ({problem}); remove it to go on from an earlier one, or train again"
+        f"checkpoint {folder} cannot be read ({problem}); remove it to resume from an earlier one, or train again"
     )
 
 
 @contextmanager
 def says_malformed(folder: Path, what: str, file: str = MANIFEST) -> Iterator[None]:
-    """Raise CheckpointError for invalid contents of a checkpoint, which may be anything.
+    """Raise CheckpointError if a checkpoint's contents, which may be anything, are invalid.
 
     Args:
-        folder: the checkpoint's.
+        folder: the checkpoint's folder.
         what: the part of it, for messages.
-        file: the name of the file that has it.
+        file: the name of the file with this part.
     """
     try:
         yield
@@ -312,8 +313,8 @@ class Encoder:
     """An encoder of nested data as JSON, which collects its tensors.
 
     Args:
-        drops: True to collect none.
-        gathers: False to refuse tensors that are split over ranks, where the other ranks do not encode them too.
+        drops: True to collect no tensors.
+        gathers: False to refuse tensors that are split over ranks, for when the other ranks do not encode them too.
 
     Attributes:
         tensors: detached tensors by name, of dtypes that a file of tensors can hold.
@@ -435,5 +436,5 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         found = tensor(value[key])
         return found if "dtype" not in value else found.view(_DTYPES[value["dtype"]]).squeeze(-1)
     if key not in _DECODED:
-        raise ValueError(f"{key[:40]!r} is nothing that a checkpoint holds")
+        raise ValueError(f"{key[:40]!r} is not a value that checkpoints hold")
     return _DECODED[key](again(value[key]))

@@ -87,13 +87,13 @@ def load_checkpoint(
 
     Build the model as for the training, with any storage: rows saved from memory can be loaded to disk, and vice versa.
     Its tables get the checkpoint's rows, whatever they held. Everything is checked before anything is changed;
-    untrusted files are safe to load. A checkpoint of tables owned by ranks can be loaded by any number of ranks, each
-    of which must call this, or by one process; and a checkpoint of one process by ranks.
+    untrusted files are safe to load. A checkpoint of tables owned by ranks can be loaded by one process or by any
+    number of ranks, which must all call this; ranks can also load a checkpoint of one process.
 
     Args:
         path: as for :func:`save_checkpoint`; or the folder of one checkpoint.
-        model: a model with the same parameters, buffers and tables. None to read only step and extra, such as the
-            settings to build the model with.
+        model: a model with the same parameters, buffers and tables. None to read only step and extra, e.g. the settings
+            to build the model with.
         optimizer: the optimizers, matching the saved ones in number, class and order; they get the checkpoint's
             settings. None to load only the model: an optimizer that trains it keeps all of its state.
         step: load the newest checkpoint of this step; by default the newest.
@@ -124,8 +124,8 @@ def load_checkpoint(
         if optimizers or extra:
             given = "optimizer" if optimizers else "extra"
             raise ValueError(
-                f"model is None, to read step and extra alone, so that {given} would not be loaded; give the model "
-                f"too, or leave {given} out"
+                f"model is None, to read only step and extra, so {given} would not be loaded; give the model too, "
+                f"or leave {given} out"
             )
         folder, manifest, files = _opened(path, step)
         return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
@@ -137,7 +137,7 @@ def load_checkpoint(
         folder, manifest, files = _opened(path, step)
         if len({*task.share(manifest.token)}) > 1:
             raise CheckpointError(
-                f"path is {os.fspath(path)!r}, where ranks find different checkpoints; give all the same"
+                f"path is {os.fspath(path)!r}, where ranks find different checkpoints; give all ranks the same path"
             )
         random = random_of(lane.rank)
         names = ("model", "optimizers", "extra", *({random} & manifest.content.keys()))
@@ -168,7 +168,7 @@ def load_checkpoint(
             task.round()  # nothing else has changed yet, on any rank
         for table in tables:
             table.load()
-        task.round()  # before dense parameters are split, in which all take part
+        task.round()  # before dense parameters are split, which needs all ranks
         load_dense(model, content["model"], optimizers, states)
         for table in tables:
             if table.trainer is not None:
@@ -212,7 +212,7 @@ def _decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict
 
 
 def _take_settings(tables: Iterable[TableToLoad], state_of: Mapping[Optimizer, dict[str, Any]]) -> None:
-    """Add columns for state that optimizers keep only with a checkpoint's settings, not with their present ones.
+    """Add columns for state that optimizers keep only with a checkpoint's settings, not with their current ones.
 
     Args:
         tables: every table of the checkpoint.
@@ -240,10 +240,11 @@ def _tables(
     """Return the tables of a checkpoint, each checked.
 
     Args:
-        modules: one module for each of the model's tables; the saving model may have named another over the same table.
+        modules: one module per table of the model; the saving model may have named a different module of the same
+            table.
 
     Raises:
-        CheckpointError: a table is damaged, or they do not match the model's.
+        CheckpointError: a table is damaged, or the tables do not match the model's.
     """
     names = [saved.name for saved in manifest.tables]
     every, of_store = modules_of(model), {module.table.store: module for module in modules.values()}
@@ -251,7 +252,7 @@ def _tables(
     if len(names) != len(modules) or len({*found.values()}) != len(modules):
         raise CheckpointError(
             f"the model has tables at {sorted(modules)}, but the checkpoint {files.folder} at {sorted(names)}; make "
-            "the model as it was for the training"
+            "the model as for the training"
         )
     tables = []
     for saved in manifest.tables:
@@ -301,21 +302,21 @@ class TableToLoad:
             if len(owners.places_shared(rank, target.owners, target.rank))
         ]
         self.columns = self._sources[0].shard.table.columns
-        self._id_maps = ExitStack()  # changes no map if never closed
+        self._id_maps = ExitStack()  # if never closed, no map changes
 
     @property
     def goes_on(self) -> bool:
-        """True if the table resumes its state although it may not be trained at present."""
+        """True if the table resumes its state, even if it is currently frozen."""
         return not self.saved.is_initial and self.module.table.columns["weight"].stored_dtype != torch.int8
 
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
-        """Open the files of some rows, and check that they belong to the checkpoint; read all that will be copied."""
+        """Open a part's files, check that they belong to the checkpoint, and read all data to be copied."""
         table = open_part(part, self._folder, self._token)
         with says_malformed(self._folder, "its rows", part.copy or str(table.path)):
             is_same = (table.num_embeddings, descriptions_of(table)) == (owners.rows_of(rank), part.columns)
             require(is_same, f"{table.path} is not the table {self.saved.name!r}")
             if isinstance(table.store, IdleStore):
-                if IDLE_STEPS in part.attributes:  # since the copy was made, rows have changed, and lack other steps
+                if IDLE_STEPS in part.attributes:  # rows have changed since the copy was made, and lack different steps
                     table.attributes[IDLE_STEPS] = part.attributes[IDLE_STEPS]
                 _ = table.store.steps
             for delta in part.deltas:
@@ -324,7 +325,7 @@ class TableToLoad:
         return _Source(part, Shard(table, owners, rank))
 
     def _lives_in(self, table: Table) -> bool:
-        """Return whether a table is the model's own, as of an earlier commit."""
+        """Return whether a table is the model's own table at an earlier commit."""
         files = self._target.table.store.files
         return table.path is not None and files is not None and files.lives_at(table.path)
 
@@ -339,7 +340,7 @@ class TableToLoad:
             first = next(each for each in range(owners.world_size) if len(their.places_shared(number, owners, each)))
             returns = own.commits is not None and max(own.commits.held, default=0) <= part.commit
             if first == rank and not (returns and self._lives_in(table) and not self._keeps_state):
-                verify_rows(table, self._folder)  # of several ranks that copy from it, the first reads it all
+                verify_rows(table, self._folder)  # if several ranks copy from it, the first reads it all
 
     @property
     def _keeps_state(self) -> bool:
@@ -377,7 +378,7 @@ class TableToLoad:
         if table.num_embeddings != saved.num_embeddings:
             raise CheckpointError(
                 f"{self._where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has "
-                f"{saved.num_embeddings}; make the model with the same"
+                f"{saved.num_embeddings}; make the model with that number"
             )
         if self.trainer is not None:
             self.module._step.state.warn_of_idle_rows(self.trainer, self._sources[0].saved.attributes)
@@ -387,12 +388,12 @@ class TableToLoad:
         if saved.id_maps.keys() != maps.keys():
             raise CheckpointError(
                 f"{self._where} has {len(maps)} id maps, but the checkpoint {self._folder} has {len(saved.id_maps)}; "
-                "make the model with the same"
+                "make the model with that number"
             )
         renews = any(id_map.evict is not None for id_map in maps.values())
         draws = any(column.rounding == "stochastic" for column in table.columns.values())
         if self.trainer is not None and table.seed != saved.seed and (renews or draws):
-            why = "rows that start anew" if renews else "stochastic rounding"
+            why = "resetting rows" if renews else "stochastic rounding"
             raise CheckpointError(
                 f"{self._where} has seed {table.seed}, but the checkpoint {self._folder} has {saved.seed}, on which "
                 f"{why} depends; make it with seed={saved.seed}"
@@ -418,7 +419,7 @@ class TableToLoad:
 
         Args:
             key: the map's name.
-            parts: its bytes, from each rank that saved some.
+            parts: its bytes, from each rank that saved a part.
 
         Raises:
             CheckpointError: it is damaged, or belongs to a map with other settings.
@@ -442,7 +443,7 @@ class TableToLoad:
         table, step = self.module.table, self.module._step
         keeps_state = self._keeps_state
         step.abandon()
-        with table.lock, self._target.table.lock:  # no prefetch may read a half-loaded table
+        with table.lock, self._target.table.lock:  # a prefetch must not read a half-loaded table
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
             initial = [column for column in own.columns.values() if self.trainer and column.name not in self.columns]
@@ -465,14 +466,14 @@ class TableToLoad:
             own.attributes.clear()
             own.attributes.update(attributes)
             if commits is None and lack_steps:
-                own.store.notes.adopted += 1  # the steps are those of the attributes
+                own.store.notes.adopted += 1  # the steps are now those of the attributes
             for averages in () if keeps_state else averages_of(own):
                 averages.recall(own)
             if (joint := table.joint) is not None:
                 joint.torn = None
 
     def _commits_to_return_to(self, table: Table) -> Commits | None:
-        """Return the commits of a table that can be rolled back to the checkpoint's; None if a later one is held."""
+        """Return the commits of a table that can be rolled back to the checkpoint's; None if a later commit is held."""
         source = self._sources[0]
         if not self._is_as_saved or not self._lives_in(source.shard.table):
             return None
@@ -480,7 +481,7 @@ class TableToLoad:
         return None if is_later_held else table.commits
 
     def _copy_to(self, table: Table, names: list[str]) -> bool:
-        """Write columns of the rows to another table; return whether they still lack steps, as they were saved."""
+        """Write columns of the rows to another table; return whether they still lack steps as when saved."""
         table.check_open(writing=True)
         table.note_change(None)
         if isinstance(table.store, IdleStore):
@@ -509,7 +510,7 @@ class TableToLoad:
         return lack_steps
 
     def _take_as_stored(self, table: Table, names: list[str]) -> bool:
-        """Return whether a table takes rows without the steps that they have missed, all of them the same."""
+        """Return whether a table takes rows as saved, all of which lack the same steps."""
         found = [source.shard.table.store for source in self._sources]
         logs = [source.saved.attributes.get(IDLE_STEPS) for source in self._sources]
         is_same = all(isinstance(each, IdleStore) for each in found) and logs.count(logs[0]) == len(logs)

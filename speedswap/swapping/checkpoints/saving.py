@@ -45,7 +45,7 @@ ROWS = "rows"
 
 
 class CopiedIn(NamedTuple):
-    """The checkpoint that holds a store as it was before these changes."""
+    """The checkpoint with a store's content before these changes."""
 
     token: str
     changes: ChangedRows
@@ -66,8 +66,8 @@ def tables_of(
 
     Args:
         model: their model.
-        optimizers: among several modules over one table, prefer the one that these train;
-        names: then one with one of these names.
+        optimizers: among several modules over one table, prefer one that these train;
+        names: then one with any of these names.
     """
     every = modules_of(model)
 
@@ -83,7 +83,7 @@ def tables_of(
 
 
 def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
-    """Lock every table until the stack is closed, so that all are saved consistently."""
+    """Lock every table until the stack is closed, so all are saved consistently."""
     with ExitStack() as held:
         for table in sorted({module.table for module in modules.values()}, key=id):
             held.enter_context(table.lock)
@@ -92,7 +92,7 @@ def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
 
 
 def as_stored(table: Table) -> Table:
-    """Return a table of the same rows without the steps that they may have missed, which are among its attributes."""
+    """Return a table of the same rows that excludes the steps they may have missed; the attributes hold these."""
     return Table(RowsAsStored(table.store)) if isinstance(table.store, IdleStore) else table
 
 
@@ -106,25 +106,25 @@ def lane_of(modules: Mapping[str, TableModule]) -> Lane:
     """Return the lane of the ranks that own the tables of a model; that of this process alone if none do.
 
     Raises:
-        ValueError: a table is local to each rank, so that it has no common state; or tables belong to several groups.
+        ValueError: a table is local to each rank, so it has no common state; or tables belong to several groups.
     """
     groups = {each.table.ranks for each in modules.values()} - {None}
     if len(groups) > 1:
         raise ValueError(
-            f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables those of "
-            "one, or save parts of the model apart"
+            f"model has tables of {len(groups)} process groups, but a checkpoint has tables of one; give all tables "
+            "the same group, or save parts of the model separately"
         )
     for name, each in modules.items():
         if groups and each.table.ranks is None and each.weight.requires_grad:
             raise ValueError(
-                f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are owned "
-                "by all of them; give it their storage=speedswap.Ranks() too, or save it apart"
+                f"table {each.table.name!r} of the model ({name or 'itself'}) is local to each rank, but all ranks own "
+                "others; give it the same storage=speedswap.Ranks(), or save it separately"
             )
     group = next(iter(groups), None)
     return Lane(None, "checkpoint") if group is None else group.main
 
 
-_MOST_DELTAS = 0.5  # share of the copy's bytes beyond which a new copy is written
+_MOST_DELTAS = 0.5  # changes beyond this share of the copy's bytes make a new copy
 _MOST_HELD = 2  # commits that a table keeps
 _PIECE_BYTES = 8 << 20
 
@@ -150,14 +150,14 @@ def save_checkpoint(
     keep: int | Iterable[int] | None = 1,
     tables: str = "auto",
 ) -> SavedCheckpoint:
-    """Save a consistent snapshot of a training, which resumes from it bit for bit as if uninterrupted.
+    """Save a consistent snapshot of a training; resumed from it, training continues bit for bit as if uninterrupted.
 
     A checkpoint holds the model's tables with their optimizer state and id maps, every other parameter and buffer, the
     optimizers' state and parameter groups, the global random generators of torch, NumPy and Python, and ``extra``. Call
     this between two steps; inside a :func:`lookahead` is fine.
 
     A checkpoint is a folder in ``path``, named like ``000007-step-500``. It gets that name, with one rename, once it is
-    complete, durable and verified by reading it back: a kill at any instant, or a full disk, leaves the earlier
+    complete, durable and verified by reading it back. A kill at any instant or a full disk leaves the earlier
     checkpoints, which are removed only afterwards. So the disk needs room for one more than ``keep``. Data unchanged
     since the previous checkpoint is not written again: tensors with the same bytes, and rows of a table in memory as
     long as this process trains it and fewer than half of them have changed; folders share these files by hard links.
@@ -165,13 +165,13 @@ def save_checkpoint(
 
     Args:
         path: the directory for the checkpoints of one training, created if needed. In a job of several processes each
-            passes its own directory; ranks that own tables together save one checkpoint, must all call this, and pass a
-            shared directory.
+            passes its own directory. Ranks that own tables together save one checkpoint: all of them must call this,
+            with a shared directory.
         model: any module. Ranks that save together gather what ``fully_shard`` splits; each loads its shard.
         optimizer: one or several optimizers; those whose state is in the tables are attached.
         step: the number of steps taken, at least 0, for information.
-        extra: anything else: numbers, text, lists, dicts, tensors, arrays; and objects that have a ``state_dict()``,
-            such as a learning rate scheduler or a GradScaler, and ``torch.Generator``.
+        extra: anything else: numbers, text, lists, dicts, tensors, arrays, ``torch.Generator``, and objects with a
+            ``state_dict()`` (a learning rate scheduler, a GradScaler).
         tables: ``"auto"`` to reference tables on disk by a held commit, or ``"copy"``. A referenced table stays where
             it is: the checkpoint can be restored only while the table's files exist. A table holds one commit for all
             checkpoints, in ``path`` or elsewhere, in addition to the one being saved: with a larger ``keep``, or with
@@ -238,13 +238,13 @@ def save_checkpoint(
                         for index, (name, module) in enumerate(modules.items())
                         if is_first or module._step.is_sharded
                     )
-                    task.round()  # a failed rank is noticed before dense parameters are gathered
+                    task.round()  # detects a failed rank before dense parameters are gathered
                     content = content_of(model, optimizers, extra, encoder, lane.rank)
                 name = f"tensors-{number}{suffix}.safetensors"
                 tensors = files.write_changed(name, encoder.tensors, previous)
                 saving.wait()
                 with _says_unreadable(folders):
-                    written = files.written  # and what was linked, which is known to be sound
+                    written = files.written  # and linked files, which are known to be sound
                     written.check(tensors.values())
                     for part in saved:
                         if part.copy:
@@ -259,7 +259,7 @@ def save_checkpoint(
                     with _says_unreadable(folders):
                         Manifest.read(files.directory)
             except BaseException:
-                task.give_up()  # the others have finished when the folder is removed
+                task.give_up()  # so the others have finished before the folder is removed
                 if saving is not None:
                     saving.give_up()
                 raise
@@ -285,9 +285,7 @@ def _next_number(folders: Folders, extra: Any) -> int:
     entries = folders.entries()
     number = entries[-1].number + 1 if entries else 1
     if number >= 10**18:
-        raise CheckpointError(
-            f"path has {entries[-1].path.name}, with the highest number that there can be; move it elsewhere"
-        )
+        raise CheckpointError(f"path has {entries[-1].path.name}, the largest checkpoint number; move it elsewhere")
     return number
 
 
@@ -298,13 +296,13 @@ def _says_unreadable(folders: Folders) -> Iterator[None]:
         yield
     except (CheckpointError, TableFormatError) as error:
         raise CheckpointError(
-            f"what was written to {folders.path} cannot be read back ({error.__cause__ or error}); the checkpoints "
-            "before are whole: check the disk, or give another path"
+            f"the checkpoint written to {folders.path} cannot be read back ({error.__cause__ or error}); earlier ones "
+            "are intact: check the disk, or give another path"
         ) from error
 
 
 def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
-    """Return the checkpoints to keep: how many of the newest, or of which steps.
+    """Return the checkpoints to keep: a number of the newest, or their steps.
 
     Raises:
         ValueError: ``keep`` is neither.

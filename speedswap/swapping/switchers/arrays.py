@@ -31,7 +31,7 @@ def as_dtype(datatype: Any, argument: str = "datatype") -> torch.dtype:
     """Return the torch dtype that stands for a NumPy dtype, its name, or a torch dtype or its name.
 
     Raises:
-        TypeError: torch has no such dtype.
+        TypeError: torch has no equivalent dtype.
 
     >>> as_dtype("float32"), as_dtype(np.dtype("uint32")), as_dtype("bfloat16"), as_dtype(torch.float64)
     (torch.float32, torch.uint32, torch.bfloat16, torch.float64)
@@ -44,7 +44,7 @@ def as_dtype(datatype: Any, argument: str = "datatype") -> torch.dtype:
         found = getattr(torch, datatype, None) if isinstance(datatype, str) else None
         if isinstance(found, torch.dtype):
             return found
-        raise TypeError(f"{argument} is {datatype!r}; give a dtype that torch has too, such as 'float32'") from None
+        raise TypeError(f"{argument} is {datatype!r}; give a dtype that torch has, such as 'float32'") from None
 
 
 def trainable_dtype(datatype: Any, argument: str) -> torch.dtype:
@@ -93,7 +93,7 @@ def as_ids(indexes: Any, argument: str) -> Tensor:
         ids = torch.from_numpy(array.astype(np.int32 if array.dtype.newbyteorder("=") == np.int32 else np.int64))
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise TypeError(f"{argument} is an array of {ids.dtype}; give whole numbers, the rows' indexes")
-    # A uint64 of 2**63 or more becomes negative here, and so stays outside every table.
+    # A uint64 of 2**63 or more becomes negative here, which is outside every table.
     return ids if ids.dtype in _ID_DTYPES else ids.to(torch.int64)
 
 
@@ -116,7 +116,7 @@ def checked_ids(indexes: Any, argument: str, num_rows: int, what: str) -> Tensor
 
 
 class ColumnArray(NamedTuple):
-    """A whole column of a table, seen as one array.
+    """A whole column of a table as one array.
 
     Attributes:
         table: its table.
@@ -149,7 +149,7 @@ class ColumnArray(NamedTuple):
             )
 
     def fill(self, values: Callable[[slice], npt.NDArray[Any]]) -> None:
-        """Write over the column, piece by piece.
+        """Overwrite the column, piece by piece.
 
         Args:
             values: returns the values of a slice of rows, called for consecutive slices.
@@ -168,7 +168,7 @@ class ColumnArray(NamedTuple):
             stream.write(as_numpy(self.table.read(rows.start, rows.stop, column=self.column)).tobytes())
 
     def read(self, stream: IO[bytes]) -> None:
-        """Write over the column from a stream that holds its values and nothing else."""
+        """Overwrite the column from a stream that holds only its values."""
         row_items, dtype = math.prod(self.shape[1:]), self.dtype
         self.fill(lambda rows: np.frombuffer(stream.read((rows.stop - rows.start) * row_items * dtype.itemsize), dtype))
 
@@ -185,7 +185,7 @@ def with_suffix(file: str | os.PathLike[str], suffix: str) -> Path:
 
 
 def read_npy(path: Path, array: ColumnArray) -> None:
-    """Write the rows of a ``.npy`` file over a column.
+    """Overwrite a column with the rows of a ``.npy`` file.
 
     Raises:
         ValueError: the file's array has another shape, or the file is damaged or holds pickled objects.
@@ -213,7 +213,7 @@ def write_npz(path: Path, arrays: Mapping[str, ColumnArray], numbers: Mapping[st
 
 
 def read_npz(path: Path, arrays: Mapping[str, ColumnArray], numbers: Iterable[str]) -> dict[str, Any]:
-    """Write the arrays of a ``.npz`` file over columns, and return the numbers that it has among ``numbers``.
+    """Overwrite columns with the arrays of a ``.npz`` file; return those of ``numbers`` that it has.
 
     Raises:
         ValueError: an array is missing or has another shape, or the file is damaged or holds pickled objects.
@@ -266,7 +266,7 @@ def _number(stream: IO[bytes], path: Path, name: str) -> Any:
 
 
 class _Nowhere(io.RawIOBase):
-    """A stream that drops what is written; unlike the null device, it does not pretend to have a position."""
+    """A stream that drops all data; unlike the null device, it has no position."""
 
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes

@@ -1,4 +1,4 @@
-"""A full collection of rows behind a switcher: its table, the rows that indexes name, and its files."""
+"""A switcher's full collection of rows: its table, rows by index, and files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RowField(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Collection:
-    """Rows of one or more fields in a :class:`speedswap.Table`, made when an init method is called.
+    """Rows of one or more fields in a :class:`speedswap.Table`, created by an init method.
 
     Args:
         num_rows: number of rows.
@@ -49,7 +49,7 @@ class Collection:
     init_methods: ClassVar[str] = "an init method"
     file_suffix: ClassVar[str] = ".npy"
     by_name: ClassVar[bool] = False
-    """Whether whole collections are dictionaries by the fields' names, rather than the only field's array."""
+    """True if whole collections are dictionaries by field name; False for the array of the only field."""
 
     num_rows: int
     fields: Sequence[RowField]
@@ -73,7 +73,7 @@ class Collection:
 
     @property
     def ranks(self) -> RankGroup | None:
-        """The ranks that own the rows together; None for a process alone."""
+        """The ranks that own the rows together; None for a single process."""
         return self.storage.ranks
 
     @property
@@ -103,7 +103,7 @@ class Collection:
         """Put a new table in place of the previous one, its first column with these initial values or the field's."""
         self.require_free()
         if self._table is not None and self._table.path is None:
-            # Freed first, so that the two are never in memory together.
+            # Freed first, so both are never in memory together.
             self._table.close()
             self._table = None
         weight, *others = self.columns()
@@ -116,7 +116,7 @@ class Collection:
         try:
             self.storage.require_free()
         except FileExistsError as error:
-            raise FileExistsError(f"{error}; loadCupy takes what is there") from None
+            raise FileExistsError(f"{error}; loadCupy opens it") from None
 
     def new_table(self, weight: Column, seed: int) -> Table:
         """Return a new table of this collection's rows, with the first column."""
@@ -172,7 +172,7 @@ class Collection:
         return {each.name: columns[name].view(len(ids), *each.row_shape) for name, each in self.in_table()}
 
     def scatter(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write fields of rows; of rows with equal ids the last one wins, of the last rank: a warning says so once."""
+        """Write fields of rows; for equal ids the last row of the last rank wins, and a warning says so once."""
         names = {each.name: name for name, each in self.in_table()}
         stored = {names[name]: rows.cuda() if _lives_on_gpu(self.table) else rows for name, rows in values.items()}
         if "weight" in stored:
@@ -206,7 +206,7 @@ class Collection:
 
     @of_all_ranks
     def getNumpyVersion(self) -> Any:
-        """Return the whole collection as a NumPy array, a copy; or several by the optimizer's names of its state.
+        """Return a copy of the whole collection as a NumPy array, or as several, by the names of the optimizer's state.
 
         A dtype that NumPy lacks (bfloat16) is returned as float32, which holds it exactly.
 
@@ -224,8 +224,8 @@ class Collection:
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """Write the whole collection to a ``.npy`` file, in pieces; the suffix is added where it is missing.
 
-        The file appears complete or not at all, and replaces one of that name. ``numpy.load`` reads it. Of ranks that
-        own the rows together, which all call this, the first one writes it.
+        The file appears complete or not at all, and replaces one of that name. ``numpy.load`` reads it. Ranks that own
+        the rows together must all call this; the first one writes the file.
         """
         array = self.column_arrays()["weight"]
         with arrays.written(arrays.with_suffix(saveFileName, self.file_suffix), [array]) as stream:
@@ -235,10 +235,10 @@ class Collection:
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
         """Read the whole collection from a ``.npy`` file, without an init method or after one.
 
-        A collection on disk also takes the directory of an existing one: it continues with that, and nothing is copied.
+        A collection on disk also takes an existing collection's directory and continues with it; nothing is copied.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             ValueError, TypeError: its array has another shape or dtype, or it is damaged or pickled. The collection is
                 unchanged.
         """

@@ -29,7 +29,7 @@ from speedswap.tables.record import count
 
 
 class _NoFile(str):
-    """The default ``diskname``, known by identity: it names the collection in messages, and no file is made."""
+    """The default ``diskname``, recognized by identity: it names the collection in messages; no file is made."""
 
 
 _NO_FILE = _NoFile("variable")
@@ -47,14 +47,14 @@ class ModelFactory(Collection):
         embed_dimension: items in a row, as in ``model_variable``.
         diskname: the directory of a collection in files, a table on disk that the init method makes. It must not exist
             yet; :meth:`loadCupy` opens an existing one again. Without it no file is written.
-        datatype: a floating-point dtype of NumPy or torch, or its name: the collection's, and that of the rows which
-            ``model_variable`` gets.
+        datatype: a floating-point dtype of NumPy or torch, or its name, for the collection and the rows in
+            ``model_variable``.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory. A collection in
             files ignores it: its pages are never pinned, and rows pass through pinned memory.
         storage: where the rows live, in place of ``diskname`` and ``CPUPinn``, as for :class:`speedswap.Embedding`.
-            Ranks that own them together make each call at once, each with its own indexes; of rows that several ranks
-            write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model must
-            ignore its weight.
+            Ranks that own them make each call together, each with its own indexes; if several ranks write a row, the
+            last rank's stays. ``model_variable`` has different rows on each rank, so a wrapper of the model must ignore
+            its weight.
 
     Raises:
         ValueError, TypeError: an argument does not fit ``model_variable``, or has the wrong type.
@@ -149,7 +149,7 @@ class ModelFactory(Collection):
     # ------------------------------------------------------------------ a step
 
     def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
-        """Return what the model looks up instead of ids: the positions of a batch's rows in its weight.
+        """Return the positions of a batch's rows in the model's weight, to look up instead of ids.
 
         Args:
             batchSize: samples in a batch.
@@ -286,8 +286,8 @@ class OptimizerFactory(Collection):
         total_classes: rows of the full collection.
         embed_dimension: items in a row of the variable.
         model: the model with the variable.
-        variable_name: the variable's name in the model: that of the embedding (``u_embeddings``), with a path where it
-            is inside another module (``encoder.items``), or of the parameter (``u_embeddings.weight``).
+        variable_name: the name in the model of the embedding (``u_embeddings``; ``encoder.items`` inside a module) or
+            of the parameter (``u_embeddings.weight``).
         dtype: of the variable; its state has the dtype that the optimizer gives it.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory.
         diskname, storage: as for the :class:`ModelFactory`; without either of the first two the state is in
@@ -295,7 +295,7 @@ class OptimizerFactory(Collection):
 
     Raises:
         OptimizerError: the optimizer mixes rows, takes sparse gradients only, or keeps state that cannot be switched.
-        ValueError, TypeError: there is no such variable, it is not in the optimizer, or an argument does not fit it.
+        ValueError, TypeError: the variable does not exist or is not in the optimizer, or an argument does not fit it.
     """
 
     init_methods = "optInit or loadCupy"
@@ -383,7 +383,7 @@ class OptimizerFactory(Collection):
         """
         ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self.fields:
-            return  # SGD without momentum, for one
+            return  # e.g. SGD without momentum
         self.table.reserve_rows(len(ids))
         rows = self.gather(ids, self._weight.device)
         state = self.given_optimizer.state[self._weight]
@@ -433,7 +433,7 @@ class OptimizerFactory(Collection):
 
     @of_all_ranks
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
-        """Write every row's state, and scalars such as ``step``, to one ``.npz`` file.
+        """Write every row's state, and scalars (``step``), to one ``.npz`` file.
 
         The suffix is added where it is missing. The file appears complete or not at all, and replaces one of that name.
         ``numpy.load`` reads it.
@@ -445,13 +445,13 @@ class OptimizerFactory(Collection):
 
     @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
-        """Read every row's state, and scalars such as ``step``, from a file of :meth:`saveCupy`.
+        """Read every row's state, and scalars (``step``), from a file of :meth:`saveCupy`.
 
-        ``optInit`` is not needed before. A collection on disk also takes the directory of an existing one, which has no
-        ``step``: that stays what ``given_optimizer`` has.
+        ``optInit`` is not needed before. A collection on disk also takes an existing collection's directory, which has
+        no ``step``; ``given_optimizer`` keeps its own.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             ValueError, TypeError: it is from another optimizer, has another shape or dtype, or is damaged or pickled.
                 The collection is unchanged.
         """
@@ -470,7 +470,7 @@ class OptimizerFactory(Collection):
 
 
 def _find(model: nn.Module, variable_name: str, width: int) -> nn.Parameter:
-    """Return the parameter of a model that a variable's name stands for."""
+    """Return the parameter of a model with a variable's name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weight = parameters.get(f"{variable_name}.weight", parameters.get(variable_name))
     if weight is None:
@@ -489,7 +489,7 @@ def _find(model: nn.Module, variable_name: str, width: int) -> nn.Parameter:
 
 
 def _as_made(optimizer: Optimizer, weight: nn.Parameter) -> Optimizer:
-    """Return the optimizer as before its first step with this weight, to find the state that all rows start from.
+    """Return the optimizer in its state before the first step with this weight, to find every row's initial state.
 
     State made by its constructor (Adagrad's) is the same in every row, and one row stands for all. State of earlier
     steps, or loaded state, belongs to other rows and is left out.

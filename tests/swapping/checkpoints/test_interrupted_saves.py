@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:
     speedswap.save_checkpoint(small_disk, trained, step=1)
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - (100 << 10)))
     trained.append(nn.Linear(300, 300))
-    with pytest.raises(TableFullError, match=r"no room on the disk of .*; the checkpoints before are whole"):
+    with pytest.raises(TableFullError, match=r"no room on the disk of .*; earlier checkpoints are intact"):
         speedswap.save_checkpoint(small_disk, trained, step=2)
     assert value_in(small_disk) == 1.0
     (small_disk / "other").unlink()
@@ -152,7 +152,9 @@ def test_the_highest_number_is_not_the_end(tmp_path: Path) -> None:
     saved_in(tmp_path, [2])
     assert value_in(tmp_path) == 2.0
     renamed(10**18 - 1)
-    with pytest.raises(CheckpointError, match=r"path has 999999999999999999-step-2, .* highest number .*; move it"):
+    with pytest.raises(
+        CheckpointError, match=r"path has 999999999999999999-step-2, the largest checkpoint number; move it"
+    ):
         saved_in(tmp_path, [3])
     assert value_in(tmp_path) == 2.0
 
@@ -176,7 +178,7 @@ def test_a_disk_that_writes_other_bytes_leaves_the_checkpoint_before(
 
     monkeypatch.setattr(os, "fsync", damage)
     fill(trained, 2.0)
-    with pytest.raises(CheckpointError, match=r"what was written to .* cannot be read back .*; the checkpoints before"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint written to .* cannot be read back .*; earlier"):
         speedswap.save_checkpoint(tmp_path, trained, step=2)
     monkeypatch.undo()
     assert value_in(tmp_path) == before

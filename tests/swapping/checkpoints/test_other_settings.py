@@ -167,8 +167,8 @@ def test_a_second_table_that_does_not_fit_leaves_the_first_as_it_was(tmp_path: P
             speedswap.load_checkpoint(tmp_path, model, **settings)
         assert_same((state_of(model["a"]), state_of(model["c"])), before)
 
-    refuse(CheckpointError, "was made with keys='int64', and this map with 'hashed'; make the map", maps("hashed"))
-    refuse(CheckpointError, r"evict=None, and this map with 'lru'.*in table .* of the model \(b\)", maps(evict="lru"))
+    refuse(CheckpointError, "was made with keys='int64', but this map with 'hashed'; make the map", maps("hashed"))
+    refuse(CheckpointError, r"evict=None, but this map with 'lru'.*in table .* of the model \(b\)", maps(evict="lru"))
     refuse(TypeError, r"extra\['a'\] is an int; give an object with load_state_dict", maps(), extra={"a": 5})
     refuse(TypeError, r"extra\['a'\] is a Generator, but an int was saved", maps(), extra={"a": torch.Generator()})
     closed = maps()
@@ -187,7 +187,7 @@ def test_damage_in_a_second_tables_id_map_leaves_the_first_as_it_was(tmp_path: P
     path.write_bytes(raw)
     model = maps()
     nn.init.zeros_(model["a"].weight)
-    with pytest.raises(CheckpointError, match=r"the bytes of 'tables.b.id_maps.' in .* are not those"):
+    with pytest.raises(CheckpointError, match=r"the bytes of 'tables.b.id_maps.' in .* differ from those"):
         speedswap.load_checkpoint(tmp_path, model)
     assert not model["a"].read().any()
 
@@ -262,11 +262,9 @@ def test_two_embeddings_over_one_table_go_on(is_frozen: bool, steps: int, tmp_pa
 def test_what_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
     saved = Training(OPTIMIZERS["adam"])
     saved.save(tmp_path, 1)
-    with pytest.raises(
-        ValueError, match=r"model is None, .* so that optimizer would not be loaded; give the model too"
-    ):
+    with pytest.raises(ValueError, match=r"model is None, .* so optimizer would not be loaded; give the model too"):
         speedswap.load_checkpoint(tmp_path, None, saved.optimizers)
-    with pytest.raises(ValueError, match=r"model is None, .* so that extra would not be loaded; give the model too"):
+    with pytest.raises(ValueError, match=r"model is None, .* so extra would not be loaded; give the model too"):
         speedswap.load_checkpoint(tmp_path, None, extra=saved.extra)
     assert speedswap.load_checkpoint(tmp_path, None).step == 1
 

@@ -233,7 +233,7 @@ def test_other_initial_values_are_refused_where_rows_start_anew(tmp_path: Path) 
         return items, torch.optim.Adagrad(items.parameters())
 
     speedswap.save_checkpoint(tmp_path, *make(3))
-    with pytest.raises(CheckpointError, match=r"has seed 4, but .* has 3, on which rows that start anew depends; .*=3"):
+    with pytest.raises(CheckpointError, match=r"has seed 4, but .* has 3, on which resetting rows depends; .*=3"):
         speedswap.load_checkpoint(tmp_path, *make(4))
     speedswap.load_checkpoint(tmp_path, make(4)[0])
 
@@ -249,7 +249,7 @@ def test_other_initial_values_are_refused_where_rows_start_anew(tmp_path: Path) 
         ({"keep": [1, 2.5]}, r"keep is \[1, 2.5\]; give 1 or more, steps to keep"),
         ({"extra": {"f": lambda: 0}}, "extra.f is a function, which a checkpoint cannot hold without pickle; give"),
         ({"extra": [torch.eye(2).to_sparse()]}, "extra.0 is a tensor of layout torch.sparse_coo"),
-        ({"extra": "x" * 9_000_000}, "the plain data of the checkpoint, such as extra, takes 90.* bytes as JSON"),
+        ({"extra": "x" * 9_000_000}, "the plain data of the checkpoint .extra and others. takes 90.* bytes as JSON"),
         ({"optimizer": 5}, "optimizer is an int; give an optimizer of torch, a list of them, or None"),
     ],
 )
@@ -327,7 +327,7 @@ def test_an_id_map_of_other_settings_is_refused_before_anything_changes(
     before = {name: value.clone() for name, value in other.state_dict().items()}
     ((name, value),) = settings.items()
     message = (
-        rf"the id map of table 'items' in checkpoint .* was made with {name}=.*, and this map with {value!r}; make"
+        rf"the id map of table 'items' in checkpoint .* was made with {name}=.*, but this map with {value!r}; make"
     )
     with pytest.raises(CheckpointError, match=message):
         speedswap.load_checkpoint(tmp_path, other, of_other)
@@ -342,7 +342,7 @@ def test_a_collections_map_of_other_settings_is_named(tmp_path: Path) -> None:
         return speedswap.EmbeddingCollection(configs)
 
     speedswap.save_checkpoint(tmp_path, collection())
-    with pytest.raises(CheckpointError, match=r"the id map of table 'item' in checkpoint .* made with evict=None, and"):
+    with pytest.raises(CheckpointError, match=r"the id map of table 'item' in checkpoint .* made with evict=None, but"):
         speedswap.load_checkpoint(tmp_path, collection(evict="lru"))
 
 

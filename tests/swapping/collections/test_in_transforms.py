@@ -77,7 +77,7 @@ def test_rows_put_in_place_of_the_tables_have_gradients() -> None:
 
 def test_what_a_transform_cannot_do_is_an_error() -> None:
     collection = speedswap.EmbeddingBagCollection(BAGS)
-    with pytest.raises(WeightError, match=r"trained inside of torch\.func"):
+    with pytest.raises(WeightError, match=r"trained inside torch\.func"):
         func.grad(lambda x: (collection(FORMS["one"]).values() * x).sum())(torch.ones(()))
     collection.requires_grad_(False)
     outside = {**FORMS["one"], "wide": IDS[:3] + 4}
