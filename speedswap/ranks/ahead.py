@@ -38,7 +38,7 @@ class LookupsAhead(Errand):
         self._group = group
         self._lookups: list[RowsAhead] = []
         self._of_turn: list[weakref.ref[RowsAhead]] = []
-        self._current_at = -1  # changes of the main lane when the rows were renewed
+        self._current_at = -1  # the main lane's `changes` when the rows were renewed
 
     def add(self, lookup: RowsAhead) -> RowsAhead:
         """Add a lookup, and return it."""
@@ -65,9 +65,9 @@ class LookupsAhead(Errand):
             each.receive(weights)
 
     def let_go(self) -> None:
-        self._lookups = []  # they know this errand
+        self._lookups = []  # they refer to this errand
 
-    # ------------------------------------------------------------------ when the batch has its turn
+    # ------------------------------------------------------------------ in the batch's turn
 
     @property
     def is_current(self) -> bool:
@@ -75,16 +75,16 @@ class LookupsAhead(Errand):
         return self._current_at == self._group.main.changes
 
     def renew(self, task: Task) -> bool:
-        """Bring the rows of all lookups still to come up to date, in one round; every rank must call this.
+        """Update the rows of all remaining lookups, in one round; every rank must call this.
 
-        Rows that changed since they were lent are sent again. If some rank must request its rows, all do, and fetch the
-        rows of all these lookups.
+        Rows that changed since they were lent are sent again. If any rank must request its rows, all ranks request and
+        fetch the rows of all remaining lookups.
 
         Args:
             task: the ranks' common task.
 
         Returns:
-            False if other ranks know of other lookups: then each is fetched for itself.
+            False if other ranks know of other lookups: each lookup is then fetched separately.
         """
         lookups = [each for ref in self._of_turn if (each := ref()) is not None and not each.is_taken]
         self._current_at, is_there = -1, all(each.is_there() for each in lookups)
@@ -98,7 +98,7 @@ class LookupsAhead(Errand):
         return self.is_current
 
     def _fetch(self, task: Task, lookups: list[RowsAhead]) -> bool:
-        """Fetch the rows of all lookups still to come; return False if other ranks know of others."""
+        """Fetch the rows of all remaining lookups; return False if other ranks know of other lookups."""
         try:
             for each in lookups:
                 if not each.is_prepared:
@@ -121,7 +121,7 @@ class LookupsAhead(Errand):
         return True
 
     def _digest_of(self, lookups: Sequence[RowsAhead]) -> int:
-        """Return the note by which ranks compare the lookups still to come."""
+        """Return the note by which ranks compare their remaining lookups."""
         return hash((self.time, *(each.place for each in lookups))) & _DIGEST  # the same in every process
 
     def _renew(self, task: Task, lookups: list[RowsAhead]) -> bool:
@@ -146,7 +146,7 @@ class LookupsAhead(Errand):
         return True
 
     def _renew_on_hosts(self, task: Task, lookups: list[RowsAhead], agreed: int, levels: Levels) -> bool:
-        """Bring the rows up to date where the ranks of a host have requested them together."""
+        """Update the rows if the ranks of each host have requested them together."""
         chosen = [each.refreshed() for each in lookups]
         with task.promised():
             notes = task.round(note=2 * agreed + any(some.any() for some in chosen)).notes
@@ -162,8 +162,8 @@ class LookupsAhead(Errand):
 class LookupsOnGpu(LookupsAhead):
     """All of a batch's lookups on a GPU: their ids go to the owners ahead of their step, which gather the rows there.
 
-    Owners send the weights in the batch's turn, as they are then. So the program's thread alone uses the GPUs'
-    communicator, in the order of its calls, which is that of every rank.
+    Owners send current weights in the batch's turn. So only the program's thread uses the GPUs' communicator, and every
+    rank uses it in the same order.
 
     Args:
         group: the ranks.
@@ -206,8 +206,8 @@ class Lender(Protocol):
 class RowsAhead(Prefetched):
     """A batch's rows being fetched from their owners, and the rows that this rank lends for other ranks' batches.
 
-    The background thread fetches them while earlier steps still change rows. So owners record which of the rows they
-    lent change afterwards, and at the batch's turn :meth:`renew` sends those again.
+    The background thread fetches them while earlier steps still change rows. So owners record which lent rows change
+    afterwards, and :meth:`renew` sends those again in the batch's turn.
 
     Args:
         store: the store of all ranks' rows.
@@ -219,7 +219,7 @@ class RowsAhead(Prefetched):
         row_bytes: bytes of a row of weights.
         place: the index among the errand's lookups.
         device: where the rows are needed.
-        is_prepared: True once it is known which rows they are.
+        is_prepared: True once the lookup's rows are known.
     """
 
     device = _CPU
@@ -247,7 +247,7 @@ class RowsAhead(Prefetched):
         return self._store.owners
 
     def take(self) -> None:
-        """Record that a lookup has come, and return None: :meth:`ShardedStore.look_up` has the rows."""
+        """Record that the lookup is being made, and return None: :meth:`ShardedStore.look_up` has the rows."""
         with self._store.own.lock:
             self._changed, self.is_taken = None, True
             self._store.lent.discard(self)
@@ -270,7 +270,7 @@ class RowsAhead(Prefetched):
         return route.parcel(self.block.weight)
 
     def is_of(self, ids: Tensor) -> bool:
-        """Return whether the rows are those of a lookup of some ids."""
+        """Return whether these are the rows of a lookup of the given ids."""
         rows = self.wanted.rows.index_select(0, self.local.reshape(-1))
         return rows.numel() == ids.numel() and torch.equal(rows, ids.reshape(-1).long())
 
@@ -278,7 +278,7 @@ class RowsAhead(Prefetched):
         """Take the weights of the rows that this rank requested."""
         self._weights = weights
 
-    # ------------------------------------------------------------------ when the batch has its turn
+    # ------------------------------------------------------------------ in the batch's turn
 
     def note_change(self, rows: Tensor | range | None) -> None:
         """Record that places of this rank's rows are about to change; all of them if None."""
@@ -286,7 +286,7 @@ class RowsAhead(Prefetched):
             self._changed = None
         elif self._changed is not None:
             self._changed.append(torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.cpu().long())
-            if len(self._changed) > _MOST_CHANGES:  # of a loop that was left, say
+            if len(self._changed) > _MOST_CHANGES:  # e.g. after its loop was left
                 self._changed = [self.route.union[self._has_changed()]]
 
     def _has_changed(self) -> Tensor:
@@ -307,13 +307,13 @@ class RowsAhead(Prefetched):
             raise PeerError(f"rank {rank} failed when it took a batch ahead of its turn; its own error says why")
         warn(
             "SW408",
-            f"the batches of rank {rank} have come to their end before those of this rank, whose others are left "
-            "out; give all ranks equally many, of which some may be empty",
+            f"rank {rank} ran out of batches, so this rank's remaining ones are skipped; give every rank the same "
+            "number of batches (some may be empty)",
         )
         return False
 
     def is_there(self) -> bool:
-        """Return whether the rows have arrived, can be brought up to date, and have not been taken."""
+        """Return whether the rows have arrived, can be updated, and have not been taken."""
         self.errand.wait()
         error = self.errand.error
         if error is not None and not isinstance(error, PeerError):
@@ -329,11 +329,11 @@ class RowsAhead(Prefetched):
         """Take the rows, which are current; see :meth:`ShardedStore.look_up`."""
         self.take()
         found = self._weights, self.local, LentRows(self.route, self.block, self._version)
-        del self._weights, self.block  # the lookup's graph tells when they are no longer needed
+        del self._weights, self.block  # the lookup's graph shows when they are no longer needed
         return found
 
     def refreshed(self) -> Tensor:
-        """Bring the rows that this rank lent up to date; return which of the requested ones have changed, in order."""
+        """Update the rows that this rank lent; return which of the requested ones have changed, in order."""
         own, route = self._store.own, self.route
         with own.lock:
             has_changed, self._changed = self._has_changed(), []
@@ -345,7 +345,7 @@ class RowsAhead(Prefetched):
         return has_changed[route.positions]
 
     def lend_again(self) -> Parcel:
-        """Bring the rows that this rank lent up to date.
+        """Update the rows that this rank lent.
 
         Returns:
             The rows to send to other ranks again, as bytes, shape (k, 8 + row_bytes), in rank order: each row's index
@@ -374,7 +374,7 @@ class RowsAhead(Prefetched):
 
 
 class RowsOnGpu(RowsAhead):
-    """A batch's rows on a GPU: this rank's part is gathered there ahead of the batch's turn, in which weights are sent.
+    """A batch's rows on a GPU: each rank's part is gathered there ahead; weights are sent in the batch's turn.
 
     Args:
         store, errand: as for :class:`RowsAhead`.
@@ -382,14 +382,14 @@ class RowsOnGpu(RowsAhead):
         device: the GPU.
 
     Attributes:
-        pending: the rows being gathered; None if they are taken, or no rank requests any.
+        pending: the rows being gathered; None once they are taken, or if no rank requests any.
     """
 
     pending: Prefetched | None = None
 
     def __init__(self, store: Lender, ids: Tensor, errand: LookupsAhead, device: torch.device) -> None:
         self._copied: torch.cuda.Event | None = None
-        if ids.is_cuda:  # copied in the order of the program; the thread waits
+        if ids.is_cuda:  # copied in program order; the thread waits
             ids, given = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True), ids
             ids.copy_(given, non_blocking=True)
             self._copied = torch.cuda.current_stream(device).record_event()
@@ -423,7 +423,7 @@ class RowsOnGpu(RowsAhead):
 
 
 def _heads_of(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Return what precedes several lookups' rows: for each rank that gets any, how many of each lookup."""
+    """Return the header of several lookups' rows: for each rank that receives any, the number of rows per lookup."""
     if len(parcels) == 1:
         return []
     counts = torch.tensor([parcel.sent for parcel in parcels]).T

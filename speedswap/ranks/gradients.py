@@ -1,4 +1,4 @@
-"""Gradients of rows that ranks own: their exchange, the optimizer's step after it for all tables, and their norms.
+"""Gradients of rows owned by ranks: their exchange, their norms, and the joint optimizer step.
 
 The exchange starts with the first use of a gradient's values. A rank that is elsewhere by then, such as at the start of
 another lookup, first joins the exchange: the ranks' next round shows that lookups await their gradients.
@@ -7,7 +7,6 @@ another lookup, first joins the exchange: the ranks' next round shows that looku
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,12 @@ from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task
 from speedswap.errors import RanksError
 from speedswap.ranks.route import LentRows, Wanted, ask
 from speedswap.swapping.optimizers import settings_of
-from speedswap.swapping.weight import TableWeight, as_plain
+from speedswap.swapping.weight import TableWeight, as_plain, torch_functions
 from speedswap.tables import Table
 from speedswap.tables.owners import Owners
 
 _DIGEST = (1 << 60) - 1
-_NOTHING, _NO_MORE = -1, -2  # the note of a rank without a gradient; and of one where none can come any more
+_NOTHING, _NO_MORE = -1, -2  # the notes of a rank without a gradient, and of one that can get none any more
 _MANY_TABLES = 4
 
 
@@ -38,12 +37,12 @@ class Standing:
 
     Attributes:
         has_gradient: True if there is a gradient.
-        only: if a single lookup, with a route, is or may be its source, the number of lookups after it; otherwise -1.
+        only: the number of lookups after its source, if its only possible source is one lookup with a route; else -1.
         has_rows: True if the gradient has rows.
-        keeps: True if it is added to that of an earlier exchange.
+        keeps: True if it is added to the gradient of an earlier exchange.
         answered: the lookups with a gradient, one bit each, the last lookup's first.
-        coming: the lookups that may still get one.
-        is_gone: True if the table's module is freed on this rank, whose garbage collector may be ahead of another's.
+        coming: the lookups that may still get a gradient.
+        is_gone: True if the table's module was freed on this rank; other ranks' garbage collectors may be later.
     """
 
     has_gradient: bool = False
@@ -59,7 +58,7 @@ _GONE = Standing(is_gone=True)
 
 
 class SendsGradients(Protocol):
-    """A table's training step, as far as the exchange of its gradients needs it.
+    """The part of a table's training step that the exchange of its gradients needs.
 
     Attributes:
         number: the same on every rank.
@@ -79,7 +78,7 @@ class SendsGradients(Protocol):
 
     @property
     def is_zeroed_here(self) -> bool:
-        """True if this rank's gradient was zeroed since it was stepped with."""
+        """True if this rank's gradient was zeroed since the optimizer last used it."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -87,7 +86,7 @@ class SendsGradients(Protocol):
 
     @property
     def has_no_more(self) -> bool:
-        """True if there is no gradient, and none can come from the lookups."""
+        """True if there is no gradient, and no lookup can still produce one."""
 
     @property
     def standing(self) -> Standing:
@@ -154,9 +153,9 @@ class JointGradients:
         group: the ranks.
 
     Attributes:
-        unsettled: tables with lookups whose gradients were not exchanged, also of modules that are freed here.
+        unsettled: tables with lookups whose gradients were not exchanged, including those of freed modules.
         looked_up_alone: tables with lookups in separate rounds since the last step.
-        expected: the lookups of the next pass that a lookahead has told: the tables' training steps, each with its ids.
+        expected: the next pass's lookups as announced by a lookahead: the tables' training steps, each with its ids.
     """
 
     kind = Kind.GRADIENTS
@@ -167,7 +166,7 @@ class JointGradients:
         self.unsettled: set[int] = set()
         self.looked_up_alone: set[int] = set()
         self.expected: list[tuple[SendsGradients, Tensor]] = []
-        self._told: set[int] = set()  # tables covered by the last exchange, not used since
+        self._told: set[int] = set()  # tables whose gradients the last exchange covered, and that were not used since
         self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, for tables not asked about yet
 
     @classmethod
@@ -184,7 +183,7 @@ class JointGradients:
         return number
 
     def expected_with(self, step: SendsGradients, ids: Tensor) -> list[tuple[SendsGradients, Tensor]]:
-        """Return the other expected lookups, once, if this lookup in a table is one of them."""
+        """Return the other expected lookups, once, if this lookup is one of them."""
         expected, self.expected = self.expected, []
         for place, (other, some) in enumerate(expected):
             if other is step and some.dtype == ids.dtype and torch.equal(some, ids):
@@ -200,7 +199,7 @@ class JointGradients:
 
     @contextmanager
     def task(self, kind: Kind = Kind.GRADIENTS) -> Iterator[Task]:
-        """Surround an exchange, or a part of a backward pass, whose failure drops all gradients on every rank."""
+        """Surround an exchange or a part of a backward pass; its failure drops all gradients on every rank."""
         with self._group.main.task(kind) as task:
             try:
                 yield task
@@ -215,9 +214,9 @@ class JointGradients:
             self.exchange()
 
     def settle_for(self, number: int) -> None:
-        """Exchange gradients before a table's is used, unless the use of another table's has done so.
+        """Exchange gradients before a table's gradient is used, unless using another table's has done so.
 
-        Every rank must call this. A loop that uses all of them takes one exchange.
+        Every rank must call this. A loop that uses all gradients makes one exchange.
         """
         if number in self._told:
             self._told.discard(number)
@@ -226,23 +225,23 @@ class JointGradients:
         self._told = {step.number for step in self.steps() if step.is_unsettled} - {number}
 
     def forget_told(self, *numbers: int) -> None:
-        """Make the next use of a table's gradient, or of any, an exchange; every rank must call this, or join it."""
+        """Exchange again on the next use of these tables' gradients, all by default; on every rank."""
         self._told.difference_update(numbers or [*self._told])
 
     def begin_step(self) -> None:
-        """Forget earlier answers before an optimizer's step, or a part of it; every rank must call this."""
+        """Forget earlier answers before an optimizer's step or a part of one; every rank must call this."""
         self._told, self._zeroed = set(), {}
         count, self.looked_up_alone = len(self.looked_up_alone), set()
         if count >= _MANY_TABLES and len(self._group) > 1:
             warn_once(
                 "SW403",
-                f"{count} tables of ranks were looked up one after the other in a step, with two rounds of all "
-                "ranks for each; put the tables into an EmbeddingCollection or EmbeddingBagCollection, or take the "
+                f"{count} tables of ranks were looked up one by one in a step, each with two rounds of all ranks; "
+                "put the tables into an EmbeddingCollection or EmbeddingBagCollection, or take the "
                 "batches from speedswap.lookahead (depth=0 for the plain loop)",
             )
 
     def is_zeroed(self, number: int) -> bool:
-        """Return whether a gradient was zeroed on all ranks since it was stepped with; every rank must call this.
+        """Return whether all ranks zeroed a gradient since the optimizer last used it; every rank must call this.
 
         The first table to ask fetches the answer for all of them.
         """
@@ -260,9 +259,9 @@ class JointGradients:
                 self.finish(task)
 
     def _exchange_at_once(self, task: Task) -> bool:
-        """Send all tables' gradients in one message, if on every rank each has one, of one lookup, or none has.
+        """Send all tables' gradients in one message, if each table has one lookup's gradient on every rank, or none.
 
-        The first round of the exchange checks this; return False on all ranks otherwise.
+        The first round of the exchange checks this; if it does not hold, return False on all ranks.
         """
         waiting = {step: step.standing for step in self.steps() if step.is_unsettled}
         parcels: list[Parcel] = []
@@ -311,11 +310,11 @@ class JointGradients:
         if not steps.keys() >= of_ranks.keys():
             raise RanksError("other ranks train an embedding that is freed on this one; keep its module")
         outgoing = [steps[number].outgoing(standings) for number, standings in of_ranks.items()]
-        anew = [each for each in outgoing if each.way is None]
-        if anew:
-            routes = ask(task, [(each.step.owners, each.wanted) for each in anew])
+        unrouted = [each for each in outgoing if each.way is None]
+        if unrouted:
+            routes = ask(task, [(each.step.owners, each.wanted) for each in unrouted])
             assert routes is not None
-            for each, route in zip(anew, routes, strict=True):
+            for each, route in zip(unrouted, routes, strict=True):
                 table = each.step.table
                 each.way = LentRows(route, table.lease(route.union, device=each.grad.device), table.version)
         for each, came in zip(outgoing, task.send_parcels([each.parcel() for each in outgoing]), strict=True):
@@ -346,7 +345,7 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
 
     Args:
         groups: the ranks.
-        optimizer: the optimizer, whose settings must agree; None if it has none for the rows.
+        optimizer: the optimizer, whose settings must be the same on all ranks; None if it has none for the rows.
     """
     for group in groups:
         JointGradients.of(group).begin_step()
@@ -357,13 +356,13 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
         def agree() -> None:
             for group, task in tasks.items():
                 settings = {} if optimizer is None else _settings_of(optimizer, group)
-                agreed.append(task)  # before the round, after which the others rely on success
+                agreed.append(task)  # before the round: after it the others rely on success
                 if (found := task.difference_of(settings, "with ")) is not None:
                     task.finish()  # the others know
                     names = {str(step.number): step.name for step in JointGradients.of(group).steps()}
                     raise RanksError(
-                        f"table {names[found[0]]!r} is trained {found[1]}: owners step in their own rows, so all ranks "
-                        "need one optimizer, with the same settings. No table has changed"
+                        f"table {names[found[0]]!r} is trained {found[1]}: each rank updates the rows it owns, so all "
+                        "ranks need the same optimizer with the same settings. No table has changed"
                     )
 
         try:
@@ -373,7 +372,7 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
                 if not task.is_over:
                     task.tear(
                         f"this rank could not write its part of a step that other ranks have written ({error!r}). The "
-                        "ranks cannot go on together: start them again, from the last checkpoint"
+                        "ranks cannot continue: start them again, from the last checkpoint"
                     )
             raise
         for task in agreed:
@@ -395,25 +394,25 @@ def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, dict[str, 
 # ---- a rank's gradient
 #
 # Every rank holds the gradient of the rows that it owns, and clips it together with dense gradients that are equal on
-# all ranks. A norm over its own rows alone would scale them differently on every rank, and the dense layers would
-# silently diverge. So operations that reduce a whole gradient use the gradients of all ranks: norms, sums and means,
-# maximum and minimum, ``any`` and ``all``, and ``GradScaler``'s check for values that are not finite. All ranks run
-# them, since they run the same training loop. Other operations, such as a median, and those over a dimension or chosen
-# rows, see only this rank's rows.
+# all ranks. A norm of only its own rows would scale the dense gradients differently on every rank, and the dense layers
+# would silently diverge. So operations that reduce a whole gradient use the gradients of all ranks: norms, sums, means,
+# maximum, minimum, ``any``, ``all``, and ``GradScaler``'s check for infinite values. All ranks make these calls, since
+# they run the same training loop. Other operations (a median; those over a dimension or chosen rows) see only this
+# rank's rows.
 
 
 class ShardedGrad(torch.Tensor):
     """A gradient of the rows that this rank owns.
 
-    While backward passes await their exchange it waits: the first use of its values is the exchange.
+    While backward passes await their exchange, the gradient has no values yet: their first use exchanges them.
 
     Attributes:
         waits_for: the training step whose exchange brings its values; None if it has them.
         group: the ranks.
         table: the number of the training step it belongs to; None for a value computed from a gradient.
         source: the gradient whose memory it shares; None if it owns its memory.
-        norms: norms over all ranks' rows that were computed along with another gradient's, by order and dtype, with the
-            gradient's version.
+        norms: norms over all ranks' rows that were computed along with another gradient's norm, by order and dtype,
+            each with the gradient's version.
     """
 
     waits_for: weakref.ref[SendsGradients] | None
@@ -426,7 +425,7 @@ class ShardedGrad(torch.Tensor):
     def of(
         cls, grad: Tensor, group: RankGroup, table: int | None = None, source: ShardedGrad | None = None
     ) -> ShardedGrad:
-        """Return a gradient over the same memory, with the same version counter."""
+        """Return a gradient that shares a tensor's memory and version counter."""
         with as_plain():
             sharded = grad.as_subclass(cls)
         sharded.group, sharded.table, sharded.source, sharded.norms = group, table, source, {}
@@ -434,7 +433,7 @@ class ShardedGrad(torch.Tensor):
         return sharded
 
     def settle(self, *, is_zeroed: bool = False) -> None:
-        """Wait no longer: exchange the gradients of backward passes, or drop them if this one is set to zero."""
+        """Stop waiting: exchange the gradients of backward passes, or drop them if this one is set to zero."""
         if self.waits_for is not None and (step := self.waits_for()) is not None:
             step.zero_passes() if is_zeroed else step.settle()
 
@@ -484,7 +483,7 @@ def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _beside_others(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that has DTensors among its arguments, which torch does not mix with ordinary tensors."""
+    """Call a function with DTensors among its arguments, made ordinary tensors: torch does not mix the two."""
     if not args or not isinstance(args[0], (list, tuple)):
         with as_plain():
             return func(*map(_whole, args), **kwargs)
@@ -520,7 +519,7 @@ def without_ranks(value: Any) -> Any:
 
 
 def _is_whole(x: Tensor, dim: Any) -> bool:
-    """Return whether these are all dimensions of a tensor."""
+    """Return whether ``dim`` covers all dimensions of a tensor."""
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     return {each % x.dim() if x.dim() else 0 for each in dims} == {*range(x.dim())}
 
@@ -533,7 +532,7 @@ def _own_norm(x: Tensor, order: float, dtype: torch.dtype | None) -> float:
 
 
 def _norm(func: Callable[..., Any], names: str, order: Any, *, of_matrix: bool = False, dim: Any = None) -> Any:
-    """Return a function that computes a norm like ``func``, over all ranks for a whole gradient.
+    """Return a function that computes a norm like ``func``, but over all ranks for a whole gradient.
 
     Args:
         func: takes a tensor, the order, dimensions and ``keepdim``.
@@ -551,8 +550,8 @@ def _norm(func: Callable[..., Any], names: str, order: Any, *, of_matrix: bool =
                 return func(*args, **kwargs)
             if wanted not in (None, "fro") and (isinstance(wanted, str) or (of_matrix and x.dim() > 1)):
                 raise TypeError(
-                    f"ord is {wanted!r}, a norm of the matrix that all ranks' rows of the gradient make up, which no "
-                    "rank has; take torch.linalg.vector_norm, or the norm of order 'fro'"
+                    f"ord is {wanted!r}, a norm of the whole gradient matrix, but each rank has only its own rows; "
+                    "use torch.linalg.vector_norm, or ord='fro'"
                 )
             total = _total_norm(x, 2.0 if wanted in (None, "fro") else float(wanted), given.get("dtype"))
             return total.reshape((1,) * x.dim()) if given.get("keepdim") else total
@@ -579,8 +578,8 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
 def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tensor:
     """Return a gradient's norm over all ranks' rows.
 
-    The first norm also fetches those of the other tables' gradients, so that clipping takes one round. Each cached norm
-    is used once: asking for it again starts another round.
+    The first norm also fetches those of the other tables' gradients, so clipping takes one round. Each cached norm is
+    used once: asking again starts another round.
     """
     grad = _source_of(x)
     version, total = grad.norms.pop((order, dtype), (-1, 0.0))
@@ -594,17 +593,17 @@ def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tens
             found = task.share_numbers(torch.tensor(own, dtype=torch.float64).view(-1))
         of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
         for each, other in ours.items():
-            if all(each in norms for norms in of_ranks):  # not freed on only one of them
+            if all(each in norms for norms in of_ranks):  # False if only some ranks have freed it
                 other.norms[order, dtype] = other._version, _combined([norms[each] for norms in of_ranks], order)
         _, total = ours[number].norms.pop((order, dtype))
     return x.new_full((), total, dtype=(dtype or x.dtype).to_real())
 
 
 def _combined(norms: Sequence[float], order: float) -> float:
-    """Combine the ranks' norms into the norm over all rows."""
+    """Return the norm over all rows, from the ranks' norms."""
     if order == 0 or any(math.isnan(norm) for norm in norms):
         return sum(norms)
-    # Relative to the largest, since its power might overflow.
+    # Relative to the largest norm, since its power might overflow.
     scale = max(norms) if math.isfinite(order) and 0 < max(norms) < math.inf else 1.0
     return scale * float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64) / scale, order))
 
@@ -620,7 +619,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _grads_among(values: Sequence[Any]) -> Iterator[ShardedGrad]:
-    """Yield the gradients among a call's arguments, and in lists among them."""
+    """Yield the gradients among a call's arguments, and in their lists."""
     for value in values:
         if isinstance(value, ShardedGrad):
             yield value
@@ -629,7 +628,7 @@ def _grads_among(values: Sequence[Any]) -> Iterator[ShardedGrad]:
 
 
 def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float], of_none: float) -> Callable[..., Any]:
-    """Return a function that reduces like ``func``, over all ranks for a whole gradient.
+    """Return a function that reduces like ``func``, but over all ranks for a whole gradient.
 
     Args:
         func: reduces a tensor, or one dimension of it.
@@ -664,7 +663,7 @@ def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float]
 
 def _is_reduced_whole(func: Callable[..., Any], grad: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a reduction with these arguments is over all dimensions."""
-    if func.__name__ in ("max", "min"):  # others reduce a dimension, or take two tensors
+    if func.__name__ in ("max", "min"):  # with other arguments they reduce a dimension, or take two tensors
         return not args and not kwargs
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
     return _is_whole(grad, None if dim == () else dim)
@@ -678,32 +677,30 @@ def _check_finite(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor)
             found_inf.fill_(1.0)
 
 
-def _functions(names: str) -> set[Any]:
-    """Return torch's functions and tensor methods of these names; for an attribute, its getter."""
-    found = [getattr(place, name) for place in (Tensor, torch) for name in names.split() if hasattr(place, name)]
-    return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
-
-
-# Asked without a look at the values.
-_FACTS = _functions(
+# These do not read the values.
+_FACTS = torch_functions(
     "device dtype get_device grad_fn is_cpu is_cuda is_leaf is_meta is_sparse layout requires_grad requires_grad_ "
-    "_version"
+    "_version",
+    Tensor,
+    torch,
 )
 _ZEROING = {Tensor.zero_, torch.zero_, torch._foreach_zero_}
-# Operations that a loop may apply to a gradient before reducing it. Others, such as an index, may keep every value on
-# one rank and fewer on another.
-_KEEPING = _functions(
+# Elementwise operations that a loop may apply to a gradient before reducing it. Others, such as indexing, may keep
+# different numbers of values on different ranks.
+_KEEPING = torch_functions(
     "abs absolute add addcdiv addcmul bfloat16 clamp clamp_max clamp_min clip clone contiguous cpu cuda data detach "
     "div divide double eq float ge gt half isfinite isinf isnan le logical_not lt masked_fill mul multiply nan_to_num "
     "ne neg negative pow rsub sign square sqrt sub subtract to true_divide type type_as where __abs__ __add__ __eq__ "
     "__ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __rtruediv__ "
-    "__sub__ __truediv__"
+    "__sub__ __truediv__",
+    Tensor,
+    torch,
 )
-_ALIASES = _functions("data detach")
-_RESHAPING = _functions("flatten mT permute ravel reshape swapaxes T t transpose view")
+_ALIASES = torch_functions("data detach", Tensor, torch)
+_RESHAPING = torch_functions("flatten mT permute ravel reshape swapaxes T t transpose view", Tensor, torch)
 
 
-# What is taken over all ranks' rows.
+# Computed over all ranks' rows.
 _HANDLED: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _check_finite,

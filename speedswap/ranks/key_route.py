@@ -29,10 +29,10 @@ def owners_of_keys(numbers: Tensor, world_size: int) -> Tensor:
 
 
 def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
-    """Return the number of keys that each rank can own: an equal share, or all that it has, if more.
+    """Return the number of keys that each rank can own: an equal share, or the number it has, if greater.
 
-    If some have more, the others share the rest equally. Shares do not change as ranks fill them up, so that a training
-    run evicts the same keys after it is reloaded.
+    If some have more, the others share the rest equally. Shares do not change as ranks fill them, so a training run
+    evicts the same keys after it is reloaded.
 
     Args:
         capacity: rows over all ranks.
@@ -61,12 +61,12 @@ class KeyRoute:
 
     Attributes:
         of_map: the map that each part of the keys belongs to.
-        places: for each part, the indices of its keys within those of it that were sent.
+        places: for each part, the index of each key among the part's sent keys.
         counts: the number of keys sent per part.
         order: the order of the sent keys by owner.
         sent, received: the number of keys sent to, and received from, each rank.
         asked: the keys received for each map, part by part, in rank order: numbers and texts.
-        by_map: the order that sorts the received keys as in ``asked``.
+        by_map: the order that sorts the received keys into that of ``asked``.
     """
 
     of_map: list[int]
@@ -83,7 +83,7 @@ class KeyRoute:
         """Send keys to their owners; every rank must call this together.
 
         Args:
-            task: the ranks' common one.
+            task: the ranks' common task.
             keys: a batch of keys for each map.
             once: for each map, True to send a key only once per part.
             parts: for each batch, the number of keys in each part: all ranks' first parts precede their second ones.
@@ -121,7 +121,7 @@ class KeyRoute:
         """Send an answer for each received key; return the answers for the sent keys, part by part.
 
         Args:
-            task: the ranks' common one.
+            task: the ranks' common task.
             answers: for each map, shape (n,), all of the same dtype.
         """
         return _put(task.send(_put(torch.cat(list(answers)), self.by_map), self.received, self.sent), self.order)
@@ -130,7 +130,7 @@ class KeyRoute:
         """Send values for some of the sent keys to their owners; return the values received here.
 
         Args:
-            task: the ranks' common one.
+            task: the ranks' common task.
             values: values of the chosen keys, part by part, shape (m,).
             chosen: a mask of the sent keys, part by part.
             wanted: a mask of the received keys, map by map: those for which a value arrives.
@@ -146,7 +146,7 @@ class KeyRoute:
         return torch.zeros(len(coming), dtype=values.dtype).masked_scatter_(coming, came)[self.by_map][wanted]
 
     def given(self, answers: Tensor) -> list[Tensor]:
-        """Return, for each map, the answer for every given key, from those that :meth:`bring` returned."""
+        """Return, for each map, the answer for every given key, from what :meth:`bring` returned."""
         found: list[list[Tensor]] = [[] for _ in self.asked]
         for index, places, part in zip(self.of_map, self.places, torch.split(answers, self.counts), strict=True):
             found[index].append(part[places])
@@ -197,5 +197,5 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _put(values: Tensor, places: Tensor) -> Tensor:
-    """Scatter values to their places."""
+    """Return values scattered to their places."""
     return torch.empty_like(values).index_copy_(0, places, values)

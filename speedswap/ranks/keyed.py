@@ -19,24 +19,24 @@ class ShardedKeys(KeyedRows):
 
     Args:
         id_map, table, step, first_row: as for :class:`KeyedRows`.
-        start_anew: resets rows of the step, which every rank must call.
+        reset_rows: resets rows in the table and the step; every rank must call it.
     """
 
     is_over_ranks = True
     id_map: ShardedIdMap
 
     def __init__(
-        self, id_map: IdMap, table: Table, step: RowStep, first_row: int, start_anew: Callable[[Tensor], None]
+        self, id_map: IdMap, table: Table, step: RowStep, first_row: int, reset_rows: Callable[[Tensor], None]
     ) -> None:
         super().__init__(id_map, table, step, first_row)
-        self.start_anew = start_anew
+        self.reset_rows = reset_rows
         renew = weakref.WeakMethod(self._renew)
         self.id_map.renew = lambda rows: (found := renew()) and found(rows)
 
     def _renew(self, rows: Tensor) -> None:
         """Reset rows that no training lookup of this rank requested; every rank must call this."""
         try:
-            self.start_anew(rows + self.first_row)
+            self.reset_rows(rows + self.first_row)
         except BaseException:
             self.id_map.renew_later(rows)
             raise
@@ -51,13 +51,13 @@ class ShardedKeys(KeyedRows):
         maps = [_map_of(each) for each in lookups]
         added = ShardedIdMap.add_all(maps, [each.given for each in lookups], [each.parts for each in lookups])
         if any(each.is_any_renewed for each in added):
-            renewed: dict[Callable[[Tensor], None], list[Tensor]] = {}  # by what resets the rows of a step
+            renewed: dict[Callable[[Tensor], None], list[Tensor]] = {}  # by the step's reset_rows
             for each, own in zip(lookups, added, strict=True):
                 assert isinstance(each.table, ShardedKeys)
-                renewed.setdefault(each.table.start_anew, []).append(own.renewed + each.table.first_row)
+                renewed.setdefault(each.table.reset_rows, []).append(own.renewed + each.table.first_row)
             try:
-                for start_anew, rows in renewed.items():
-                    start_anew(torch.cat(rows))
+                for reset_rows, rows in renewed.items():
+                    reset_rows(torch.cat(rows))
             except BaseException:
                 for id_map, own in zip(maps, added, strict=True):
                     id_map.renew_later(own.renewed)

@@ -39,13 +39,13 @@ class Added(NamedTuple):
 
 
 class ShardedIdMap(IdMap):
-    """An id map whose keys are partitioned over ranks: each knows the rows of its keys, and counts their sightings.
+    """An id map whose keys are partitioned over ranks: each rank stores the rows and counts of its own keys.
 
-    Rows are assigned across ranks in the order of the keys' first occurrence, rank by rank, as by one process that has
-    all ranks' batches; a key's row does not depend on the key's owner. If rows are evicted, each owner evicts its own
-    keys, and has an equal share of ``capacity``.
+    Rows are assigned in the order of the keys' first occurrence, rank by rank, as in one process that has all ranks'
+    batches; a key's row does not depend on its owner. If rows are evicted, each owner evicts its own keys and has an
+    equal share of ``capacity``.
 
-    All ranks must make every call about keys together, each with its own keys, of any number.
+    All ranks must make every call about keys together, each with its own keys, in any number.
 
     Args:
         settings: an empty map with the arguments; it must not be used afterwards.
@@ -60,8 +60,8 @@ class ShardedIdMap(IdMap):
     def __init__(self, settings: IdMap, group: RankGroup) -> None:
         self.group, self.number = group, group.add(self)
         self.capacity, self.evict = settings.capacity, settings.evict
-        self._used_by = [0] * len(group)  # rows being restored, by the rank that owns their keys
-        self._last_in_parts = 0  # the last of them
+        self._used_by = [0] * len(group)  # number of rows being restored, by the rank that owns their keys
+        self._last_in_parts = 0  # the last of these rows
         self.share = self._own_share()
         super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
         self.holder = settings.holder
@@ -72,16 +72,16 @@ class ShardedIdMap(IdMap):
 
     @classmethod
     def of(cls, id_map: IdMap, group: RankGroup) -> ShardedIdMap:
-        """Return a map with another map's settings, whose keys a group's ranks own from now on.
+        """Return an empty map with another map's settings, whose keys the ranks of a group own.
 
         Raises:
-            ValueError: it has keys already; or it evicts, and has fewer rows than the group has ranks; or ranks pass
+            ValueError: the map has keys already; it evicts and has fewer rows than the group has ranks; or ranks pass
                 maps with different settings.
         """
         given = id_map if id_map.successor is None else id_map.successor
         if isinstance(given, ShardedIdMap):
             if given.group is not group:
-                raise ValueError("id_map is that of a table with another process group; give each a map of its own")
+                raise ValueError("id_map belongs to a table with another process group; give each table a separate map")
             return given
         if len(id_map):
             raise ValueError(f"id_map has {len(id_map)} keys already; a table owned by ranks begins with a new map")
@@ -91,7 +91,7 @@ class ShardedIdMap(IdMap):
 
     @classmethod
     def reopened(cls, found: IdMap, group: RankGroup) -> ShardedIdMap:
-        """Return the map whose parts the ranks have read from their files; every rank must call this."""
+        """Return a map of the parts that ranks have read from their files; every rank must call this."""
         part = found.part
         assert part is not None
         again = cls(IdMap(**part.settings), group)
@@ -132,7 +132,7 @@ class ShardedIdMap(IdMap):
         share = shares_of(self.capacity, self._used_by)[self.group.rank]
         if not share:
             raise ValueError(
-                f"capacity is {self.capacity}, of which this rank, one of {len(self.group)} that evict, gets no row; "
+                f"capacity is {self.capacity}, and this rank, one of {len(self.group)} that evict, gets no row of it; "
                 "give the map more rows, or use fewer ranks"
             )
         return share
@@ -149,7 +149,7 @@ class ShardedIdMap(IdMap):
         return self.look_up_all([self], [keys])[0]
 
     def add(self, keys: Any) -> tuple[Tensor, Tensor]:
-        """Return the row of each key after assigning new ones, as :meth:`IdMap.add` does; every rank must call this.
+        """Assign rows to new keys and return every key's row, as :meth:`IdMap.add` does; every rank must call this.
 
         Returns:
             rows: the row of each key.
@@ -206,13 +206,13 @@ class ShardedIdMap(IdMap):
                 if full:
                     task.finish()  # the others know
                     raise IdMapFullError(
-                        f"keys has more distinct keys of those that rank {full[0]} owns than its rows of the map can "
-                        "hold at once; make the map with a greater capacity, or the batch smaller; nothing was added"
+                        f"keys has more distinct keys owned by rank {full[0]} than that rank has rows for; give the "
+                        "map a greater capacity, or make the batch smaller; nothing was added"
                     )
                 if any(note & _NEW for note in notes):
                     batch.number(task)
                 renewed = batch.renewed()
-                with deferred_interrupts():  # a rank that has all answers knows that the others do too
+                with deferred_interrupts():  # once this rank has all answers, the others have theirs too
                     rows = route.bring(task, batch.rows())
                     batch.accept()
             except BaseException:
@@ -229,7 +229,7 @@ class ShardedIdMap(IdMap):
         return self.group.own_pace.look_up(self.number, (found, adds, parts or [len(found)]))
 
     def serve(self, task: Task, asked: _Asked | None, part: int) -> Tensor | None:
-        """Answer key lookups while the ranks run at their own pace: first those that add no keys."""
+        """Answer key lookups while the ranks run at their own pace, first those that add no keys."""
         note = 0 if asked is None else len(asked[2]) << 1 | asked[1]
         wanted = [each for each in task.round(note=note).notes if each]
         adds = all(each & 1 for each in wanted)
@@ -254,9 +254,7 @@ class ShardedIdMap(IdMap):
 
     @staticmethod
     def ask_all(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
-        raise IdMapError(
-            "keys that are owned by ranks are not asked for ahead of their turn; look them up when it comes"
-        )
+        raise IdMapError("keys owned by ranks cannot be looked up ahead; look them up in their batch's turn")
 
     # ------------------------------------------------------------------ saving
 
@@ -325,17 +323,17 @@ class ShardedIdMap(IdMap):
         return self._whole().row_keys()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
-        raise TypeError("the keys of the id map are owned by ranks, and cannot be copied; save the table")
+        raise TypeError("the keys of the id map are owned by ranks and cannot be copied; save the table")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("the keys of the id map are owned by ranks, and cannot be pickled; save the table")
+        raise TypeError("the keys of the id map are owned by ranks and cannot be pickled; save the table")
 
 
 class _NewKeys:
-    """The keys that a rank receives in a training lookup, for its part of some maps.
+    """The keys that a rank receives in a training lookup, for its parts of several maps.
 
     Attributes:
-        news: whether keys are new here, whether rows are reset, and whether there are too few rows.
+        news: flags: some keys are new here, some rows are reset, some map has too few rows.
     """
 
     def __init__(self, maps: Sequence[ShardedIdMap], route: KeyRoute) -> None:
@@ -348,7 +346,7 @@ class _NewKeys:
         self.news = 0
 
     def add(self) -> None:
-        """Assign places in this rank's maps to new keys: in all of the maps, or in none."""
+        """Assign places in this rank's maps to new keys: in all maps or in none."""
         maps, asked = self._maps, self._route.asked
         self._places, full = kernels.add_to_maps([each._map for each in maps], asked, self._undos)
         if full >= 0:
@@ -362,7 +360,7 @@ class _NewKeys:
     def number(self, task: Task) -> None:
         """Assign rows to new keys, in the order of ranks and of their batches; every rank must call this.
 
-        The first rank that has a key assigns its row, since that rank knows its turn.
+        The first rank whose batch has a key assigns its row, since that rank knows the key's position in the order.
         """
         route, maps = self._route, self._maps
         first = torch.cat([_is_first(places, had) for places, had in zip(self._places, self._had, strict=True)])
@@ -382,8 +380,8 @@ class _NewKeys:
             if total > each.capacity:
                 task.finish()  # the others know
                 raise IdMapFullError(
-                    f"keys of all ranks has more new keys than the {each.capacity - each._used} rows that are left of "
-                    f'{each.capacity}; make the map with a greater capacity, or with evict="lru" or "lfu"; nothing '
+                    f"keys has more new keys, over all ranks, than the {each.capacity - each._used} rows left of "
+                    f'{each.capacity}; give the map a greater capacity, or make it with evict="lru" or "lfu"; nothing '
                     "was added"
                 )
         rows = route.send_back(task, torch.cat(given).to(torch.int32), mine, first)
@@ -418,7 +416,7 @@ class _NewKeys:
 
 
 def _is_first(places: Tensor, had: int) -> Tensor:
-    """Return, for each key, whether it is the first with its place, among places from ``had`` on."""
+    """Return, for each key, whether it is the first key of its place and the place is at least ``had``."""
     if not len(places):
         return torch.empty(0, dtype=torch.bool)
     highest = torch.cat([torch.tensor([had]), places.cummax(0).values[:-1]])
@@ -426,7 +424,7 @@ def _is_first(places: Tensor, had: int) -> Tensor:
 
 
 def _written(rows: Tensor, begin: int, values: Tensor) -> Tensor:
-    """Write values into rows from a place on, in memory that grows by at least an eighth; return the rows."""
+    """Write values into rows from ``begin``, in memory that grows by at least an eighth; return the rows."""
     if begin + len(values) > len(rows):
         longer = torch.zeros(begin + len(values) + len(rows) // 8, dtype=rows.dtype)
         longer[:begin] = rows[:begin]
@@ -437,11 +435,11 @@ def _written(rows: Tensor, begin: int, values: Tensor) -> Tensor:
 
 @contextmanager
 def _held(maps: Sequence[ShardedIdMap], *, changing: bool) -> Iterator[None]:
-    """Hold the locks of some maps."""
+    """Hold the locks of the given maps."""
     with ExitStack() as held:
         for each in sorted({*maps}, key=id):
             if each.frozen:
-                raise IdMapError("the keys of the id map are owned by ranks, which only their own processes can ask")
+                raise IdMapError("the keys of the id map are owned by ranks; look them up in the ranks only")
             held.enter_context(each._changing() if changing else each._unbroken())
         yield
 
@@ -451,7 +449,7 @@ def _shaped(rows: Sequence[Tensor], keys: Sequence[Keys]) -> list[Tensor]:
 
 
 def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
-    """Return the part of a map that a rank owns, extracted from other ranks' parts."""
+    """Return a rank's part of a map, extracted from the parts of another number of ranks."""
     saved = [part.part for part in parts if part.part is not None]
     kept = [selected(each, lambda numbers: owners_of_keys(numbers, world_size) == rank) for each in saved]
     found = IdMap(**saved[0].settings)

@@ -1,4 +1,4 @@
-"""Tables of ranks as a whole: scored, read by the first rank alone, split in a ``state_dict``, and saved by all."""
+"""Operations on a whole table of ranks: score it, read it on one rank, split it for a ``state_dict``, save it."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class _RowsInOrder(WrappedStore):
         return self._own.gather(self.owners.places(ids, self._rank), columns=[column], device=device)[column]
 
     def rows_of(self, numbers: Tensor) -> Tensor:
-        """Translate numbers here to the table's rows; -1 stays."""
+        """Return the table's rows of numbers in this store; -1 stays."""
         ids = self.owners.ids_numbered(numbers.clamp(min=0).view(-1) + self._begin, self._rank) - self.first_row
         return ids.view(numbers.shape).masked_fill(numbers < 0, -1)
 
     def numbers_of(self, rows: Tensor) -> Tensor:
-        """Translate rows of the table, which this rank owns, to their numbers here."""
+        """Return the numbers in this store of rows that this rank owns."""
         return self.owners.numbers_in_order(rows + self.first_row, self._rank) - self._begin
 
 
@@ -96,8 +96,8 @@ def top_rows_of_ranks(
 ) -> Scored:
     """Return the best rows for this rank's queries; every rank must call this, with any number of queries.
 
-    Groups of every rank's queries go to all ranks, each of which finds the best of its own rows for them; the
-    requesting rank merges the results. Arguments and errors are those of :meth:`TableModule.score`.
+    Queries are sent in groups to all ranks; each rank finds the best of its own rows, and the requesting rank merges
+    the results. Arguments and errors are those of :meth:`TableModule.score`.
     """
     store, first_row = _joint_store(table.store)
     with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
@@ -113,7 +113,7 @@ def _search(
     many, size = queries.cpu(), len(task.lane.ranks)
     left_out = Exclusions(*(each if each is None else each.cpu() for each in left_out))  # type: ignore[arg-type]
     asked = task.round([len(many)] * size, note=k)
-    most = max(asked.notes)  # the most that any rank wants
+    most = max(asked.notes)  # the largest k of any rank
     bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
     at_once = max(1, _BYTES // (bytes_each * size))  # queries per rank
     theirs = _share_exclusions(task, own, left_out)
@@ -128,7 +128,7 @@ def _search(
 
 
 def _joint_store(store: RowStore) -> tuple[RowsOfRanks, int]:
-    """Return the joint store that contains a store's rows, and the first of these rows there."""
+    """Return the joint store that contains a store's rows, and where they begin in it."""
     first_row = 0
     while isinstance(store, WrappedStore):
         first_row += store.first_row if isinstance(store, PartStore) else 0
@@ -146,10 +146,10 @@ def _one_group(
     left_out: Sequence[Exclusions],
     chunk: int | None,
 ) -> Scored:
-    """Return the best rows for some queries of this rank, and score this rank's rows for the others' queries.
+    """Return the best rows for a group of this rank's queries; score this rank's rows for other ranks' queries.
 
     Args:
-        task: the ranks' common one.
+        task: the ranks' common task.
         own: this rank's rows.
         mine: this rank's queries.
         sizes: the number of queries of each rank.
@@ -173,7 +173,7 @@ def _one_group(
 
 
 def _merged(values: Tensor, ids: Tensor) -> Scored:
-    """Merge each rank's best rows, shape (ranks, q, k); ties go to the lower id."""
+    """Return the best of all ranks' best rows, shape (ranks, q, k); ties go to the lower id."""
     size, count, k = values.shape
     values, ids = (each.transpose(0, 1).reshape(count, size * k) for each in (values, ids))
     order = ids.argsort(dim=1, stable=True)
@@ -186,7 +186,7 @@ def _merged(values: Tensor, ids: Tensor) -> Scored:
 
 
 def _share_exclusions(task: Task, own: _RowsInOrder, left_out: Exclusions) -> list[Exclusions]:
-    """Send each owner its excluded rows; return those for each rank's queries, as numbers of this rank's rows."""
+    """Send each owner its excluded rows; return this rank's, for each rank's queries, as numbers in its own store."""
     size = len(task.lane.ranks)
     queries = torch.cat([torch.full_like(left_out.ids, _FOR_ALL), left_out.queries])
     rows = torch.cat([left_out.ids, left_out.theirs])
@@ -228,7 +228,7 @@ def _within(left_out: Exclusions, first: int, count: int, device: torch.device) 
     return Exclusions(mask, left_out.ids.to(device), queries.to(device), theirs.to(device))
 
 
-# ---- read by the first rank alone, such as to write a file: the others serve it meanwhile
+# ---- read by the first rank alone, e.g. to write a file, while the others serve it
 
 
 class _Alone(WrappedStore):
@@ -243,11 +243,11 @@ class _Alone(WrappedStore):
 
 @contextmanager
 def alone(joint: RowsOfRanks, outer: RowStore) -> Iterator[RowStore | None]:
-    """Provide the first rank with a store that it can read alone, and the others, which serve it, with None.
+    """Give the first rank a store that it can read alone, and give the others, which serve it, None.
 
     Args:
         joint: the rows that ranks own. Every rank must call this.
-        outer: the same, or a store that wraps it and will be read.
+        outer: the store to read: ``joint``, or one that wraps it.
 
     Raises:
         PeerError: the first rank has failed.
@@ -285,7 +285,7 @@ def write_part(store: RowsOfRanks, column: str, values: Any) -> None:
         mine, part = _part(store), _local(values, store)
         store.own.reserve_rows(store.own.num_embeddings)
         step = max(1, _PIECE_BYTES // found.row_bytes)
-        for start in range(0, -(-store.num_embeddings // len(store.group)), step):  # as many pieces on every rank
+        for start in range(0, -(-store.num_embeddings // len(store.group)), step):  # as many on every rank
             some = mine[start : start + step]
             store.write_rows(
                 column, torch.arange(some.start, some.stop), part[start : start + step].to("cpu", found.dtype)
@@ -312,7 +312,7 @@ def _kind() -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     class DividedRows(DTensor):
-        """A rank's part of a table's rows, of a type that cannot be mistaken for all of them."""
+        """A rank's part of a table's rows, in a type that cannot be mistaken for the whole table."""
 
         def __new__(cls, part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
             stride = torch.empty(shape, device="meta").stride()
@@ -327,23 +327,23 @@ def _kind() -> Any:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             raise TypeError(
-                f"this rank has a part of a tensor of shape {tuple(self.shape)}, and a file of it would lack the "
-                "others'; save with speedswap.save_checkpoint(path, model, optimizer) or torch.distributed.checkpoint, "
-                "or call full_tensor() on every rank and save what it returns on one"
+                f"this rank has only a part of a tensor of shape {tuple(self.shape)}, so a file of it would lack the "
+                "others' rows; save with speedswap.save_checkpoint(path, model, optimizer) or "
+                "torch.distributed.checkpoint, or call full_tensor() on every rank and save what it returns on one"
             )
 
     return DividedRows
 
 
-# ---- saved by all: a directory for each rank's rows, and a manifest that counts
+# ---- saved by all ranks: a directory for each rank's rows, and a manifest that makes them a table
 
 
 def save_shards(store: RowsOfRanks, task: Task, path: Path, *, overwrite: bool) -> None:
-    """Write the rows of every rank to a directory, which appears complete or not at all.
+    """Write every rank's rows to a directory that appears complete or not at all.
 
     Args:
         store: this rank's view of the table.
-        task: the ranks' common one.
+        task: the ranks' common task.
         path, overwrite: as for :meth:`Table.save`.
     """
     rank, directory = store.group.rank, None
@@ -366,6 +366,6 @@ def save_shards(store: RowsOfRanks, task: Task, path: Path, *, overwrite: bool) 
                     ShardsManifest(store.name, store.num_embeddings, store.facts.seed, weight, tuple(salts))
                 )
         except BaseException:
-            task.give_up()  # the others have stopped writing when the directory is removed
+            task.give_up()  # so the others have stopped writing before the directory is removed
             raise
     task.round()

@@ -16,14 +16,42 @@ from speedswap.collectives import SPARE_IDS, Agreed, Asked, Parcel, Task, Way, a
 from speedswap.tables import Block
 from speedswap.tables.owners import Owners
 
-# A lookup's note, below 0, packs: the number of rows, a digest of their columns, their bytes, and whether some line has
-# no room for the ids.
-_BITS = 32
-_FEW = (1 << _BITS) - 1
-_TOGETHER = 1 << 61  # or of several lookups' tables in place of the columns
-_DIGEST_AT = 14
-_DIGESTS = 1 << (_BITS - _DIGEST_AT)
+_DIGESTS = 1 << 18
 _MOST_BYTES = 4096  # of a row sent along with a line
+
+
+class _Lookup(NamedTuple):
+    """A rank's lookup as its note describes it to the others; as a number, it is below 0.
+
+    Attributes:
+        num_ids: the number of ids to send to all ranks.
+        digest: of the columns, or of the tables of several lookups; 18 bits.
+        row_bytes: bytes per row to send along with lines; 0 for none.
+        fits: True if every line has room for its ids.
+        is_several: True for several lookups.
+    """
+
+    num_ids: int
+    digest: int
+    row_bytes: int
+    fits: bool
+    is_several: bool
+
+    @classmethod
+    def of(cls, note: int) -> _Lookup:
+        """Return the lookup that a note below 0 describes."""
+        bits = ~note
+        return cls(
+            num_ids=bits >> 32 & (1 << 29) - 1,
+            digest=bits >> 14 & _DIGESTS - 1,
+            row_bytes=bits >> 1 & (1 << 13) - 1,
+            fits=not bits & 1,
+            is_several=bits >= 1 << 61,
+        )
+
+    def __int__(self) -> int:
+        """Return the note: 29 bits of ids, 18 of digest, 13 of row bytes, inverted."""
+        return ~(self.is_several << 61 | self.num_ids << 32 | self.digest << 14 | self.row_bytes << 1 | (not self.fits))
 
 
 @dataclass(frozen=True)
@@ -78,10 +106,10 @@ class Route:
 
     Attributes:
         wanted: the rows that this rank requests.
-        received: how many rows each rank asks for here.
-        union: the distinct places of the requested rows here, ascending, int64, shape (m,).
+        received: the number of rows that each rank requests here.
+        union: the distinct places of the rows requested here, ascending, int64, shape (m,).
         positions: each requested row's index in ``union``, int64, shape (sum(received),).
-        way: the way of the rows to their owners, if the ranks of a host request them together.
+        way: the rows' way to their owners, if the ranks of a host request them together.
     """
 
     wanted: Wanted
@@ -100,7 +128,7 @@ class Route:
         return Parcel(asked, self.received, self.wanted.sent, self.way and self.way.back)
 
     def parcel_back(self, values: Tensor) -> Parcel:
-        """Return values of the rows that this rank requested, such as their gradient, as they go to the owners."""
+        """Return the parcel that sends the owners values of the rows that this rank requested, e.g. gradients."""
         return Parcel(values, self.wanted.sent, self.received, self.way)
 
     def add_up(self, came: Tensor) -> Tensor:
@@ -148,53 +176,59 @@ def ask(
     """Request rows of one or several tables from their owners in one exchange; every rank must call this.
 
     Args:
-        task: the ranks' common one.
+        task: the ranks' common task.
         tables: for each table, at least one, the division of its rows and the rows that this rank wants.
         row_bytes: bytes per row of each table, if :func:`bring` is called next, once, with rows in host memory.
         columns: the columns to send, one after the other.
         merges: False if owners need to know which rank requests a row, not only which host.
-        together: identifies the lookups if these are several; None for one lookup, to which others may come with more.
+        together: identifies the set of lookups if there are several; None for one. Peers may send several.
 
     Returns:
-        The routes; None if other ranks have come with other lookups: then all do.
+        The routes; None, on all ranks, if their lookups differ.
 
     Raises:
         ValueError: another rank requests different columns.
     """
-    lane, sheet, most_bytes = task.lane, task.lane.sheet, max(row_bytes, default=0)
-    most_bytes *= most_bytes <= _MOST_BYTES
+    lane, sheet = task.lane, task.lane.sheet
+    most_bytes = max(row_bytes, default=0)
+    if most_bytes > _MOST_BYTES:
+        most_bytes = 0
     sheet.reserve(most_bytes)
     sent, ids = ids_of_tables([wanted for _, wanted in tables])
     levels = lane.levels if merges else None
     digest = (digest_of([*columns]) if together is None else together) % _DIGESTS
-    flags = (together is not None) * _TOGETHER | most_bytes << 1 | (max(sent) > sheet.room)
-    note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | flags))
+    mine = _Lookup(len(ids), digest, most_bytes, max(sent) <= sheet.room, together is not None)
     came: Tensor | None = None
     with task.promised():
         while True:
-            lines = task.round(sent, note=note, ids=ids)
-            # Other ranks had prefetched rows, or ask for those of more lookups: then they come to this round next.
-            if not any(each >= 0 or (together is None and (-each - 1) & _TOGETHER) for each in lines.notes):
+            lines = task.round(sent, note=int(mine), ids=ids)
+            lookups = [_Lookup.of(note) for note in lines.notes if note < 0]
+            # Ranks with prefetched rows, or with several lookups, come to this round next.
+            if len(lookups) == len(lines.notes) and (mine.is_several or not any(each.is_several for each in lookups)):
                 break
-        counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
-        if together is not None:
-            theirs = [each ^ _TOGETHER for each in theirs]
-            if not all(0 <= each < _TOGETHER and (each & _FEW) >> _DIGEST_AT == digest for each in theirs):
-                return None
+        counts = lines.counts
+        is_alike = all(each.digest == digest for each in lookups)
+        if mine.is_several and not (is_alike and all(each.is_several for each in lookups)):
+            return None
         if levels is not None:
             merged = levels.ask([(wanted.rows, wanted.sent) for _, wanted in tables])
-        elif len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
+        elif len(lane.ranks) > 1 and all(each.fits for each in lookups):
             came = sheet.ids_that_came(counts)
-            if lane.levels is None and most_bytes and len({each & _FEW for each in theirs}) == 1:
+            if (
+                lane.levels is None
+                and most_bytes
+                and is_alike
+                and all(each.row_bytes == most_bytes for each in lookups)
+            ):
                 received = [each.received for each in tables_of_ids(came, counts, len(tables))]
                 sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
-        elif sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all ranks have memory for them
+        elif sum(each.num_ids for each in lookups) <= SPARE_IDS:  # all ranks have memory for these ids
             came = task.prepared(ids, sent, counts, lane.spare[: sum(counts)])()
-    if len({(each & _FEW) >> _DIGEST_AT for each in theirs}) > 1:
+    if not is_alike:
         task.finish()  # the others know
         raise ValueError(
-            f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
-            "give the same ones"
+            f"columns is {', '.join(columns)} here, but another rank has different ones; give the same columns on "
+            "every rank of the group"
         )
     if levels is not None:
         return _routes(task, tables, merged)
@@ -204,7 +238,7 @@ def ask(
 
 
 def ask_ahead(task: Task, tables: Sequence[tuple[Owners, Wanted]], counts: list[int]) -> list[Route]:
-    """Request rows as :func:`ask` does, after a round in which the ranks have told how many numbers they send.
+    """Request rows as :func:`ask` does, after a round in which ranks have sent the counts.
 
     Args:
         task, tables: as for :func:`ask`.
@@ -231,7 +265,7 @@ def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list
     """Send the rows requested from this rank, and return the rows that it requested.
 
     Args:
-        task: the ranks' common one.
+        task: the ranks' common task.
         routes: a route per table.
         values: values of each route's union, shape (m, …), on any device.
 
@@ -280,7 +314,7 @@ def tables_of_ids(came: Tensor, counts: list[int], number: int) -> list[Asked]:
 
 
 def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agreed:
-    """Return the rows to send along with lines: of a single table unchanged, of several as bytes."""
+    """Return the rows to send along with lines: a single table's unchanged, several tables' as bytes."""
     if len(row_bytes) == 1:
         return Agreed(row_bytes[0], *chain(*counts))
     bytes_of = [[sum(map(mul, row_bytes, of_rank)) for of_rank in zip(*each, strict=True)] for each in counts]
@@ -288,6 +322,6 @@ def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agree
 
 
 def starts_of(counts: Sequence[int]) -> Tensor:
-    """Return where each rank's rows begin, in rank order."""
+    """Return the offset of each rank's rows, in rank order."""
     ends = torch.tensor(counts).cumsum(0)
     return ends - torch.tensor(counts)

@@ -40,8 +40,8 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     """Rows partitioned over the ranks of a process group, presented as one table on each of them.
 
     All ranks must make calls that read or write rows together, in the same order, each with its own rows: ids go to
-    their owners, and rows come back. The rows that a rank owns are a separate table, :attr:`own`, in which the owner's
-    optimizer steps without communication.
+    their owners, and rows come back. The rows that a rank owns are a separate table, :attr:`own`, which the owner's
+    optimizer updates without communication.
 
     Args:
         own: this rank's rows, at the places that ``owners`` defines.
@@ -50,11 +50,11 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         name: for messages.
         weight: the whole table's weight column.
         reduction: how a training step reduces the ranks' gradients.
-        make_step: makes a training step from this store, an embedding's table over it and more arguments.
+        make_step: makes a training step from this store, an embedding's table over it, and further arguments.
 
     Attributes:
         own: the table of this rank's rows.
-        lent: rows lent ahead of their step, which record later changes; guarded by the lock of ``own``.
+        lent: rows lent ahead of their step, which record later changes; guarded by the lock of :attr:`own`.
         number: the table's number within the group, the same on every rank.
         row_bytes: bytes of a row of weights.
     """
@@ -86,11 +86,11 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
             ranks=group,
             locked=Locked(),
         )
-        self.notes = own.notes  # this rank's part of the maps is kept with its rows
+        self.notes = own.notes  # this rank's parts of id maps are stored with its rows
         self.notes.listeners.append(partial(_note_lent, self.lent))
         self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
-        self._device_ahead = torch.device("cpu")  # of the rows that lookups may have taken without a round
+        self._device_ahead = torch.device("cpu")  # the device of rows that lookups may take without a round
         self.row_bytes = math.prod(weight.row_shape) * weight.dtype.itemsize
         self.number = group.add(self)
         for each, found in self.notes.id_maps.items():
@@ -114,10 +114,10 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     def make_step(self, table: Table, *arguments: Any) -> Any:
         return self._make_step(self, table, *arguments)
 
-    # ------------------------------------------------------------------ what the ranks do together
+    # ------------------------------------------------------------------ joint calls of the ranks
 
     def task(self, kind: Kind) -> AbstractContextManager[Task]:
-        """Surround a call that every rank makes: a failure in it is reported to the others."""
+        """Surround a call that every rank makes; a failure is reported to the others."""
         if self.torn is not None:
             raise TableFormatError(self.torn)
         return self.group.main.task(kind, self.number)
@@ -138,7 +138,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
             device: the device that needs them.
             training: True if the rows will be trained, so that their owners gather all columns.
             ahead: the lookup's prefetched rows, which are used if every rank can use its own.
-            missed: prefetched rows that other ranks may take in its place without meeting this one.
+            missed: prefetched rows that other ranks may take instead, without meeting this one.
 
         Returns:
             The weights of the distinct rows, shape (n, embedding_dim), on the device; each id's index among them, of
@@ -163,7 +163,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         return weights, local, LentRows(route, block, version)
 
     def serve_call(self, task: Task) -> None:
-        """Take part without ids in a lookup to which another rank calls."""
+        """Take part, without ids, in a lookup that another rank calls for."""
         none = torch.empty(0, dtype=torch.int64)
         is_training = task.kind == Kind.LOOK_UP
         self._look_up(task, Wanted.of(self.owners, none)[0], none, self._device_ahead, training=is_training)
@@ -180,9 +180,9 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         """Request rows from their owners; every rank must call this.
 
         Args:
-            task: the ranks' common one.
+            task: the ranks' common task.
             wanted: the rows that this rank requests.
-            device: the device that weights are fetched to next, if at all.
+            device: the device to which weights are fetched next, if any are.
             columns: the columns to send, in the table's order.
             merges: as for :func:`speedswap.ranks.route.ask`.
         """
@@ -193,7 +193,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         return routes[0]
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
-        """Start fetching a later batch's rows from their owners, with other tables' rows; every rank must call this."""
+        """Start fetching a later batch's rows, along with other tables', from their owners; on every rank."""
         self._device_ahead = device = lookup.device
         if device.type == "cuda":
             errand = transfers.common((self.group, device), partial(LookupsOnGpu, self.group))
@@ -207,10 +207,10 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         """Reset rows to their initial values in every column; every rank must call this.
 
         Args:
-            rows: ids, int64, shape (n,), which no other rank gives.
+            rows: ids that no other rank passes, int64, shape (n,).
 
         Returns:
-            The places in :attr:`own` of those that this rank owns, ascending; and the rows of all ranks.
+            The places in :attr:`own` of the rows that this rank owns, ascending; and the rows passed by all ranks.
         """
         with self.task(Kind.RESET) as task:
             every = torch.cat(task.share_numbers(rows))
@@ -221,7 +221,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         return places, every
 
     def _count_write(self, places: Tensor) -> None:
-        """Count a joint write in which this rank had no rows, since the number seeds stochastic rounding."""
+        """Count a joint write without rows for this rank: the count seeds stochastic rounding."""
         if not len(places):
             self.notes.writes += 1
 
@@ -280,14 +280,14 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
                 raise DuplicateIdError(
                     f"a row of table {self.name!r} was written by several ranks at once; let one of them write it"
                 )
-            last = kernels.last_occurrences(route.positions)  # one for each row of the union, in order
+            last = kernels.last_occurrences(route.positions)  # one per row of the union, in order
             came = {name: some.index_select(0, last.to(some.device)) for name, some in came.items()}
             self.own.give_back(Block(route.union, {}), came)
             self._count_write(route.union)
         return twice
 
     def _send(self, task: Task, rows: Tensor, values: Mapping[str, Tensor]) -> tuple[Route, dict[str, Tensor]]:
-        """Send values of rows to their owners; return the route, and the values received for this rank's rows."""
+        """Send rows' values to their owners; return the route, and the values received for this rank's rows."""
         wanted, places = Wanted.of(self.owners, rows)
         route = self.ask(task, wanted, columns=values, merges=False)
         came: dict[str, Tensor] = {}
@@ -299,7 +299,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     # ------------------------------------------------------------------ whole columns
 
     def write(self, column: str, start: int, values: Tensor) -> None:
-        """Overwrite rows; every rank must call this with the same values, and writes its own rows."""
+        """Overwrite rows; every rank must call this with the same values, and writes only its own rows."""
         for first in range(0, len(values), CHUNK_ROWS):
             some = values[first : first + CHUNK_ROWS]
             ids = torch.arange(start + first, start + first + len(some))
@@ -328,7 +328,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         self.own.reset_columns(self._owned_alike(columns))
 
     def _owned_alike(self, columns: Sequence[Column]) -> list[Column]:
-        """Return this rank's part of columns that are the same on all ranks; all must arrive before any changes one."""
+        """Return this rank's part of columns that all ranks pass alike, once all ranks are here."""
         described = {
             f"column {each.name!r}": (each.row_shape, each.dtype, each.init.to_json(), each.zero_row, each.stored)
             for each in columns
@@ -339,7 +339,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     def _owned(self, column: Column) -> Column:
         if isinstance(column.init, CopyOf) and column.zero_row is not None:
             raise ValueError(
-                f"zero_row of column {column.name!r} is {column.zero_row}, but it begins as a copy of "
+                f"zero_row of column {column.name!r} is {column.zero_row}, but the column begins as a copy of "
                 f"{column.init.column!r}, and ranks own table {self.name!r}; scatter zeros to that row instead"
             )
         return owned_column(column, self.owners, self.group.rank)
@@ -397,11 +397,11 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
 
     def remove(self) -> None:
         place = self.own.path
-        if place is not None:  # first what makes shards a table; of ranks that share the directory, one finds it
+        if place is not None:  # first the manifest; only one of the ranks that share the directory finds it
             place.with_name(MANIFEST).unlink(missing_ok=True)
         self.own.remove()
         if place is not None:
-            with suppress(OSError):  # another rank's rows are still there
+            with suppress(OSError):  # another rank's rows may still be there
                 place.parent.rmdir()
 
     def save(self, path: Path, *, overwrite: bool) -> None:
@@ -412,13 +412,13 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
 
 
 def _note_lent(lent: Iterable[RowsAhead], rows: Tensor | range | None) -> None:
-    """Record in rows lent ahead of their step that these change."""
+    """Record in rows lent ahead of their step that the given rows change."""
     for each in lent:
         each.note_change(rows)
 
 
 class _OwnRows(WrappedStore):
-    """A rank's rows; a scatter rounds them by id, not by place, as a single process would.
+    """A rank's rows, which a scatter rounds by id instead of by place, as a single process does.
 
     Args:
         inner: the store of the rows.

@@ -1,10 +1,11 @@
-"""A training step over rows owned by ranks: gradients go to the owners, which step.
+"""A training step over rows owned by ranks: gradients go to the owners, which update their rows.
 
 A lookup fetches weights from their owners. Backward passes leave the gradient of the rows that this rank requested.
 When the values of ``weight.grad`` are first used, by clipping or the optimizer's step, the ranks exchange these
 gradients, and each sums those of the rows that it owns. From then on the step is that of one process over the rank's
-own rows: the weight stands for these, and ``weight.grad`` is their gradient. All ranks use it at the same points of
-their program, including ranks whose loss has not used the rows, which a backward pass would not involve.
+own rows: the weight stands for these rows, and ``weight.grad`` is their gradient. All ranks use ``weight.grad`` at the
+same points of their program, even a rank whose loss did not use the rows and whose backward pass therefore left no
+gradient.
 
 While a :class:`speedswap.BatchSplitter` works through a batch, the ranks run their passes at their own pace, and
 gradients stay local until all of them have finished.
@@ -48,8 +49,8 @@ from speedswap.swapping.row_step import Leaving, Loop, RowStep
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
-_tensor: Any = Tensor  # its attributes are descriptors here
-_MOST_LOOKUPS = 62  # whose gradients may be missing; one bit of a note each
+_tensor: Any = Tensor  # untyped: its attributes are used as descriptors
+_MOST_LOOKUPS = 62  # tracked until their gradients arrive, each by one bit of a note
 
 
 @dataclass(eq=False)
@@ -58,7 +59,7 @@ class TrainedLookup:
 
     Attributes:
         rows: the requested ids, unique.
-        way: the route of the rows, and the rows that this rank lent to others, if the ranks met for them.
+        way: the rows' route and the rows that this rank lent to others; None if the ranks did not meet.
         renewals: the number of row resets before the lookup.
         leaf: the fetched weights, which their graph keeps alive.
     """
@@ -70,7 +71,7 @@ class TrainedLookup:
 
     @property
     def is_over(self) -> bool:
-        """True if its graph has been freed, so that no gradient can come from it."""
+        """True if its graph has been freed, so it can produce no gradient any more."""
         return self.leaf() is None
 
 
@@ -100,16 +101,16 @@ class ShardedStep(RowStep):
         super().__init__(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding)
         self.store, self.owners = store, store.owners
         self.name, self.group = store.name, store.group
-        self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent and may still come
+        self._lent: list[TrainedLookup] = []  # lookups that may still produce a gradient to send
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and gradient to be sent to the owners
-        self._answered: set[TrainedLookup] = set()  # lookups whose gradient it includes
-        self._came: list[RowsAhead] = []  # with the rows of another lookup
+        self._answered: set[TrainedLookup] = set()  # lookups whose gradients `_asked` includes
+        self._came: list[RowsAhead] = []  # fetched along with another lookup's rows
         self._waiting: ShardedGrad | None = None  # the weight's gradient, handed out before its values are known
-        self._counts_calls = False  # of the optimizer's zero_grad
+        self._counts_calls = False  # True once the optimizer's zero_grad is observed
         self._renewals = 0
-        self._anew: list[tuple[int, Tensor]] = []  # rows of each reset since the last step
-        self._optimizer_steps = 0  # steps of any optimizer, at the first of these lookups
-        self._has_rows = False  # any rank's gradient
+        self._resets: list[tuple[int, Tensor]] = []  # rows of each reset since the last step
+        self._optimizer_steps = 0  # steps of any optimizer so far, at the first of these lookups
+        self._has_rows = False  # True if any rank's gradient has rows
         self._gradients = JointGradients.of(self.group)
         self.number = self._gradients.add(self)
 
@@ -125,7 +126,7 @@ class ShardedStep(RowStep):
             ahead, missed = self._rows_ahead(request)
             return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead, missed=missed)[:2]
         if self.is_unsettled and self._optimizer_steps != BatchRows.steps_anywhere:
-            self.settle()  # an optimizer stepped without these gradients
+            self.settle()  # an optimizer has stepped without these gradients
             self._optimizer_steps = BatchRows.steps_anywhere
         with nullcontext() if at_own_pace else self.store.task(Kind.LOOK_UP) as task:
             try:
@@ -160,7 +161,7 @@ class ShardedStep(RowStep):
     def _rows_ahead(self, request: Request) -> tuple[RowsAhead | None, RowsAhead | None]:
         """Return a lookup's rows as prefetched by a lookahead from the ranks that own them.
 
-        If it was not announced like this, return in their place the rows that another rank may take instead.
+        If this lookup was not announced, return as the second value the rows that another rank may take instead.
         """
         announced = [(each, each.transfer) for each in self.announced or () if isinstance(each.transfer, RowsAhead)]
         waiting = [(each, rows) for each, rows in announced if not rows.is_taken]
@@ -173,7 +174,7 @@ class ShardedStep(RowStep):
         return found, next((rows for rows in waits if found is None and rows.is_current), None)
 
     def _with_those_after(self, request: Request) -> RowsAhead | None:
-        """Return a lookup's rows, to be fetched with those that the caller has told of; None if there are none."""
+        """Return a lookup's rows, fetched along with the lookups that its caller expects; None if it expects none."""
         if request.device.type != "cpu" or len(self.group) == 1:
             return None
         ids = request.ids_of()
@@ -191,7 +192,7 @@ class ShardedStep(RowStep):
         return first
 
     @property
-    def announced(self) -> list[PrefetchedLookup] | None:  # of a loop that was left, too: ranks do not know it alike
+    def announced(self) -> list[PrefetchedLookup] | None:  # also of a loop that only some ranks know was left
         return None if self._announced is None else self._announced[1]
 
     def begin_lookahead(self, loop: Loop, depth: int) -> None:
@@ -208,7 +209,7 @@ class ShardedStep(RowStep):
         self._gradients.expected = [*self._of_group(lookups)]
 
     def _of_group(self, lookups: Iterable[tuple[object, Tensor]]) -> list[tuple[ShardedStep, Tensor]]:
-        """Return those of some lookups whose rows the same ranks own."""
+        """Return the lookups whose rows the same ranks own."""
         return [(step, ids) for step, ids in lookups if isinstance(step, ShardedStep) and step.group is self.group]
 
     def end_announcements(self, *, failed: bool) -> None:
@@ -217,7 +218,7 @@ class ShardedStep(RowStep):
     # ------------------------------------------------------------------ forward and backward
 
     def _lend(self, lent: TrainedLookup, *, is_ahead: bool) -> None:
-        """Record a lookup whose gradient may come.
+        """Record a lookup that may produce a gradient.
 
         Args:
             lent: the lookup.
@@ -231,7 +232,7 @@ class ShardedStep(RowStep):
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]
         if self._asked is not None or not all(each.is_over for each in self._lent[:-1]):
             for each in self._lent:
-                each.way = None  # their union has another route
+                each.way = None  # their union has a different route
         self._note_unsettled()
 
     def receive_asked(self, lent: TrainedLookup, leaf: Tensor) -> None:
@@ -243,7 +244,7 @@ class ShardedStep(RowStep):
             if self.padding:
                 padding = self.padding.among(lent.rows).nonzero().squeeze(1)
                 grad.index_fill_(0, padding.to(grad.device), 0)
-            for renewals, rows in self._anew:
+            for renewals, rows in self._resets:
                 if lent.renewals < renewals:
                     drop(grad, lent.rows, rows)
             self._gradients.forget_told()
@@ -253,18 +254,18 @@ class ShardedStep(RowStep):
                 self._answered.add(lent)
             self._note_unsettled()
 
-    def start_anew(self, rows: Tensor) -> None:
+    def reset_rows(self, rows: Tensor) -> None:
         """Reset rows in the table, and drop their gradient from earlier lookups; every rank must call this.
 
         Args:
             rows: ids that no other rank passes, int64, shape (n,).
         """
         places, rows = self.store.reset_rows(rows)
-        with as_plain():  # it may wait
+        with as_plain():  # the gradient may still wait for its exchange
             self.drop_gradient(places)
         with self.lock:
             self._renewals += 1
-            self._anew = [*self._anew, (self._renewals, rows)]
+            self._resets = [*self._resets, (self._renewals, rows)]
             if self._asked is not None:
                 drop(self._asked[1], self._asked[0], rows)
 
@@ -276,9 +277,9 @@ class ShardedStep(RowStep):
         return self.batch.grad
 
     def gradient(self) -> Tensor | None:
-        """Return the weight's gradient; if passes await their exchange, one whose first use exchanges them.
+        """Return the weight's gradient; if passes await their exchange, the gradient's first use exchanges them.
 
-        So ``zero_grad``, which only asks whether there is one, drops it without meeting the other ranks.
+        ``zero_grad`` only checks whether there is a gradient, so it drops it without meeting the other ranks.
         """
         found = self.batch.grad
         if self.group.own_pace.is_active:
@@ -299,7 +300,7 @@ class ShardedStep(RowStep):
             self._end_wait()
 
     def _end_wait(self) -> ShardedGrad | None:
-        """Return the gradient that has waited for its values, if any; it waits no longer."""
+        """Stop and return the gradient that waits for its values, if any."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.waits_for = None
@@ -320,13 +321,13 @@ class ShardedStep(RowStep):
     def before_zero_grad(self) -> None:
         self._counts_calls = True
         if self.own_grad is None and not self.is_unsettled:
-            self.sign_batch()  # otherwise dropping the gradient does
+            self.sign_batch()  # otherwise dropping the gradient signs it
 
     def sign_batch(self) -> None:
         """Record that a batch may begin, as after each ``zero_grad`` that leaves no gradient.
 
-        Where the optimizer's calls are not known, such as before its first step, each look at a gradient of None counts
-        as one: all ranks run the same loop.
+        Before the optimizer's calls are observed (from its first step on), reading a gradient of None counts as one:
+        all ranks run the same loop.
         """
         self.group.main.sign_batch(self.number)
 
@@ -343,7 +344,7 @@ class ShardedStep(RowStep):
         (noted.add if self.is_unsettled else noted.discard)(self.number)
 
     def save_gradient(self) -> Callable[[], None]:
-        names = ("_asked", "_lent", "_answered", "_anew", "_has_rows", "_optimizer_steps")
+        names = ("_asked", "_lent", "_answered", "_resets", "_has_rows", "_optimizer_steps")
         put_back, before = super().save_gradient(), {name: copy.copy(getattr(self, name)) for name in names}
 
         def restore() -> None:
@@ -379,7 +380,7 @@ class ShardedStep(RowStep):
 
     @property
     def keeps(self) -> bool:
-        """True if there is a gradient to which the next is added; on some ranks it may have no rows, or be zero."""
+        """True if the next gradient will be added to an existing one, which may be empty or zero on some ranks."""
         grad = self.own_grad
         return grad is not None and not self._has_failed and not self.is_zeroed_here
 
@@ -471,14 +472,14 @@ class ShardedStep(RowStep):
             yield True
 
     def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
-        return ShardedKeys(id_map, table, self, first_row, self.start_anew)
+        return ShardedKeys(id_map, table, self, first_row, self.reset_rows)
 
     top_rows = staticmethod(top_rows_of_ranks)  # type: ignore[assignment]
 
     def takes_part(self) -> bool:
         self.settle()
         takes_part = self.own_grad is not None and super().takes_part()
-        self._end_wait()  # lookups without a backward pass so far are not in this step
+        self._end_wait()  # lookups without a backward pass so far do not take part in this step
         return takes_part
 
     def _is_zeroed(self, grad: Tensor) -> bool:
@@ -496,7 +497,7 @@ class ShardedStep(RowStep):
     def swap_out(self, optimizer: Any, leaving: Leaving, commit: Commit) -> None:
         is_missed = self._has_rows and not len(leaving.values["weight"])
         super().swap_out(optimizer, leaving, commit)
-        if is_missed:  # stochastic rounding is seeded by the write's number, which is the step's
+        if is_missed:  # the write's number seeds stochastic rounding and must equal the step's
             self.table.store.notes.writes += 1
         self.forget_lookups()
 
@@ -507,7 +508,7 @@ class ShardedStep(RowStep):
 
     def forget_lookups(self) -> None:
         """Drop lookups whose gradients were not exchanged."""
-        self._lent, self._asked, self._answered, self._anew = [], None, set(), []
+        self._lent, self._asked, self._answered, self._resets = [], None, set(), []
         self._end_wait()
         self._note_unsettled()
 

@@ -1,4 +1,4 @@
-"""The storage place whose rows the ranks of a job own together, and its tables on disk.
+"""The storage place for rows owned by the ranks of a job, and its tables on disk.
 
 Each rank's rows on disk are in a separate directory, where the same number of ranks finds them again. A different
 number of ranks copies the rows into new directories; the old ones are removed unless a checkpoint refers to them.
@@ -41,24 +41,24 @@ _CACHE_BYTES = 64 << 20
 class Ranks(Storage):
     """Rows partitioned evenly over the ranks of a torch.distributed job.
 
-    Every rank must create the table, with the same arguments. All of them then make lookups, backward passes and
-    optimizer steps together, in the same order, each with its own ids, of any number; the result equals that of one
-    process that trains on all their batches.
+    Every rank must create the table, with the same arguments. All ranks then make lookups, backward passes and
+    optimizer steps together, in the same order, each with any number of its own ids. The result equals that of one
+    process that trains on all batches.
 
     Args:
         each: where each rank's rows live: another place, or its name. A directory may be shared by all ranks or local
-            to each; rows found there are reused, also those of another number of ranks, with the seed and the initial
-            values they were created with.
+            to each. Rows found there are reused, with the seed and the initial values they were created with, even if
+            they were written by another number of ranks.
         group: the ranks, a process group of torch.distributed; all of the job by default.
         reduction: how the ranks' gradients are reduced: ``"mean"``, as DistributedDataParallel does for other layers,
             or ``"sum"``.
-        host: the ranks of this rank's host: how many consecutive ranks each host has, or a process group of those of
-            this host; by default as torchrun's ``LOCAL_RANK`` tells. Ranks of a host merge what they send to other
-            hosts, except for rows between GPUs over NCCL. 1 for none of that.
+        host: the ranks of this rank's host: the number of consecutive ranks per host, or a process group of this host's
+            ranks; by default taken from torchrun's ``LOCAL_RANK``. Ranks of a host merge what they send to other hosts,
+            except for rows between GPUs over NCCL. 1 turns this off.
 
     Raises:
-        ValueError: the reduction or place is unknown, or host is below 1; or, when a table is created, this process
-            is not one of the ranks.
+        ValueError: the reduction or place is unknown, or host is below 1; or a table is created in a process that is
+            not one of the ranks.
 
     Example:
         >>> import speedswap
@@ -77,7 +77,7 @@ class Ranks(Storage):
         if self.reduction not in _REDUCTIONS:
             raise ValueError(f"reduction is {self.reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
         if isinstance(each := as_storage(self.each), Ranks):
-            raise ValueError(f"each is {each!r}, ranks again; give the place where one rank's rows live")
+            raise ValueError(f"each is {each!r}, which is Ranks again; give the place where one rank's rows live")
         if isinstance(each, Pinned) and each.hot_bytes is not None:
             raise ValueError(f"each is {each!r}, but rows of ranks have no cache of hot rows; leave hot_bytes out")
         if self.local_to_rank or each.local_to_rank:
@@ -136,7 +136,7 @@ class Ranks(Storage):
     def open(self, mode: str, commit: int | None) -> RowStore:
         manifest = None if self.own.folder is None else read_manifest(self.own.folder)
         if manifest is None or mode != "r+" or commit is not None:
-            raise ValueError(f"path is {self!r}, where there is no table of these ranks to be opened with mode 'r+'")
+            raise ValueError(f"path is {self!r}, where these ranks have no table to open with mode 'r+'")
         return self.create(manifest.num_embeddings, manifest.weight, seed=manifest.seed, name=manifest.name)
 
     def require_free(self) -> None:
@@ -167,7 +167,7 @@ def _on_disk(
 
     Args:
         group: the ranks.
-        task: their common task.
+        task: the ranks' common task.
         owners: the division of the rows.
         disk: the place of the whole table.
         columns: the weight column, of the whole table and of this rank's rows.
@@ -184,7 +184,7 @@ def _on_disk(
     """
     path, (whole, weight) = disk.folder, columns
     before = _found(path)
-    task.round()  # before anything is created there
+    task.round()  # before any rank creates something there
     if before is not None:
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
         seed, name = before.seed, before.name
@@ -195,7 +195,7 @@ def _on_disk(
         if before is not None and before.world_size != len(group):
             problem = _take_over(path, before, Shard(Table(IdleStore.in_front_of(store)), owners, group.rank))
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
-            raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
+            raise TableFormatError(f"the table at {path} is damaged: {place.name} belongs to another table; restore it")
         store.flush()
         found = task.share([store.manifest.salt, store.notes.writes, store.facts.seed, [*store.columns], was_there])
         if len({each[2] for each in found}) > 1:
@@ -203,7 +203,7 @@ def _on_disk(
         after = ShardsManifest(name, owners.num_embeddings, store.facts.seed, whole, tuple(each[0] for each in found))
         if after.encode() != (before and before.encode()):
             with says_if_full(path / "MANIFEST"):
-                ManifestFile.write(OpenDirectory(path), after.encode())  # on each rank, whose disk may be local
+                ManifestFile.write(OpenDirectory(path), after.encode())  # on every rank: its disk may be local
         task.round()
         if group.rank == 0:
             remove_former(path, len(group), lambda former: bool(former.commits and former.commits.held))
@@ -229,7 +229,7 @@ def _found(path: Path) -> ShardsManifest | None:
     elif all(is_shard(name) for name in os.listdir(path)):
         return None
     raise FileExistsError(
-        f"path is {str(path)!r}, where there is something else than a table of ranks; give another path"
+        f"path is {str(path)!r}, which holds something other than a table of ranks; give another path"
     )
 
 
@@ -256,7 +256,7 @@ def _require_same(path: Path, rows: int, weight: Column, wanted_rows: int, wante
     if there != here:
         raise ValueError(
             f"path is {str(path)!r}, where a table has (rows, shape, dtype, stored dtype) {there}, but {here} were "
-            "asked for; give another path, or the same settings"
+            "given; give another path, or the same settings"
         )
 
 
@@ -284,7 +284,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
             take_shards(target, sources, [each for each in mine.columns if each in theirs])
             mine.attributes.clear()
             mine.attributes.update(stores[0].attributes)
-            mine.attributes.pop(IDLE_STEPS, None)  # which the rows were copied with
+            mine.attributes.pop(IDLE_STEPS, None)  # already applied to the copied rows
             mine.store.notes.writes = stores[0].writes
             for each in stores[0].store.notes.id_maps:
                 parts = [store.store.notes.id_maps[each] for store in stores]

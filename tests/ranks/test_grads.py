@@ -16,7 +16,7 @@ def test_norms_are_those_of_all_rows(ranks: RankPool, ids: list[int]) -> None:
         for name, norm in found.items():
             torch.testing.assert_close(norm, expected[name], rtol=1e-6, atol=0, msg=lambda text, n=name: f"{n}: {text}")
         assert len(said) == 2
-        assert all("take torch.linalg.vector_norm" in text for text in said)
+        assert all("use torch.linalg.vector_norm" in text for text in said)
 
 
 def test_gradient_without_rows(ranks: RankPool) -> None:

@@ -180,4 +180,4 @@ def test_evicting_map_is_one_tables(ranks: RankPool, tmp_path: Path, kind: str) 
     ]
     for said in found:
         assert len(said) == 1
-        assert "evicts and is another table's" in said[0]
+        assert "evicts and belongs to another table" in said[0]

@@ -88,7 +88,7 @@ def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts
         assert not waits
         assert taken == steps
         others = {counts[(rank + epoch) % len(counts)] != steps[0] for epoch in range(2)}
-        assert any("have come to their end before those of this rank" in text for text in said) == (True in others)
+        assert any("ran out of batches" in text for text in said) == (True in others)
         assert torch.equal(rows, found[0][2])
 
 
