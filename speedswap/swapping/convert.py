@@ -451,7 +451,7 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     """Yield the reasons against replacing a module, each with its remedy."""
     weight = module._parameters.get("weight")
     if weight is None:
-        yield "its weight is no parameter but computed, as by a parametrization; convert the model before that"
+        yield "its weight is computed, as by a parametrization, and not a parameter; convert the model before that"
         return
     if type(weight) is not nn.Parameter:
         yield f"its weight is of type {type(weight).__name__}, not a plain nn.Parameter; convert the model before that"

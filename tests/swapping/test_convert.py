@@ -316,7 +316,7 @@ def parametrized() -> nn.Module:
             lambda: nn.Sequential(OwnForward(ROWS, DIM)),
             r"0: is an OwnForward, whose forward does not look up",
         ),
-        (parametrized, r"0: its weight is no parameter"),
+        (parametrized, r"0: its weight is computed"),
         (with_gradient, r"0: its weight has a gradient"),
         (with_own_forward, r"0: it has attributes that its replacement has too: forward"),
         (lambda: embedding().share_memory(), r"0: its weight is in memory shared"),
