@@ -112,8 +112,7 @@ BATCHES = [torch.tensor([1, 2])]
 AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no ids": (
         lambda: list(speedswap.lookahead(BATCHES, {ITEMS: lambda batch: None})),
-        "the ids of table 'items' are None; let their function return a tensor, or a list with a tensor for each "
-        "lookup",
+        "the ids of table 'items' are None; let their function return a tensor, or a list with a tensor",
     ),
     "no keys": (
         lambda: list(speedswap.lookahead(BATCHES, {KEYED: lambda batch: None})),
