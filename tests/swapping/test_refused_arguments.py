@@ -32,10 +32,10 @@ ROWS = EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"path": "items"}, "path is 'items', but table is Table.*use scratch with Table.create or Table.open"),
+        ({"path": "items"}, "path is 'items', but table is Table.*give it to Table.create or Table.open"),
         (
             {"storage": speedswap.Pageable()},
-            r"storage is Pageable\(\), but table is Table.*use scratch with Table.create",
+            r"storage is Pageable\(\), but table is Table.*give it to Table.create",
         ),
     ],
 )

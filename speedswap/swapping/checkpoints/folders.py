@@ -684,8 +684,8 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
         except ValueError as error:
             require(
                 isinstance(error, TableFormatError),
-                f"the table at {path} no longer keeps commit {part.commit}; its checkpoint was removed, and this may "
-                "be a copy of it; save those to be copied with tables='copy'",
+                f"the table at {path} no longer keeps commit {part.commit}, as if its checkpoint was removed; this may "
+                "be a copy of that one: save checkpoints to be copied with tables='copy'",
             )
             raise
         is_same = part.copy or table.attributes.get(TOKEN) == token
