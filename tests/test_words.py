@@ -42,5 +42,5 @@ def test_ids_that_are_no_tensor_are_refused_in_words(ids, said):
         lambda: speedswap.scatter_rows(matrix, ids, matrix),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match=f"ids is {said}; pass a tensor, as torch.as_tensor"):
+        with pytest.raises(TypeError, match=f"ids is {said}; pass a tensor \\(torch.as_tensor"):
             call()

@@ -47,7 +47,9 @@ def test_forked_workers_are_told_that_ranks_alone_look_up(ranks: RankPool) -> No
 def test_a_wrapper_that_would_average_rows_is_named(ranks: RankPool) -> None:
     """With a reason that holds for a table of all ranks."""
     for said in ranks.run(scenarios.wrapped, 2):
-        assert re.match(r"RanksError: each rank looks up other rows of table 'table-\d+', but DistributedData", said)
+        assert re.match(
+            r"RanksError: each rank looks up different rows of table 'table-\d+', but DistributedData", said
+        )
         assert "speedswap.ignore_in_ddp(model)" in said
 
 
