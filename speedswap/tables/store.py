@@ -10,7 +10,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from speedswap import kernels
 from speedswap._process import Locked
@@ -714,10 +715,27 @@ def require_out(store: RowStore, out: Mapping[str, Tensor], rows: Tensor, device
             )
 
 
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    """Create plain tensors: outside ``torch.func``, fake tensors, ``torch.device`` and inference mode."""
+    with ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.inference_mode(False))
+        yield
+
+
 def leave(store: RowStore) -> None:
-    """Flush a store whose table was not closed: it was freed, or the process is exiting."""
+    """Flush a store whose table was not closed: it was freed, or the process is exiting.
+
+    A table in a circle of references is freed by whatever code runs then, under torch's modes of that code.
+    """
     if not store.facts.is_borrowed:
-        with store.facts.locked.lock:
+        with _outside_modes(), store.facts.locked.lock:
             if store.files is None:
                 store.flush()
             else:

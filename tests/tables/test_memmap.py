@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -10,13 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from children import answer, child, run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import speedswap
 from speedswap import Column, Table, init
@@ -101,6 +103,40 @@ def test_a_table_that_was_not_closed_is_as_of_its_last_commit(tmp_path: Path) ->
         table.add_columns([Column("sum", (4,), torch.float32, init.zeros())])
         assert torch.equal(table.read(1, 2), torch.ones(1, 4))
         assert table.read(2, 3).all()
+
+
+@pytest.mark.parametrize("mode", ["vjp", "fake", "meta", "inference"])
+def test_a_table_freed_under_a_mode_of_torch_has_written_its_rows(mode: str, tmp_path: Path) -> None:
+    """The garbage collector frees a table in a circle wherever it happens to run."""
+    held: list[Any] = []
+
+    def train() -> None:
+        id_map = speedswap.IdMap(5, evict="lru")
+        table = Table.create(6, 4, storage=speedswap.Disk(tmp_path / "t", commit_seconds=None))
+        table.set_id_map(id_map)
+        rows, _ = id_map.add(torch.tensor([7, 8]))
+        table.scatter(rows, torch.ones(2, 4))
+        held.append(table)
+
+    def free(x: torch.Tensor) -> torch.Tensor:
+        held.clear()
+        gc.collect()
+        return x * 2
+
+    modes: dict[str, Callable[[], object]] = {
+        "fake": FakeTensorMode,
+        "meta": lambda: torch.device("meta"),
+        "inference": torch.inference_mode,
+    }
+    train()
+    if mode == "vjp":
+        torch.func.vjp(free, torch.ones(2))
+    else:
+        with cast(AbstractContextManager[object], modes[mode]()):
+            free(torch.ones(2))
+    with Table.open(tmp_path / "t") as table:
+        assert table.id_map is not None
+        assert torch.equal(table.gather(table.id_map.lookup(torch.tensor([8, 7]))).weight, torch.ones(2, 4))
 
 
 # ---------------------------------------------------------------------------- one writer
