@@ -245,7 +245,8 @@ def test_a_step_has_few_launches(num_tables: int, ahead: bool, gpu: str) -> None
     costs = so_far()
     assert costs.round_trips == 1
     assert costs.launches <= 10 + 2 * ahead
-    assert costs.operations.total() <= 12, costs.operations  # 4 of them make rows the batch's memory and the weight's
+    del costs.operations["aten::_has_compatible_shallow_copy_type"]  # compares two types when memory is assigned
+    assert costs.operations.total() <= 8, costs.operations
 
 
 def test_idle_rows_add_one_launch_to_a_step(gpu: str) -> None:
