@@ -16,12 +16,13 @@ constexpr int64_t kMostPlaces = INT32_MAX;
 
 }  // namespace
 
-IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict)
+IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict, int64_t most_on_probation)
     : capacity_(capacity),
+      most_on_probation_(most_on_probation),
       admit_after_(admit_after),
       evict_(evict),
       rows_(capacity, exact, evict == Evict::lfu),
-      num_places_(std::min(capacity + capacity / 4 + 1, kMostPlaces)),
+      num_places_(std::min(most_on_probation + most_on_probation / 4 + 1, kMostPlaces)),
       probation_(admit_after > 1 ? num_places_ : 1, exact, false) {}
 
 uint32_t IdMap::count(bool on_probation, int64_t cell) const {
@@ -138,9 +139,9 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
     return true;
 }
 
-// Puts a key behind all others on probation, the first of which is forgotten if they are as many as there are rows.
+// Puts a key behind all others on probation, the first of which is forgotten if no more may be there.
 int64_t IdMap::place_on_probation(const Key& key, Undo* undo) {
-    if (on_probation_ == capacity_) forget_oldest(undo);
+    if (on_probation_ == most_on_probation_) forget_oldest(undo);
     if (is_taken(after(cursor_))) close_gaps(undo);
     const int64_t cell = after(cursor_);
     sightings_.reserve(cell + 1);

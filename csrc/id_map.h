@@ -56,7 +56,7 @@ class IdMap {
         int64_t cursor;          // the last of them that was assigned
     };
 
-    IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict);
+    IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict, int64_t most_on_probation);
 
     void find(const Keys& keys, int64_t* rows, int threads) const { rows_.find_all(keys, rows, threads); }
 
@@ -112,6 +112,7 @@ class IdMap {
     static int64_t saved_text(const Undo* undo, bool on_probation);
 
     int64_t capacity_;
+    int64_t most_on_probation_;
     int64_t admit_after_;
     Evict evict_;
 

@@ -170,10 +170,10 @@ void bind_id_map(py::module_& module) {
         .def(py::init())
         .def_property_readonly("applied", &IdMap::Undo::applied);
     py::class_<IdMap>(module, "IdMap")
-        .def(py::init([](int64_t capacity, bool exact, int64_t admit_after, int evict) {
-                 return std::make_unique<IdMap>(capacity, exact, admit_after, Evict(evict));
+        .def(py::init([](int64_t capacity, bool exact, int64_t admit_after, int evict, int64_t most_on_probation) {
+                 return std::make_unique<IdMap>(capacity, exact, admit_after, Evict(evict), most_on_probation);
              }),
-             arg("capacity"), arg("exact"), arg("admit_after"), arg("evict"))
+             arg("capacity"), arg("exact"), arg("admit_after"), arg("evict"), arg("most_on_probation"))
         .def(
             "find",
             [](const IdMap& map, const KeysTuple& keys, uintptr_t rows, int threads) {

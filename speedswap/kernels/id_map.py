@@ -64,10 +64,14 @@ class KeyMap:
         exact: True if keys are strings.
         admit_after: sightings before a key gets a row.
         evict: None, ``"lru"`` or ``"lfu"``.
+        most_on_probation: keys without a row whose sightings are counted; the oldest is forgotten for one more.
+            ``capacity`` by default.
     """
 
-    def __init__(self, capacity: int, exact: bool, admit_after: int, evict: str | None) -> None:
-        self._map = _C.IdMap(capacity, exact, admit_after, _EVICT[evict])
+    def __init__(
+        self, capacity: int, exact: bool, admit_after: int, evict: str | None, most_on_probation: int | None = None
+    ) -> None:
+        self._map = _C.IdMap(capacity, exact, admit_after, _EVICT[evict], most_on_probation or capacity)
         self._exact = exact
         self._evict = evict
 

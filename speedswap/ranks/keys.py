@@ -43,7 +43,7 @@ class ShardedIdMap(IdMap):
 
     Rows are assigned in the order of the keys' first occurrence, rank by rank, as in one process that has all ranks'
     batches; a key's row does not depend on its owner. If rows are evicted, each owner evicts its own keys and has an
-    equal share of ``capacity``.
+    equal share of ``capacity``; keys on probation have equal shares of as many places.
 
     All ranks must make every call about keys together, each with its own keys, in any number.
 
@@ -63,6 +63,7 @@ class ShardedIdMap(IdMap):
         self._used_by = [0] * len(group)  # number of rows being restored, by the rank that owns their keys
         self._last_in_parts = 0  # the last of these rows
         self.share = self._own_share()
+        self._most_on_probation = max(1, shares_of(self.capacity, self._used_by)[group.rank])
         super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
         self.holder = settings.holder
         self.renew: Callable[[Tensor], object] = lambda rows: None
@@ -114,7 +115,7 @@ class ShardedIdMap(IdMap):
         return id_map is self or id_map.successor is self
 
     def _empty(self) -> kernels.KeyMap:
-        return kernels.KeyMap(self.share, self.keys == "exact", self.admit_after, self.evict)
+        return kernels.KeyMap(self.share, self.keys == "exact", self.admit_after, self.evict, self._most_on_probation)
 
     def __len__(self) -> int:
         """Return the number of keys with a row, over all ranks."""
@@ -293,9 +294,9 @@ class ShardedIdMap(IdMap):
             saved = own[0]._replace(free_rows_are_stale=any(part.free_rows_are_stale for part in parts))
         else:
             saved = joined(parts, self.capacity)
-        if len(saved.probation.numbers) > share:
-            saved = joined([saved], share)
-        return saved, restored(saved, what, share)
+        if len(saved.probation.numbers) > self._most_on_probation:
+            saved = joined([saved], self._most_on_probation)
+        return saved, restored(saved, what, share, self._most_on_probation)
 
     def _adopt(self, saved: SavedMap, restored: kernels.KeyMap) -> None:
         assert saved.own_rows is not None

@@ -155,6 +155,17 @@ def evict(group, policy, admit_after):
     return (rows > 0).tolist(), wanted.tolist(), len(taken) == len(taken.unique()), len(items.id_map)
 
 
+def come_back(group, others):
+    """Return the rows of five keys that came twice, with other keys on rank 0 in between."""
+    capacity, none, mine = 20, torch.empty(0, dtype=torch.int64), group.rank() == 0
+    id_map = speedswap.IdMap(capacity, admit_after=2)
+    items = speedswap.Embedding(capacity + 1, 1, id_map=id_map, storage=owned(group, reduction="sum"))
+    five = torch.arange(1, 6)
+    for keys in [five, *torch.arange(100, 100 + others).split(1), five]:
+        items(keys if mine else none)
+    return items.id_map.lookup(five).tolist()
+
+
 def evict_and_resume(group, policy, admit_after, folder, begin=0):
     """Train with more keys than rows, both straight on and from a checkpoint, and return both results.
 

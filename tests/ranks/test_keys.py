@@ -76,6 +76,15 @@ def test_owners_evict_among_their_own_keys(ranks: RankPool, policy: str, admit_a
         assert sum(rows) == known
 
 
+@pytest.mark.parametrize("others", [12, 30])
+def test_keys_are_forgotten_after_as_many_others_as_in_one_process(ranks: RankPool, others: int) -> None:
+    one = speedswap.IdMap(20, admit_after=2)
+    for keys in [torch.arange(1, 6), *torch.arange(100, 100 + others).split(1), torch.arange(1, 6)]:
+        rows, _ = one.add(keys)
+    assert ranks.run(scenarios.come_back, 3, others) == [rows.tolist()] * 3
+    assert rows.any() == (others == 12)
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("policy", "admit_after"), [("lru", 2), ("lfu", 1)])
 def test_owners_evict_the_same_keys_after_a_checkpoint(

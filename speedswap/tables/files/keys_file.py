@@ -284,20 +284,25 @@ def _require_side_by_side(texts: Texts) -> None:
     require(is_ascending, "its texts do not lie side by side")
 
 
-def restored(saved: SavedMap, what: str, capacity: int | None = None) -> KeyMap:
+def restored(saved: SavedMap, what: str, capacity: int | None = None, most_on_probation: int | None = None) -> KeyMap:
     """Return the compiled map rebuilt from what was saved.
 
     Args:
         saved: a map, or a part of one.
         what: its place, for messages.
         capacity: the most keys it can hold; by default the whole map's capacity.
+        most_on_probation: the most keys on probation; by default ``capacity``.
 
     Raises:
         TableFormatError: a key occurs twice.
     """
     settings = saved.settings
     found = KeyMap(
-        capacity or settings["capacity"], settings["keys"] == "exact", settings["admit_after"], settings["evict"]
+        capacity or settings["capacity"],
+        settings["keys"] == "exact",
+        settings["admit_after"],
+        settings["evict"],
+        most_on_probation,
     )
     with says_damaged(what, _REMEDY):
         require(found.restore(saved.cursor, saved.rows, saved.probation), "a key occurs twice")
