@@ -20,6 +20,7 @@ import torch
 
 from speedswap import kernels
 from speedswap.apps.bench.measure import in_turn
+from speedswap.kernels import _C
 from speedswap.kernels.cuda import pinning
 
 ROW_BYTES = 512
@@ -114,6 +115,48 @@ def compact_on_cpu(flat: torch.Tensor, row_bytes: int, count: int, repeats: int)
     for name, took in seconds.items():
         print(f"  {name:<30} {took * 1e3:9.3f} ms {relative[name]:8.2f}")
     return {"items": items, "rows": count, "seconds": seconds, "relative_to_float32": relative}
+
+
+def in_turns(flat: torch.Tensor, quick: bool, repeats: int) -> dict[str, Any]:
+    """Measure a scatter of ascending rows in turns, as from a ring of staging buffers.
+
+    Whether rows are written past the cache is decided by the bytes of a turn, or by those of the whole scatter.
+    """
+    row_bytes, count, num_buffers, buffer_bytes = 1536, 36_000 if quick else 360_000, 4, 8 << 20
+    num_rows, at_once = flat.numel() * 4 // row_bytes, buffer_bytes // row_bytes
+    generator = torch.Generator().manual_seed(row_bytes)
+    sets = [torch.randperm(num_rows, generator=generator)[:count].sort().values for _ in range(4)]
+    buffers = torch.rand(num_buffers, at_once, row_bytes // 4)
+    parts = [kernels.records.cpu_parts([kernels.Part(0, buffer)]) for buffer in buffers]
+
+    def scatter(call: int, rows_moved: int) -> None:
+        ids = sets[call % len(sets)]
+        for turn, first in enumerate(range(0, count, at_once)):
+            _C.scatter(
+                flat.data_ptr(),
+                row_bytes,
+                ids.data_ptr() + 8 * first,
+                min(at_once, count - first),
+                parts[turn % num_buffers],
+                kernels.get_num_threads(),
+                rows_moved,
+            )
+
+    seconds = in_turn(
+        {"by the turn": lambda call: scatter(call, 0), "by the move": lambda call: scatter(call, count)},
+        repeats=repeats,
+    )
+    times_faster = seconds["by the turn"] / seconds["by the move"]
+    print(f"\n{count:,} rows of {row_bytes} bytes in turns of {at_once:,}, past the cache as decided")
+    for name, took in seconds.items():
+        print(f"  {name:<26} {took * 1e3:9.3f} ms {count * row_bytes / took / 1e9:8.2f} GB/s")
+    return {
+        "row_bytes": row_bytes,
+        "rows": count,
+        "turn_bytes": buffer_bytes,
+        "seconds": seconds,
+        "times_faster": times_faster,
+    }
 
 
 def on_cuda(flat: torch.Tensor, row_bytes: int, count: int, repeats: int) -> dict[str, Any]:
@@ -213,6 +256,7 @@ def run(device: str, quick: bool) -> dict[str, Any]:
         show(results[pages])
         if device == "cpu" and pages == "huge_pages":
             results["compact"] = compact_on_cpu(flat, ROW_BYTES, count, 2 * repeats)
+            results["scatter_in_turns"] = in_turns(flat, quick, repeats)
     results["sweep_of_ordinary_pages"] = []
     for row_bytes in SWEEP:
         result = measure(flat, row_bytes, min(count, table_bytes // row_bytes // 4), repeats)

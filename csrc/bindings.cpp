@@ -85,10 +85,10 @@ void gather(uintptr_t records, int64_t stride, uintptr_t ids, int64_t count, con
 }
 
 void scatter(uintptr_t records, int64_t stride, uintptr_t ids, int64_t count, const std::vector<PartTuple>& parts,
-             int threads) {
+             int threads, int64_t rows_moved) {
     const Ids checked = ids_at(ids, count);
     const std::vector<Part> columns = parts_of(parts);
-    without_gil([&] { speedswap::scatter(at(records), stride, checked, columns, threads); });
+    without_gil([&] { speedswap::scatter(at(records), stride, checked, columns, threads, rows_moved); });
 }
 
 void round_rows(uintptr_t ids, int64_t count, const PartTuple& part, int threads) {
@@ -359,7 +359,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("gather", &gather, arg("records"), arg("stride"), arg("ids"), arg("count"), arg("parts"),
                arg("threads"));
     module.def("scatter", &scatter, arg("records"), arg("stride"), arg("ids"), arg("count"), arg("parts"),
-               arg("threads"));
+               arg("threads"), arg("rows_moved") = 0);
     module.def("round_rows", &round_rows, arg("ids"), arg("count"), arg("part"), arg("threads"));
     module.def("rounding_key", &rounding_key, arg("seed"), arg("column_key"), arg("write"));
     module.def("check_ids", &check_ids, arg("ids"), arg("count"), arg("num_rows"), arg("threads"));

@@ -78,7 +78,8 @@ int64_t bytes_in_block(const Part& part) {
 
 using CopyLoop = void (*)(const Copy& copy, int64_t begin, int64_t end);
 
-void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
+void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads,
+               int64_t rows_moved) {
     if (ids.count == 0 || parts.empty()) return;
     int64_t first = parts[0].offset, last = 0, row_bytes = 0, block_bytes = 0;
     for (const Part& part : parts) {
@@ -89,7 +90,7 @@ void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std:
     }
     if (row_bytes == 0) return;
     // Data read and data written share the cache.
-    const bool streaming = (row_bytes + block_bytes) * ids.count > last_level_cache();
+    const bool streaming = (row_bytes + block_bytes) * std::max(ids.count, rows_moved) > last_level_cache();
     const int64_t grain = piece(ids.count, row_bytes, threads);
     parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
         constexpr int64_t kTile = 32;
@@ -138,11 +139,11 @@ const Loops& loops() {
 }
 
 void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
-    copy_rows(chosen.loops->gather, records, stride, ids, parts, threads);
+    copy_rows(chosen.loops->gather, records, stride, ids, parts, threads, 0);
 }
 
-void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
-    copy_rows(chosen.loops->scatter, records, stride, ids, parts, threads);
+void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads, int64_t rows_moved) {
+    copy_rows(chosen.loops->scatter, records, stride, ids, parts, threads, rows_moved);
 }
 
 void round_rows(Ids ids, const Part& part, int threads) {

@@ -39,8 +39,10 @@ const char* isa();
 // block row i <- record ids[i], for each part. ids are in range.
 void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads);
 
-// record ids[i] <- block row i, for each part. ids are in range and unique.
-void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads);
+// record ids[i] <- block row i, for each part. ids are in range and unique. Rows that exceed the cache are written past
+// it; `rows_moved` are those of all calls of which this is one, if there are several.
+void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads,
+             int64_t rows_moved = 0);
 
 // block row i <- the values that record ids[i] would return after a scatter of this row. Only for forms of 2 bytes per
 // value; ids need not be in range.

@@ -84,7 +84,7 @@ void StagingRing::write(const StagedMove& move, const Buffer& buffer, int64_t tu
     const int64_t first = turn * move.rows_at_once, count = std::min(move.rows_at_once, move.ids.count - first);
     driver_.check(driver_.synchronize(buffer.copied), "cuEventSynchronize");
     const Ids ids{move.ids.data + first, count};
-    speedswap::scatter(move.records, move.stride, ids, in_buffer(move.runs, buffer.host), threads);
+    speedswap::scatter(move.records, move.stride, ids, in_buffer(move.runs, buffer.host), threads, move.ids.count);
 }
 
 // Queues the kernels between a buffer and rows `first` on of the blocks.

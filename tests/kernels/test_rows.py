@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedswap.errors import DuplicateIdError, IdError
-from speedswap.kernels import gather_rows, scatter_rows
+from speedswap.kernels import _C, gather_rows, scatter_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
 
@@ -116,6 +116,17 @@ def test_outputs_larger_than_the_cache(row_bytes: int):
         np.testing.assert_array_equal(target.numpy()[order.numpy()], gathered.numpy())
         assert not memory[:shift].any()
         assert not memory[shift + rows * row_bytes :].any()
+
+
+@pytest.mark.parametrize("row_bytes", [16, 100, 512, 516, 2052])
+def test_a_scatter_that_is_part_of_a_large_one(row_bytes: int):
+    """Few rows are written past the cache if those of the whole move exceed it."""
+    values = torch.randint(0, 256, (50, row_bytes), dtype=torch.uint8)
+    target, ids = torch.zeros(100, row_bytes, dtype=torch.uint8), torch.randperm(100)[:50]
+    part = (0, row_bytes, values.data_ptr(), row_bytes)
+    _C.scatter(target.data_ptr(), row_bytes, ids.data_ptr(), 50, [part], 2, rows_moved=1 << 40)
+    assert torch.equal(target[ids], values)
+    assert target.any(1).sum() <= 50
 
 
 @pytest.mark.cuda_kernels
