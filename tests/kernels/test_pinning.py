@@ -15,8 +15,8 @@ from two_gpus import TwoGpus
 
 from speedswap._machine import physical_bytes
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import pinning
-from speedswap.kernels.cuda.pinning import PinnedMemory
+from speedswap.kernels.cuda import modules, pinning
+from speedswap.kernels.cuda.pinning import PAGE_BYTES, PinnedMemory
 
 
 def test_it_has_exactly_the_bytes_that_were_asked_for():
@@ -177,3 +177,28 @@ def test_rows_are_placed_near_the_gpu_that_uses_them(
         memory.close()
         assert touched == [(piece, expected)] * (memory.nbytes // piece)
         assert os.sched_getaffinity(0) == ours
+
+
+@pytest.mark.parametrize("refused", [None, 2])
+def test_large_memory_is_registered_in_pieces_all_or_none(
+    refused: int | None, two_gpus: TwoGpus, monkeypatch: pytest.MonkeyPatch
+):
+    runtime, size, registered = modules.cupy().cuda.runtime, 4 * PAGE_BYTES, list[tuple[int, int]]()
+
+    def register(pointer: int, nbytes: int, flags: int) -> None:
+        if len(registered) == refused:
+            raise RuntimeError("out of memory")
+        registered.append((pointer, nbytes))
+
+    def unregister(pointer: int) -> None:
+        registered.remove(next(piece for piece in registered if piece[0] == pointer))
+
+    monkeypatch.setattr(runtime, "hostRegister", register)
+    monkeypatch.setattr(runtime, "hostUnregister", unregister)
+    monkeypatch.setattr(pinning, "_MOST_AT_ONCE", size)
+    memory = PinnedMemory(2 * size + 100)
+    assert memory.failure == (None if refused is None else "out of memory")
+    pieces = [(memory.pointer, size), (memory.pointer + size, size), (memory.pointer + 2 * size, 100)]
+    assert registered == (pieces if refused is None else [])
+    memory.close()
+    assert not registered

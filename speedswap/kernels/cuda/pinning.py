@@ -24,6 +24,7 @@ _FLAGS = 0x01 | 0x02
 _CUDART_UNLOADING = 4
 _NOT_INITIALIZED = 3
 _NOT_REGISTERED = 713
+_MOST_AT_ONCE = 64 << 30  # drivers refuse 512 GiB (NVIDIA/open-gpu-kernel-modules#1234)
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Python 3.13 names it.
@@ -103,7 +104,7 @@ class PinnedMemory:
         self.nbytes = nbytes
         prefault(self.pointer, nbytes, is_reserved=is_reserved, processors=near_processors())
         # First, so that a Ctrl-C cannot come between the two and leave freed memory registered.
-        self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping)
+        self._unpin = weakref.finalize(self, unpin, self.pointer, nbytes, os.getpid(), mapping)
         self.failure = pin(self.pointer, nbytes)
         if self.failure is not None:
             self._unpin.detach()
@@ -196,17 +197,19 @@ def pin(pointer: int, nbytes: int) -> str | None:
         if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, device):
             return "this GPU does not use the host's addresses for registered memory"
         try:
-            runtime.hostRegister(pointer, nbytes, _FLAGS)
+            for start in range(0, nbytes, _MOST_AT_ONCE):
+                runtime.hostRegister(pointer + start, min(_MOST_AT_ONCE, nbytes - start), _FLAGS)
         except runtime.CUDARuntimeError as error:
+            _unregister(pointer, start)
             return str(error)
     return None
 
 
-def unpin(pointer: int, owner_pid: int, owner: object) -> None:
+def unpin(pointer: int, nbytes: int, owner_pid: int, owner: object) -> None:
     """Undo :func:`pin`, after all work queued on GPUs is done. Does nothing for memory that is not pinned.
 
     Args:
-        pointer: the pinned address.
+        pointer, nbytes: the pinned memory.
         owner_pid: the process that pinned it; a forked child does nothing.
         owner: object that keeps the memory alive until now.
     """
@@ -221,8 +224,13 @@ def unpin(pointer: int, owner_pid: int, owner: object) -> None:
         # Use a GPU already in use: a garbage-collecting thread may have another GPU current, which would then
         # lose memory.
         with modules.on_device(used[0]):
-            runtime.hostUnregister(pointer)
+            _unregister(pointer, nbytes)
     except runtime.CUDARuntimeError as error:
         # At interpreter exit the driver may unload first, which drops its registrations.
         if error.status not in (_CUDART_UNLOADING, _NOT_INITIALIZED, _NOT_REGISTERED):
             raise
+
+
+def _unregister(pointer: int, nbytes: int) -> None:
+    for start in range(0, nbytes, _MOST_AT_ONCE):
+        modules.cupy().cuda.runtime.hostUnregister(pointer + start)
