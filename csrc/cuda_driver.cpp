@@ -16,25 +16,30 @@ void find(void* library, const char* name, Function& function) {
     if (!function) throw std::runtime_error(std::string("libcuda.so.1 has no ") + name + "; update the NVIDIA driver");
 }
 
+void* library() {
+    return dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+}
+
 // The names, with their versions, that cuda.h gives to these functions.
 CudaDriver load() {
-    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw std::runtime_error(std::string("no CUDA driver: ") + dlerror());
+    void* const loaded = library();
+    if (!loaded) throw std::runtime_error(std::string("no CUDA driver: ") + dlerror());
     CudaDriver driver;
-    find(library, "cuGetErrorName", driver.error_name);
-    find(library, "cuDevicePrimaryCtxRetain", driver.retain_context);
-    find(library, "cuCtxPushCurrent_v2", driver.push_context);
-    find(library, "cuCtxPopCurrent_v2", driver.pop_context);
-    find(library, "cuEventCreate", driver.create_event);
-    find(library, "cuEventRecord", driver.record);
-    find(library, "cuEventQuery", driver.query);
-    find(library, "cuEventSynchronize", driver.synchronize);
-    find(library, "cuStreamSynchronize", driver.synchronize_stream);
-    find(library, "cuStreamWaitEvent", driver.wait);
-    find(library, "cuMemAllocHost_v2", driver.allocate_pinned);
-    find(library, "cuMemcpyHtoDAsync_v2", driver.copy_in);
-    find(library, "cuMemcpyDtoHAsync_v2", driver.copy_out);
-    find(library, "cuLaunchKernel", driver.launch);
+    find(loaded, "cuGetErrorName", driver.error_name);
+    find(loaded, "cuDevicePrimaryCtxRetain", driver.retain_context);
+    find(loaded, "cuCtxPushCurrent_v2", driver.push_context);
+    find(loaded, "cuCtxPopCurrent_v2", driver.pop_context);
+    find(loaded, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
+    find(loaded, "cuEventCreate", driver.create_event);
+    find(loaded, "cuEventRecord", driver.record);
+    find(loaded, "cuEventQuery", driver.query);
+    find(loaded, "cuEventSynchronize", driver.synchronize);
+    find(loaded, "cuStreamSynchronize", driver.synchronize_stream);
+    find(loaded, "cuStreamWaitEvent", driver.wait);
+    find(loaded, "cuMemAllocHost_v2", driver.allocate_pinned);
+    find(loaded, "cuMemcpyHtoDAsync_v2", driver.copy_in);
+    find(loaded, "cuMemcpyDtoHAsync_v2", driver.copy_out);
+    find(loaded, "cuLaunchKernel", driver.launch);
     return driver;
 }
 
@@ -96,6 +101,13 @@ void launch(int device, void* kernel, unsigned grid, unsigned threads, void* str
     const CurrentContext current(driver, driver.context_of(device));
     driver.check(driver.launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments.addresses().data(), nullptr),
                  "cuLaunchKernel");
+}
+
+void allow_captures_elsewhere() {
+    if (!library()) return;
+    const CudaDriver& driver = CudaDriver::get();
+    int mode = kRelaxed;
+    driver.check(driver.exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
 }
 
 void wait_for_stream(int device, void* stream) {

@@ -8,6 +8,8 @@
 namespace speedswap {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr int kRelaxed = 2;        // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr int kNotReady = 600;     // CUDA_ERROR_NOT_READY
 
 // The functions of libcuda.so.1 that launches and staged moves call. Handles and addresses on the GPU are pointers
 // here; every function returns 0, or an error's number.
@@ -16,9 +18,10 @@ struct CudaDriver {
     int (*retain_context)(void** context, int device);
     int (*push_context)(void* context);
     int (*pop_context)(void** context);
+    int (*exchange_capture_mode)(int* mode);  // of this thread
     int (*create_event)(void** event, unsigned flags);
     int (*record)(void* event, void* stream);
-    int (*query)(void* event);  // returns 0 if the work before it is done, as before the first record
+    int (*query)(void* event);  // returns 0 if the work before it is done, as before the first record; else kNotReady
     int (*synchronize)(void* event);
     int (*synchronize_stream)(void* stream);
     int (*wait)(void* stream, void* event, unsigned flags);
@@ -69,6 +72,9 @@ class KernelArguments {
 
 // Queues a kernel on a stream of a GPU; throws as `check` does.
 void launch(int device, void* kernel, unsigned grid, unsigned threads, void* stream, KernelArguments& arguments);
+
+// Lets other threads capture graphs, in any mode, while this one uses the GPU. Of no effect without a driver.
+void allow_captures_elsewhere();
 
 // Waits until a stream has done what is queued on it.
 void wait_for_stream(int device, void* stream);

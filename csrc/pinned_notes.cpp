@@ -30,7 +30,10 @@ PinnedNote::PinnedNote(int device, size_t nbytes) : device_(device) {
         const std::lock_guard<std::mutex> lock(mutex);
         std::vector<Piece>& pieces = idle(device);
         const auto found = std::find_if(pieces.begin(), pieces.end(), [&](const Piece& piece) {
-            return piece.nbytes >= nbytes && driver.query(piece.event) == 0;
+            if (piece.nbytes < nbytes) return false;
+            const int state = driver.query(piece.event);
+            if (state != kNotReady) driver.check(state, "cuEventQuery");  // of earlier work, on any stream
+            return state == 0;
         });
         if (found != pieces.end()) {
             piece_ = *found;
@@ -46,11 +49,12 @@ PinnedNote::PinnedNote(int device, size_t nbytes) : device_(device) {
 }
 
 PinnedNote::~PinnedNote() {
+    if (!is_known_) return;
     const std::lock_guard<std::mutex> lock(mutex);
     idle(device_).push_back(piece_);
 }
 
-void PinnedNote::read_by(void* stream) {
+void PinnedNote::record(void* stream) {
     const CudaDriver& driver = CudaDriver::get();
     driver.check(driver.record(piece_.event, stream), "cuEventRecord");
 }

@@ -126,7 +126,7 @@ std::vector<std::array<int64_t, 4>> number_keys(int device, const std::array<uin
     const CudaDriver& driver = CudaDriver::get();
     const CurrentContext current(driver, driver.context_of(device));
     std::vector<std::array<int64_t, 4>> found(lookups[2]);
-    const PinnedNote note(device, found.size() * sizeof found[0]);
+    PinnedNote note(device, found.size() * sizeof found[0]);
     const auto answers = reinterpret_cast<uintptr_t>(note.memory());
     const auto [keys, order, num_keys] = sorted;
     const auto [counts, pieces] = scratch;
@@ -135,12 +135,14 @@ std::vector<std::array<int64_t, 4>> number_keys(int device, const std::array<uin
         {keys, num_keys, counts},
         {counts, pieces, totals},
         {keys, order, num_keys, counts, totals, lookups[0], lookups[1], lookups[2], results[0], results[1], answers}};
-    for (size_t i = 0; i < kernels.size(); ++i) {
-        KernelArguments arguments;
-        for (const uint64_t each : given[i])
-            arguments.add(each);
-        launch(device, at<void>(kernels[i]), grid, threads, at<void>(stream), arguments);
-    }
+    note.used_by(at<void>(stream), [&] {
+        for (size_t i = 0; i < kernels.size(); ++i) {
+            KernelArguments arguments;
+            for (const uint64_t each : given[i])
+                arguments.add(each);
+            launch(device, at<void>(kernels[i]), grid, threads, at<void>(stream), arguments);
+        }
+    });
     without_gil([&] { wait_for_stream(device, at<void>(stream)); });
     std::memcpy(found.data(), note.memory(), found.size() * sizeof found[0]);
     return found;
@@ -208,8 +210,9 @@ std::pair<int64_t, int64_t> describe_features(int device, uintptr_t stream, uint
         *next++ = bags.size() && py::cast<bool>(bags[i][py::int_(1)]);
         end = std::max(end, base + limit);
     }
-    driver.check(driver.copy_in(at<void>(into), note.memory(), nbytes, at<void>(stream)), "cuMemcpyHtoDAsync");
-    note.read_by(at<void>(stream));
+    note.used_by(at<void>(stream), [&] {
+        driver.check(driver.copy_in(at<void>(into), note.memory(), nbytes, at<void>(stream)), "cuMemcpyHtoDAsync");
+    });
     return {end, start};
 }
 
@@ -242,6 +245,7 @@ py::bytes describe_bags(const py::tuple& names, const py::dict& given, const py:
 
 void bind_staging(py::module_& module) {
     using py::arg;
+    module.def("allow_captures_elsewhere", &allow_captures_elsewhere);
     module.def("launch", &launch_kernel, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),
                arg("arguments"));
     module.def("launch_move", &launch_move, arg("device"), arg("kernel"), arg("grid"), arg("threads"), arg("stream"),

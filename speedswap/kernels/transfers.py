@@ -369,6 +369,7 @@ class _DirectionThread(EndingThread):
 
     def _work(self) -> None:
         _C.use_own_pool()  # for the CPU loops: a second OpenMP team, for this thread, would spin
+        _C.allow_captures_elsewhere()
         while (work := self._jobs.get()) is not None:
             job, arguments = work
             job(*arguments)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated_gpu
 import torch
 from children import run_script
 from hypothesis import given
@@ -265,6 +266,25 @@ def test_transfers_that_wait_for_no_gpu_run_in_the_callers_thread(gpu: str) -> N
     assert ran[True][0] == "speedswap-out"
     assert ran[False][0] == threading.current_thread().name
     assert ran[True][1] == ran[False][1] != before
+
+
+@pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: SPEEDSWAP_TEST_DEVICE=simulated")
+def test_a_lookup_ahead_goes_on_while_a_graph_is_captured(gpu: str) -> None:
+    """In torch's default mode, in which CUDA refuses unsafe calls of all threads that do not ask for them."""
+    transfers, transfer = Transfers("in"), Transfer[list[int]]()
+    ids = torch.tensor([3, 1, 3], device=gpu)
+
+    def find() -> list[int]:
+        simulated_gpu.call("capture", 1)
+        try:
+            ((rows, _),) = kernels.find_all([(ids, 5)])
+        finally:
+            simulated_gpu.call("capture", 0)
+        return rows.tolist()  # type: ignore[no-any-return]
+
+    transfers.add(transfer, lambda: find, torch.device(gpu))
+    transfers.start()
+    assert transfer.result() == [1, 3]
 
 
 def test_what_goes_wrong_in_the_callers_thread_is_the_transfers_error(gpu: str) -> None:

@@ -190,6 +190,10 @@ void simulated_set_allowed(uint64_t nbytes) {
 }
 
 // The first thing that went wrong on the device since it was last asked for; 0 if nothing did.
+void simulated_capture(int on) {
+    captures = on != 0;
+}
+
 int simulated_take_fault(char* text, size_t room) {
     Lock lock(state().mutex);
     if (state().fault.empty()) return 0;

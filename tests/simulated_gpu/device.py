@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hold": (None, []),
     "held": (_int, []),
     "release": (None, []),
+    "capture": (None, [_int]),
     "take_fault": (_int, [ctypes.c_char_p, _size]),
 }
 

@@ -12,7 +12,8 @@ enum {
     kInvalidContext = 201,
     kInvalidHandle = 400,
     kNotReady = 600,
-    kIllegalAddress = 700
+    kIllegalAddress = 700,
+    kCaptureUnsupported = 900
 };
 
 static int not_ready() {
@@ -20,10 +21,13 @@ static int not_ready() {
 }
 
 int cuGetErrorName(int error, const char** name) {
-    static const std::map<int, const char*> names = {
-        {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},     {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
-        {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"}, {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE"},
-        {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {702, "CUDA_ERROR_LAUNCH_TIMEOUT"}};
+    static const std::map<int, const char*> names = {{kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+                                                     {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+                                                     {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+                                                     {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE"},
+                                                     {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                                                     {702, "CUDA_ERROR_LAUNCH_TIMEOUT"},
+                                                     {kCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
     const auto found = names.find(error);
     if (found == names.end()) return kInvalidValue;
     *name = found->second;
@@ -60,14 +64,25 @@ int cuEventRecord(void* event, int64_t stream) {
     return kSuccess;
 }
 
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+    std::swap(*mode, capture_mode);
+    return kSuccess;
+}
+
+// What a thread may not do while another captures a graph in torch's default mode.
+static int unsafe() {
+    const int error = not_ready();
+    return error || !captures || capture_mode == kRelaxedCapture ? error : kCaptureUnsupported;
+}
+
 int cuEventQuery(void* event) {
-    if (const int error = not_ready()) return error;
+    if (const int error = unsafe()) return error;
     const Event& at = *(Event*)event;
     return at.ticket == 0 || simulated_query(at.stream, at.ticket) ? kSuccess : kNotReady;
 }
 
 int cuMemAllocHost_v2(void** memory, size_t nbytes) {
-    if (const int error = not_ready()) return error;
+    if (const int error = unsafe()) return error;
     *memory = std::aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096);
     return simulated_register(*memory, nbytes) ? kInvalidValue : kSuccess;
 }

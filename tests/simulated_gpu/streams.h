@@ -102,6 +102,9 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 thread_local StreamId current_stream = 0;
 thread_local int contexts = 0;  // that were made current through the driver
+thread_local int capture_mode = 0;
+constexpr int kRelaxedCapture = 2;
+std::atomic<bool> captures{false};  // some thread captures a graph, in torch's default mode
 
 // Where the driver's copies can be held up.
 struct Gate {
