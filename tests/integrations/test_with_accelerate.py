@@ -17,8 +17,14 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator_before() -> Iterator[None]:
+def _no_accelerator_before_or_after() -> Iterator[None]:
+    """Its state is of the process, in which tests of other files may have run."""
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
