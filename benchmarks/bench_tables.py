@@ -17,7 +17,6 @@ from typing import Any
 
 from large_tables.measuring import RUNS, Plan, measure
 
-from speedswap import kernels
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import machine
 from speedswap.apps.errors import BenchmarkError
@@ -28,7 +27,6 @@ from speedswap.cli import run_command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_options(parser)
-    parser.add_argument("--engine", choices=kernels.ENGINES, default="auto", help="between host memory and a GPU")
     parser.add_argument("--rows", type=int, help="of each table, also where memory has to grow first, as it is used")
     parser.add_argument("--only", help=f"runs, with commas between them, of {', '.join(RUNS)}; they join those in FILE")
     parser.add_argument("--seconds", type=float, help="be done in this time, with fewer rows if need be")
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchmarkError(f"only has {', '.join(sorted(unknown))}; choose among {', '.join(RUNS)}")
     before = earlier(args.json) if only and args.json is not None and args.json.exists() else None
     keep = partial(cli.write, args.json, f"tables-{device}")
-    found = measure(device, plan, only=only, before=before, profile_to=args.profile, engine=args.engine, keep=keep)
+    found = measure(device, plan, only=only, before=before, profile_to=args.profile, keep=keep)
     keep(found)
     return 1 if any(line.partition(": ")[0] in (only or RUNS) for line in found["failed"]) else 0
 

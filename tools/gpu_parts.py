@@ -172,11 +172,11 @@ def _tables(place: Place) -> list[Part]:
     command = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
     return [
         dataclasses.replace(probe, command=command),
-        tables("Adam", "adam,adam-staged-out,adam-split-out", 200, 80, "--profile", str(place.out)),
-        tables("SGD", "sgd,sgd-staged-out,sgd-split-out,sgd-hot,sgd-hot-staged-out", 120, 35),
-        tables("Adam with hot rows", "adam-hot,adam-hot-staged-out,adam-hot-split-out", 120, 45),
+        tables("Adam", "adam", 200, 80, "--profile", str(place.out)),
+        tables("SGD", "sgd,sgd-hot", 120, 35),
+        tables("Adam with hot rows", "adam-hot", 120, 45),
         tables("Adam on the GPU", "adam-gpu", 60, 20),
-        tables("Adam in bfloat16", "bfloat16,bfloat16-staged-out,bfloat16-split-out", 110, 35),
+        tables("Adam in bfloat16", "bfloat16", 110, 35),
         tables("fits in hot rows", "fits-hot,fits-gpu", 60, 15),
         ceilings("ceilings", 120, 0, *place.quick(), "--gib", "0.03" if place.rehearsal else "1,40", out=True),
     ]

@@ -21,11 +21,11 @@ PUBLISHED: dict[str, Any] = {
     "zipf_exponent": 1.05,
     "seconds": {"sgd": 13.56e-3, "adam": 24.05e-3},
 }
-# Milliseconds of the collection's step with lookahead, by run, whatever the engine.
+# Milliseconds of the collection's step with lookahead, by run, in whatever shares rows go.
 ASKED_MS = {
-    f"{run}{engine}": milliseconds
+    f"{run}{way}": milliseconds
     for run, milliseconds in {"adam": 14.0, "sgd": 6.0, "bfloat16": 10.0, "adam-hot": 7.0}.items()
-    for engine in ("", "-staged-out", "-split-out")
+    for way in ("", "-zero-copy", "-staged-out", "-scatter-0.2")
 }
 ASKED_OF_STORE = 0.9  # rows of 512 bytes and more over a contiguous copy, in either direction
 ASKED_OVER_GPU = 1.15  # a table in host memory whose rows all fit among the hot ones, over one on the GPU

@@ -28,9 +28,10 @@ from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.measure import Peer, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
+from speedswap.kernels import Shares
 from speedswap.monitor import hot_rows
 
-__all__ = ["RUNS", "Plan", "Run", "measure"]
+__all__ = ["RUNS", "WAYS", "Plan", "Run", "measure"]
 
 _SPARE_BYTES = 3 << 30  # for batches, buffers of the floor's copies, and all else beside a table
 
@@ -43,14 +44,12 @@ class Run(NamedTuple):
         place: of the rows; None for others' trainers, one after the other.
         hot_share: of the rows, on the GPU beside host memory.
         part: of the rows of the plan, as 1 over this.
-        engine: between host memory and a GPU; None for the one that the measurement is asked for.
     """
 
     kind: Kind
     place: str | None
     hot_share: float = 0.0
     part: int = 1
-    engine: str | None = None
 
 
 _SGD, _ADAM, _COMPACT = KINDS
@@ -60,22 +59,16 @@ RUNS: dict[str, Run] = {  # what is worth most comes first: a run may be cut sho
     "adam-hot": Run(_ADAM, HOT, 0.05),
     "adam-gpu": Run(_ADAM, NEAR),
     "bfloat16": Run(_COMPACT, HOST),
-    "adam-staged-out": Run(_ADAM, HOST, engine="staged_out"),
-    "adam-split-out": Run(_ADAM, HOST, engine="split_out"),
-    "adam-hot-staged-out": Run(_ADAM, HOT, 0.05, engine="staged_out"),
-    "adam-hot-split-out": Run(_ADAM, HOT, 0.05, engine="split_out"),
-    "sgd-staged-out": Run(_SGD, HOST, engine="staged_out"),
-    "sgd-split-out": Run(_SGD, HOST, engine="split_out"),
-    "bfloat16-staged-out": Run(_COMPACT, HOST, engine="staged_out"),
-    "bfloat16-split-out": Run(_COMPACT, HOST, engine="split_out"),
     "sgd-hot": Run(_SGD, HOT, 0.05),
-    "sgd-hot-staged-out": Run(_SGD, HOT, 0.05, engine="staged_out"),
     "fits-hot": Run(_ADAM, HOT, 1.0, part=10),
     "fits-gpu": Run(_ADAM, NEAR, part=10),
     "sgd-peers": Run(_SGD, None),
     "adam-peers": Run(_ADAM, None),
     "bfloat16-peers": Run(_COMPACT, None),
 }
+
+# Other shares of rows by kernels than the fastest as measured, over the same store.
+WAYS = {"zero-copy": Shares(1, 1), "staged-out": Shares(1, 0), "scatter-0.2": Shares(1, 0.2)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,6 @@ def measure(
     only: Collection[str] = (),
     before: Mapping[str, Any] | None = None,
     profile_to: Path | None = None,
-    engine: str = "auto",
     keep: Callable[[Mapping[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
@@ -129,7 +121,6 @@ def measure(
         only: names of :data:`RUNS`; all that the device has by default.
         before: earlier figures, which these join.
         profile_to: folder for a profile of a few steps of the first run.
-        engine: between host memory and a GPU, as for :class:`speedswap.Pinned`.
         keep: called with the figures so far, again and again: what follows may be cut short.
 
     Returns:
@@ -144,7 +135,6 @@ def measure(
         "failed": [],
         **(before or {}),
         "device": device,
-        "engine": engine,
         "threads": torch.get_num_threads(),
         "peers": {name: peer._asdict() for name, peer in found_peers.items()},
         "workload": {
@@ -161,16 +151,17 @@ def measure(
         found["acceptance"] = acceptance(found["runs"])
         keep(found)
 
-    bench = _Bench(device, plan, found_peers, engine, save)
+    bench = _Bench(device, plan, found_peers, save)
     for name in only or RUNS:
         run = RUNS[name]
-        if device == "cpu" and (run.place in (HOT, NEAR) or run.engine is not None):
+        if device == "cpu" and run.place in (HOT, NEAR):
             continue
         found["failed"] = [line for line in found["failed"] if not line.startswith(f"{name}: ")]
-        found["runs"].pop(name, None)
+        for other in (name, *(f"{name}-{way}" for way in WAYS)):
+            found["runs"].pop(other, None)
         try:
             with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
-                bench.measure(run, found["runs"].setdefault(name, {}), profile_to)
+                bench.measure(name, found["runs"], profile_to)
         except Exception as error:  # keep the figures of the others
             found["failed"].append(f"{name}: {type(error).__name__}: {error}")
             print(traceback.format_exc(), file=sys.stderr)
@@ -185,26 +176,26 @@ def measure(
 class _Bench:
     """One measurement: the ids, the time left, and the speed of making tables."""
 
-    def __init__(
-        self, device: str, plan: Plan, peers: Mapping[str, Peer], engine: str, save: Callable[[], None]
-    ) -> None:
-        self._device, self._plan, self._peers, self._engine, self._save = device, plan, peers, engine, save
+    def __init__(self, device: str, plan: Plan, peers: Mapping[str, Peer], save: Callable[[], None]) -> None:
+        self._device, self._plan, self._peers, self._save = device, plan, peers, save
         self._deadline = time.monotonic() + plan.seconds
         self._bytes_per_second = plan.gib_per_second * 2**30
         shape = plan.shape
         self._batches = draw(shape, 2 * plan.steps, device=device)
         self._grad = torch.randn(shape.batch, shape.tables * shape.dim, device=device)
 
-    def measure(self, run: Run, entry: dict[str, Any], profile_to: Path | None) -> None:
-        """Fill in the figures of a run as they are found."""
+    def measure(self, name: str, runs: dict[str, Any], profile_to: Path | None) -> None:
+        """Add the figures of a run, and of the other ways over its store, as they are found."""
+        run, entry = RUNS[name], runs.setdefault(name, {})
         entry |= {"optimizer": run.kind.name, "place": run.place, "trainers": {}}
         if run.place is None:
             self._others(run.kind, entry["trainers"])
         else:
-            self._ours(run, run.place, entry, profile_to)
+            self._ours(name, run.place, runs, profile_to)
 
-    def _ours(self, run: Run, place: str, entry: dict[str, Any], profile_to: Path | None) -> None:
-        """Verify our ways over one store, then time them in turn, the floor, and the store alone."""
+    def _ours(self, name: str, place: str, runs: dict[str, Any], profile_to: Path | None) -> None:
+        """Verify our trainers over one store, then time them in turn, the floor, other ways, and the store alone."""
+        run, entry = RUNS[name], runs[name]
         kind, everyone = run.kind, ours(place)
         for one in everyone:
             check(kind, one, self._device)
@@ -214,8 +205,7 @@ class _Bench:
             return
         print(f"\nmaking {shape.tables} × {shape.rows:,} × {shape.dim} for {kind.name}: {place}", flush=True)
         begin = time.monotonic()
-        engine = run.engine or self._engine
-        trainer = Ours(shape, kind, self._device, place=place, hot_share=run.hot_share, engine=engine)
+        trainer = Ours(shape, kind, self._device, place=place, hot_share=run.hot_share)
         try:
             trainer.table.write(0, trainer.table.read(0, 1))  # takes pinned memory, as the first step would
             setup = time.monotonic() - begin
@@ -250,16 +240,13 @@ class _Bench:
                 }
                 if merged:
                     trainer.merge()
-                seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=self._plan.repeats)
-                for name, took in seconds.items():
-                    entry["trainers"][name] = figures = {"package": "speedswap", "seconds": took}
-                    if place != NEAR:
-                        figures["over_floor"] = took / entry["floor"]["both"]
-                    print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
-                self._save()
+                self._time(kind, loops, entry)
                 if profile_to is not None and not merged:
                     loop = lambda count: self._loop(trainer, everyone[0], batches[:count], 0)  # noqa: E731
                     entry["profile"] = _profiled(loop, profile_to, self._device)
+                if not merged and trainer.table.pinned:
+                    loops = {one.name: loop for one in everyone if one.ahead and (loop := loops.get(one.name))}
+                    self._other_ways(name, trainer, loops, runs)
             if place == HOT:
                 after = self._hot_counts(trainer)
                 entry["hot_rows"] = {name: after[name] - before[name] for name in after if name != "slots"}
@@ -267,6 +254,28 @@ class _Bench:
                 entry["store_alone"] = moved_alone(trainer.table, unique, self._device)
         finally:
             trainer.close()
+
+    def _time(self, kind: Kind, loops: Mapping[str, Callable[[int], Iterator[None]]], entry: dict[str, Any]) -> None:
+        """Time trainers in turn, and add their figures to those of a run."""
+        for name, took in steps_in_turn(loops, steps=self._plan.steps, repeats=self._plan.repeats).items():
+            entry["trainers"][name] = figures = {"package": "speedswap", "seconds": took}
+            if "floor" in entry:
+                figures["over_floor"] = took / entry["floor"]["both"]
+            print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
+        self._save()
+
+    def _other_ways(
+        self, name: str, trainer: Ours, loops: Mapping[str, Callable[[int], Iterator[None]]], runs: dict[str, Any]
+    ) -> None:
+        """Time trainers while rows go in other shares than those that were measured for them."""
+        best, described = trainer.shares, {key: each for key, each in runs[name].items() if key != "profile"}
+        runs[name]["shares"] = best._asdict()
+        for way, shares in WAYS.items():
+            trainer.shares = shares
+            runs[f"{name}-{way}"] = {**described, "trainers": {}, "shares": shares._asdict()}
+            print(f"  {way}:", flush=True)
+            self._time(RUNS[name].kind, loops, runs[f"{name}-{way}"])
+        trainer.shares = best
 
     def _loop(self, trainer: Ours, one: Contestant, batches: Sequence[Tensor], repeat: int) -> Iterator[None]:
         trainer.ahead = one.ahead

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE
+from speedswap.kernels import Shares
+from speedswap.tables import LocalStore
 
 __all__ = [
     "HOST",
@@ -73,7 +75,6 @@ class Ours(many_tables.Ours):
         ahead: depth of the lookahead, which may be changed between loops.
         merged: :meth:`merge` at once.
         hot_share: of the rows, in GPU memory; for places with hot rows.
-        engine: between host memory and a GPU, as for :class:`speedswap.Pinned`.
     """
 
     def __init__(
@@ -86,9 +87,8 @@ class Ours(many_tables.Ours):
         ahead: int = 1,
         merged: bool = False,
         hot_share: float = 1.0,
-        engine: str = "auto",
     ) -> None:
-        storage = storage_of(place, device, engine)
+        storage = storage_of(place, device)
         if place == HOT:
             all_bytes = shape.tables * shape.rows * (kind.bytes_of(shape.dim) + _MAP_BYTES)
             storage = replace(storage, hot_bytes=hot_share if hot_share < 1 else all_bytes)
@@ -127,16 +127,32 @@ class Ours(many_tables.Ours):
             yield
 
     @property
+    def shares(self) -> Shares:
+        """The shares of rows that kernels move."""
+        return self._store.groups[0].shares
+
+    @shares.setter
+    def shares(self, shares: Shares) -> None:
+        self.table.drain()
+        for group in self._store.groups:
+            group.divide(shares)
+
+    @property
+    def _store(self) -> LocalStore:
+        assert isinstance(self.table.store, LocalStore)
+        return self.table.store
+
+    @property
     def row_bytes(self) -> int:
         """The bytes per row that cross the bus each way: its weights and state as stored."""
         return sum(column.row_bytes for column in self.table.columns.values())
 
 
-def storage_of(place: str, device: str, engine: str) -> Any:
+def storage_of(place: str, device: str) -> Any:
     """Return the storage for one of :data:`PLACES`, without hot rows."""
     if device == "cpu":
         return "auto"
-    return speedswap.Device() if place == NEAR else speedswap.Pinned(engine)
+    return speedswap.Device() if place == NEAR else speedswap.Pinned()
 
 
 class Torch:

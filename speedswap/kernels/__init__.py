@@ -16,6 +16,7 @@ from speedswap.kernels.copies import (
 from speedswap.kernels.cuda.engines import copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.cuda.launch import Fence
+from speedswap.kernels.cuda.shares import best_shares
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,
@@ -63,9 +64,9 @@ from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
 from speedswap.kernels.lines import Lines, read_lines, read_vectors, write_vectors
 from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
-    ENGINES,
     Part,
     Records,
+    Shares,
     Stored,
     WantedColumn,
     WantedColumns,

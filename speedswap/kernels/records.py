@@ -15,16 +15,18 @@ from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
 
 What = Literal["gather", "scatter"]
 
-# The engines of kernels/cuda/engines.py, for pinned memory; other memory is staged. Of each, the share of the rows that
-# a kernel gathers directly, and the share that it scatters; the others are staged.
-ENGINES = {
-    "auto": {"gather": 1.0, "scatter": 1.0},
-    "zero_copy": {"gather": 1.0, "scatter": 1.0},
-    "staged_out": {"gather": 1.0, "scatter": 0.0},
-    "split_out": {"gather": 1.0, "scatter": 0.5},
-    "staged": {"gather": 0.0, "scatter": 0.0},
-    "split": {"gather": 0.5, "scatter": 0.5},
-}
+
+class Shares(NamedTuple):
+    """Of the rows that a move takes between pinned memory and a GPU, those that a kernel moves; the others are staged.
+
+    Attributes:
+        gather: of rows to the GPU.
+        scatter: of rows back.
+    """
+
+    gather: float = 1.0
+    scatter: float = 1.0
+
 
 # As in csrc/rows_cpu.h.
 _FORMS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
@@ -35,10 +37,10 @@ class Records(NamedTuple):
     """``num_rows`` records in one piece of memory, ``stride`` bytes apart.
 
     ``pinned`` means that host memory is registered with CUDA, so that the GPU may read and write it. ``owner`` keeps
-    the memory alive. ``engine`` is the way between host memory and a GPU (:data:`ENGINES`). ``fence`` tracks what GPUs
-    do with the memory, so that moves on several streams keep their order; None if the caller takes care of that.
+    the memory alive. ``shares`` are of the ways between pinned memory and a GPU. ``fence`` tracks what GPUs do
+    with the memory, so that moves on several streams keep their order; None if the caller takes care of that.
     ``ahead`` means that rows of pending writes are forwarded to a gather, so that neither waits for the other. ``hot``
-    is the cache of some of them on a GPU, for engines that gather by kernels alone; the host's records may be stale.
+    is the cache of some of them on a GPU, where kernels gather all rows; the host's records may be stale.
     """
 
     pointer: int
@@ -47,7 +49,7 @@ class Records(NamedTuple):
     device: torch.device
     pinned: bool
     owner: object
-    engine: str = "auto"
+    shares: Shares = Shares()
     fence: Fence | None = None
     ahead: bool = False
     hot: HotRecords | None = None
@@ -56,7 +58,9 @@ class Records(NamedTuple):
         """Return the share of the rows that kernels alone move to or from GPUs: the host waits for none of them."""
         if self.device.type != "cpu":
             return 1.0
-        return ENGINES[self.engine][what] if self.pinned else 0.0
+        if not self.pinned:
+            return 0.0
+        return self.shares.gather if what == "gather" else self.shares.scatter
 
 
 class Stored(NamedTuple):

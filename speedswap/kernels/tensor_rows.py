@@ -139,7 +139,7 @@ def _pitch(matrix: Tensor) -> tuple[int, int]:
 def _records(matrix: Tensor) -> Records:
     pinned = matrix.device.type == "cpu" and matrix.is_pinned()
     # No fence tracks a GPU's pending writes to a plain tensor, so CPU threads must not read it: no staging.
-    return Records(*_pitch(matrix), matrix.shape[0], matrix.device, pinned, matrix, engine="zero_copy")
+    return Records(*_pitch(matrix), matrix.shape[0], matrix.device, pinned, matrix)
 
 
 def _written(tensor: Tensor) -> None:

@@ -15,7 +15,15 @@ from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
 from speedswap.tables.initial import initial_values, is_lazy
-from speedswap.tables.memory import HotBytes, MemoryKind, RecordGroup, allocate, make_cache, says_too_large
+from speedswap.tables.memory import (
+    HotBytes,
+    MemoryKind,
+    RecordGroup,
+    WantedShares,
+    allocate,
+    make_cache,
+    says_too_large,
+)
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
@@ -54,6 +62,7 @@ class LocalStore(RowStore):
         self._lost = False  # neither could columns be added nor the old ones restored
         self._pending = PendingTransfers()
         self._hot_bytes = facts.hot_bytes  # None once no cache may begin
+        self._is_divided = True
         self._owner_pid = os.getpid()
         self._replaces_memory = False  # a child forked in the meantime has none
 
@@ -64,14 +73,14 @@ class LocalStore(RowStore):
         weight: Column,
         *,
         storage: MemoryKind = "pageable",
-        engine: str = "auto",
+        shares: WantedShares = (None, None),
         hot_bytes: HotBytes | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> LocalStore:
         """Return a new store filled with initial values; arguments and errors are those of :meth:`Table.create`."""
         require_size(num_embeddings, [weight])
-        facts = StoreFacts(num_embeddings, storage, engine, seed, name or "table", hot_bytes=hot_bytes)
+        facts = StoreFacts(num_embeddings, storage, shares, seed, name or "table", hot_bytes=hot_bytes)
         store = cls(facts, written=weight.init.is_given)
         store._hold(store._new_group([weight]))
         return store
@@ -153,7 +162,9 @@ class LocalStore(RowStore):
         """Return memory for these columns, filled with initial values, now or later, unless it should stay zero."""
         layout = RecordLayout.of(columns)
         memory = allocate(self.facts.storage, self.num_embeddings * layout.stride)
-        group = RecordGroup(layout, memory, self.num_embeddings, self.facts.engine, is_filled=False)
+        shares = kernels.Shares(*(1.0 if share is None else share for share in self.facts.shares))
+        self._is_divided = self.facts.storage != "pinned" or None not in self.facts.shares
+        group = RecordGroup(layout, memory, self.num_embeddings, shares, is_filled=False)
         if memory.is_taken or self._written or not filled:
             try:
                 self._take(group, columns if filled else [])
@@ -185,6 +196,19 @@ class LocalStore(RowStore):
                 if not group.is_filled:
                     self._take(group, group.layout.columns)
         self._hold(*self.groups)
+
+    def _divide(self, device: torch.device) -> None:
+        """Measure, before rows first go to or from a GPU, in which shares they go, where that is left open."""
+        if not self._is_filled:
+            return
+        self.drain()
+        self._pending.finish_prefetches()
+        for group in self.groups:
+            best, (gather, scatter) = kernels.best_shares(group.records(), device), self.facts.shares
+            if gather is None:  # staged rows are read past a cache
+                gather = 1.0 if self._hot_bytes is not None else best.gather
+            group.divide(kernels.Shares(gather, best.scatter if scatter is None else scatter))
+        self._is_divided = True
 
     def _fill(self, group: RecordGroup, columns: Sequence[Column]) -> None:
         """Write the initial values of some of a group's columns."""
@@ -229,6 +253,8 @@ class LocalStore(RowStore):
         names = self._columns if columns is None else columns
         if not self._is_filled and self._computes(rows.shape[0], near := device or rows.device):
             return self._computed(rows, names, near, out or {})
+        if not self._is_divided and (near := device or rows.device).type == "cuda":
+            self._divide(near)
         if out is None and rows.is_cpu and (device is None or device.type == "cpu"):
             fields = self._fields(names)
             if len(fields) == 1 and (columns is None or len(columns) == 1):  # the usual case
@@ -275,6 +301,8 @@ class LocalStore(RowStore):
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         if not self._is_filled:
             self._take_all(next(iter(values.values()), block.rows).device)
+        if not self._is_divided and (of := next(iter(values.values()), block.rows).device).type == "cuda":
+            self._divide(of)
         groups, leased = self._fields(values), block.columns
         blocks = {
             name: values[name]
@@ -358,6 +386,8 @@ class LocalStore(RowStore):
         if self.notes.hot is not None and lookup.device.type == "cpu":
             return super().prefetch(lookup, transfers)  # the host cannot read ahead of rows on their way home
         computes = not self._is_filled and self._computes(lookup.ids.numel(), lookup.device)
+        if not self._is_divided and lookup.device.type == "cuda":
+            self._divide(lookup.device)
         if computes or lookup.ids.device.type != "cpu" or not self._in_host_memory(lookup.device):
             prefetch = self._prefetch_by(transfers, lookup, writes, computes)
         else:

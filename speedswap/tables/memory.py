@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 HotBytes = int | float | Literal["auto"]
 """GPU memory for records: bytes, a fraction of the table, or a quarter of the free memory."""
 
+WantedShares = tuple[float | None, float | None]
+"""Of rows that go to a GPU, and back, those that kernels move; None for what is fastest, by measurement."""
+
 # A cache with room for fewer batches costs more than it saves.
 BATCHES = 2
 _AUTO_SHARE = 4
 
 
-def require_hot_bytes(hot_bytes: HotBytes | None, engine: str) -> None:
+def require_hot_bytes(hot_bytes: HotBytes | None, gather_share: float | None) -> None:
     """Raise ValueError or TypeError unless a pinned table can have a cache of hot rows of this size."""
     if hot_bytes is None:
         return
@@ -42,10 +45,10 @@ def require_hot_bytes(hot_bytes: HotBytes | None, engine: str) -> None:
         raise TypeError(f"hot_bytes is {hot_bytes!r}; give bytes, a fraction of the table, 'auto', or None")
     if hot_bytes != "auto" and not (0 < hot_bytes < 1 if isinstance(hot_bytes, float) else hot_bytes >= 1):
         raise ValueError(f"hot_bytes is {hot_bytes!r}; give 1 or more bytes, or a fraction of the table below 1")
-    if kernels.ENGINES[engine]["gather"] < 1:
+    if gather_share not in (None, 1):
         raise ValueError(
-            f"hot_bytes is {hot_bytes!r}, but engine is {engine!r}, which reads rows past the GPU's cache; use "
-            "'zero_copy', 'staged_out' or 'split_out', or leave hot_bytes out"
+            f"hot_bytes is {hot_bytes!r}, but gather_share is {gather_share:g}: staged rows are read past the GPU's "
+            "cache; give gather_share=1, or leave hot_bytes out"
         )
 
 
@@ -208,6 +211,9 @@ def says_too_large(storage: str, nbytes: int) -> Iterator[None]:
 _CHUNK_BYTES = 64 * 2**20
 
 
+_BY_KERNELS = kernels.Shares()
+
+
 @dataclass(eq=False)
 class RecordGroup:
     """The records of some of a table's columns: most tables have one group, which holds every column.
@@ -219,7 +225,7 @@ class RecordGroup:
     layout: RecordLayout
     memory: Memory
     num_embeddings: int
-    engine: str = "auto"
+    shares: kernels.Shares = _BY_KERNELS
     is_filled: bool = True
     hot: kernels.HotRecords | None = field(default=None, init=False)  # the GPU's cache of some records
     _records: dict[bool, kernels.Records] = field(default_factory=dict, init=False)
@@ -235,12 +241,16 @@ class RecordGroup:
             memory = self.memory
             assert memory.is_taken
             where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
-            known[ahead] = kernels.Records(*where, memory.bytes, self.engine, memory.fence, ahead, self.hot)
+            known[ahead] = kernels.Records(*where, memory.bytes, self.shares, memory.fence, ahead, self.hot)
         return known[ahead]
 
     def use(self, hot: kernels.HotRecords | None) -> None:
         """Let moves to and from a GPU use a cache of the hot rows; None ends its use."""
         self.hot, self._records = hot, {}
+
+    def divide(self, shares: kernels.Shares) -> None:
+        """Let moves to and from a GPU go both ways in these shares."""
+        self.shares, self._records = shares, {}
 
     def settle(self, *, writing: bool = False) -> None:
         """Wait until the records are current and no GPU accesses them; if the host will write, empty their cache."""

@@ -25,7 +25,7 @@ from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.idle import LAST_STEP
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
-from speedswap.tables.memory import HotBytes, MemoryKind, default_kind, require_hot_bytes
+from speedswap.tables.memory import HotBytes, MemoryKind, WantedShares, default_kind, require_hot_bytes
 from speedswap.tables.opening import open_store
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, StoreFacts, origins_in
@@ -117,21 +117,28 @@ class Storage(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values)})"
 
 
+_ENGINES = {"auto": None, "zero_copy": 1.0, "staged": 0.0}  # and the share of rows that kernels move
+
+
 class _InMemory(Storage):
     """Memory of this machine."""
 
     kind: ClassVar[MemoryKind]
-    engine: str = "auto"
     hot_bytes: HotBytes | None = None
+
+    @property
+    def shares(self) -> WantedShares:
+        """The shares of rows that kernels move to a GPU, and back; None for what is fastest."""
+        return None, None
 
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
         return LocalStore.create(
-            num_embeddings, weight, storage=self.kind, engine=self.engine, hot_bytes=self.hot_bytes, seed=seed,
+            num_embeddings, weight, storage=self.kind, shares=self.shares, hot_bytes=self.hot_bytes, seed=seed,
             name=name,
         )  # fmt: skip
 
     def copy(self, source: RowStore) -> RowStore:
-        return copy_rows(source, self.kind, self.engine, self.hot_bytes)
+        return copy_rows(source, self.kind, self.shares, self.hot_bytes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,28 +160,42 @@ class Pinned(_InMemory):
 
     Args:
         engine: how rows move to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
-            ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), ``staged_out``
-            (zero_copy to the GPU, staged back), ``split_out`` (zero_copy to the GPU, both at once back), or ``auto``:
-            zero_copy. See docs/storage.md for which one is fastest when.
+            ``staged`` (CPU threads gather, the copy engine transfers), or ``auto``: both at once, in the shares that
+            are fastest, which takes less than a second to measure, once for tables of about one size and width.
+        gather_share, scatter_share: the shares, 0 to 1, of the rows that kernels move to the GPU, and back, if they
+            are to be others.
         hot_bytes: GPU memory for a cache of the rows that training writes most often: bytes, a fraction of the table's
             rows as a float between 0 and 1, or ``auto`` for a quarter of the memory free at the first step; None for no
             cache. The cache also takes 4 bytes per row of the table and 8 per cached row. Results are bitwise the same.
-            Only for engines that are zero_copy to the GPU, with one GPU. See docs/storage.md for when it helps.
+            Kernels move all rows to the GPU then. Only with one GPU. See docs/storage.md for when it helps.
 
     Raises:
-        ValueError: the engine is unknown, or ``hot_bytes`` out of range or given for another engine.
+        ValueError: the engine is unknown, a share or ``hot_bytes`` out of range, or ``hot_bytes`` given for rows that
+            are staged to the GPU.
         TypeError: ``hot_bytes`` has the wrong type.
     """
 
     engine: str = "auto"
     hot_bytes: HotBytes | None = None
+    gather_share: float | None = None
+    scatter_share: float | None = None
 
     kind = "pinned"
 
     def __post_init__(self) -> None:
-        if self.engine not in kernels.ENGINES:
-            raise ValueError(f"engine is {self.engine!r}; choose one of {', '.join(kernels.ENGINES)}")
-        require_hot_bytes(self.hot_bytes, self.engine)
+        if self.engine not in _ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; choose one of {', '.join(_ENGINES)}")
+        for name in ("gather_share", "scatter_share"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share!r}; give a share of the rows, 0 to 1, or None for the engine's")
+        require_hot_bytes(self.hot_bytes, self.shares[0])
+
+    @property
+    def shares(self) -> WantedShares:
+        own = _ENGINES[self.engine]
+        gather = own if self.gather_share is None else self.gather_share
+        return gather, own if self.scatter_share is None else self.scatter_share
 
 
 @dataclass(frozen=True, repr=False)
@@ -356,18 +377,18 @@ def layout_of(store: RowStore) -> LogLayout:
 def copy_rows(
     source: RowStore,
     kind: storages.MemoryKind | None = None,
-    engine: str | None = None,
+    shares: WantedShares | None = None,
     hot_bytes: HotBytes | None = None,
 ) -> LocalStore:
     """Return a store in memory with the same rows, attributes and id maps.
 
     Args:
         source: the rows.
-        kind, engine, hot_bytes: the copy's memory; by default the source's, if the source is in memory.
+        kind, shares, hot_bytes: the copy's memory; by default the source's, if the source is in memory.
     """
     facts = source.facts
     own = next((each for each in get_args(storages.MemoryKind) if each == facts.storage), storages.default_kind())
-    place = kind or own, engine or facts.engine
+    place = kind or own, shares or facts.shares
     hot_bytes = facts.hot_bytes if kind is None else hot_bytes
     copied = LocalStore(StoreFacts(facts.num_embeddings, *place, facts.seed, facts.name, hot_bytes=hot_bytes))
     group = copied.add_unfilled(list(source.columns.values()))

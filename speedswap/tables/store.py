@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
-    from speedswap.tables.memory import HotBytes
+    from speedswap.tables.memory import HotBytes, WantedShares
     from speedswap.tables.owners import Owners
 
 TableT = TypeVar("TableT")
@@ -237,7 +237,7 @@ class StoreFacts:
     Attributes:
         num_embeddings: number of rows.
         storage: where the rows live.
-        engine: how rows move between host memory and a GPU.
+        shares: of rows that kernels move from pinned memory to a GPU, and back; None for the fastest.
         seed: of the initial values.
         name: for messages.
         nbytes: bytes of all rows as stored; None if they follow from the columns.
@@ -253,7 +253,7 @@ class StoreFacts:
 
     num_embeddings: int
     storage: str
-    engine: str = "auto"
+    shares: WantedShares = (None, None)
     seed: int = 0
     name: str = "table"
     nbytes: int | None = None

@@ -56,7 +56,6 @@ class Table:
         joint: operations specific to rows owned by ranks; None for other tables.
         num_embeddings: number of rows.
         storage: where the rows live.
-        engine: how rows move between host memory and a GPU.
         name: for messages.
         local_to_rank: True if each process of a job may train its own table.
         attributes: plain data saved with the table, e.g. an optimizer's step count.
@@ -85,7 +84,7 @@ class Table:
                 "storage=Ranks(each=…)"
             )
         self.num_embeddings, self.name = facts.num_embeddings, facts.name
-        self.storage, self.engine = facts.storage, facts.engine
+        self.storage = facts.storage
         self.attributes = store.notes.attributes
         self.live_attributes = store.notes.live_attributes
         self._locked = facts.locked

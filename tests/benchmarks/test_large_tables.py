@@ -11,7 +11,7 @@ import torch
 from bench_tables import main
 from large_tables import measuring
 from large_tables.goals import acceptance, fair_seconds
-from large_tables.measuring import RUNS, Plan, measure
+from large_tables.measuring import RUNS, WAYS, Plan, measure
 from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Ours, Torch, check, ours, peers
 from machine import growing
 from several_tables import Shape, draw
@@ -98,10 +98,13 @@ def test_figures_say_what_was_run(device, capsys):
     ids = draw(SMALL.shape, 4)
     unique = round(sum(each.unique().numel() for batch in ids for each in batch) / 4)
     assert not found["failed"]
-    of_a_gpu = {name for name, run in RUNS.items() if run.place in (HOT, NEAR) or run.engine is not None}
-    assert [*found["runs"]] == [name for name in RUNS if device == "cuda" or name not in of_a_gpu]
+    of_a_gpu = {name for name, run in RUNS.items() if run.place in (HOT, NEAR)}
+    names = [name for name in RUNS if device == "cuda" or name not in of_a_gpu]
+    hosted = [name for name in names if device == "cuda" and RUNS[name].place in (HOST, HOT)]
+    ways = {f"{name}-{way}": name for name in hosted for way in WAYS}
+    assert {*found["runs"]} == {*names, *ways}
     for name, result in found["runs"].items():
-        run = RUNS[name]
+        run = RUNS[ways.get(name, name)]
         assert (result["optimizer"], result["place"]) == (run.kind.name, run.place)
         if run.place is None:
             continue
@@ -109,7 +112,10 @@ def test_figures_say_what_was_run(device, capsys):
         assert result["unique_rows"] == unique or run.part > 1
         assert result["bytes_each_way"] == pytest.approx(result["unique_rows"] * run.kind.bytes_of(8), rel=0.01)
         assert result["table_bytes"] >= 3 * result["rows"] * run.kind.bytes_of(8)
-        assert len(result["trainers"]) == 4
+        assert len(result["trainers"]) == (1 if name in ways else 4)
+        if name in ways:
+            assert result["shares"] == WAYS[name.removeprefix(f"{ways[name]}-")]._asdict()
+            continue
         assert ("hot_rows" in result) == (run.place == HOT)
         if run.hot_share == 1:
             assert result["hot_rows"]["gathered_hits"] > 0
@@ -121,9 +127,8 @@ def test_figures_say_what_was_run(device, capsys):
         for entry in result["trainers"].values():
             assert entry["over_floor"] == pytest.approx(entry["seconds"] / result["floor"]["both"])
     asked = {line["what"].rpartition(": ")[2]: line["asked"] for line in found["acceptance"] if line["unit"] == "ms"}
-    by_engine = {"sgd": 6, "adam": 14, "bfloat16": 10, "adam-hot": 7}
-    assert asked == {run + engine: by_engine[run] for run in by_engine for engine in ("", "-staged-out", "-split-out")}
-    assert asked.keys() < RUNS.keys()
+    by_run = {"sgd": 6, "adam": 14, "bfloat16": 10, "adam-hot": 7}
+    assert asked == {run + way: by_run[run] for run in by_run for way in ("", *(f"-{way}" for way in WAYS))}
     for line in found["acceptance"]:
         assert not line["full_size"]  # so no goal is met, however fast it was
         assert not line["met"]
@@ -199,7 +204,7 @@ def test_a_machine_that_stops_growing_has_what_was_touched(end, monkeypatch):
 
 def test_gpu_memory_is_not_bounded_by_the_time_that_host_memory_takes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 60, 1 << 60))
-    bench = measuring._Bench("cpu", replace(SMALL, gib_per_second=1e-12), {}, "auto", lambda: None)
+    bench = measuring._Bench("cpu", replace(SMALL, gib_per_second=1e-12), {}, lambda: None)
     assert bench._shape_for(RUNS["adam-gpu"]) == SMALL.shape
     assert "there is time for 0 of" in bench._shape_for(RUNS["adam"])
 
@@ -252,9 +257,11 @@ def test_figures_are_kept_as_they_are_found():
     """A run may be cut short: the most valuable figures are saved first."""
     kept = []
     found = measure("cpu", plan=SMALL, keep=lambda found: kept.append(json.loads(json.dumps(found))))
-    assert [[*each["runs"]] for each in kept[::3][:2]] == [["adam"], ["adam", "sgd"]]
-    assert [len(each["runs"]["adam"]["trainers"]) for each in kept[:3]] == [2, 4, 4]  # as soon as some are timed
-    assert "store_alone" not in kept[1]["runs"]["adam"]
+    assert [*kept[0]["runs"]] == ["adam"]
+    assert len(kept[0]["runs"]["adam"]["trainers"]) == 2  # as soon as some are timed
+    assert "store_alone" not in kept[0]["runs"]["adam"]
+    last = [each["runs"]["adam"] for each in kept if "sgd" not in each["runs"]][-1]
+    assert (len(last["trainers"]), "store_alone" in last) == (4, True)
     assert kept[-1]["runs"].keys() == found["runs"].keys()
 
 
@@ -312,23 +319,14 @@ def test_the_command_writes_figures_and_a_profile(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(Plan, "of", lambda device, quick: SMALL)
     report, folder = tmp_path / "tables.json", tmp_path / "profile"
-    words = ["--json", str(report), "--profile", str(folder), "--engine", "staged", "--seconds", "500"]
+    words = ["--json", str(report), "--profile", str(folder), "--seconds", "500"]
     assert main(["--device", "cpu", *words]) == 0
     document = json.loads(report.read_text())
     assert document["benchmark"] == "tables-cpu"
-    assert document["results"]["engine"] == "staged"
     assert document["results"]["profile"]["run"] == "adam"
     assert document["results"]["profile"]["seconds"]["compute"] > 0
     assert (folder / "tables-profile.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "tables-trace.json.gz").is_file()
-
-
-def test_the_engine_is_the_one_that_is_asked_for(device):
-    if device != "cuda":
-        pytest.skip("needs a GPU, or the simulated one")
-    trainer = Ours(Shape(2, 10, 8, 4), KINDS[0], device, engine="staged")
-    assert trainer.table.store.facts.engine == "staged"
-    trainer.close()
 
 
 def test_time_that_is_over_is_one_line(capsys):

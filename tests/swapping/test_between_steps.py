@@ -7,12 +7,14 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import simulated_gpu
 import torch
+from pinned_places import PINNED
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,7 +34,7 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
     lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
 ]
 STORED: list[dict[str, Any]] = [{}, {}, {"state_dtype": torch.bfloat16}, {"stored_dtype": torch.bfloat16}]
-ENGINES = ("zero_copy", "staged_out", "split_out", "staged", "split")
+WAYS = [place for way, place in PINNED.items() if way != "auto"]
 BETWEEN = (
     *("nothing", "nothing", "nothing", "gathered", "gathered by the host", "read", "written", "scattered"),
     *("scattered by the host", "evaluated", "looked up twice", "accumulated", "no step", "restarted", "drained"),
@@ -61,8 +63,8 @@ class Scene:
         on_disk = Disk(self.folder / "log", cache_bytes=1024)
         if self.device == "cpu":
             return [Pageable(), on_disk]
-        cached = [Pinned(engine, hot_bytes=0.3) for engine in ENGINES[:3]]
-        return [*map(Pinned, ENGINES), *cached, speedswap.Device(), Pageable(), on_disk]
+        cached = [replace(place, hot_bytes=0.3) for place in WAYS if place.shares[0] == 1]
+        return [*WAYS, *cached, speedswap.Device(), Pageable(), on_disk]
 
     def order_of_streams(self, name: str) -> AbstractContextManager[object]:
         return simulated_gpu.policy(name, self.number) if simulated_gpu.is_on() else contextlib.nullcontext()

@@ -16,6 +16,7 @@ import pytest
 import simulated_gpu
 import simulated_gpu.device
 import torch
+from pinned_places import PINNED
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,7 +32,7 @@ from speedswap.tables import memory as sizes
 
 ROWS, DIM, SLOTS = 24, 4, 5
 CACHED = Pinned(hot_bytes=SLOTS / ROWS + 1e-9)
-BY_ENGINE = {engine: replace(CACHED, engine=engine) for engine in ("zero_copy", "staged_out", "split_out")}
+BY_WAY = {way: replace(PINNED[way], hot_bytes=CACHED.hot_bytes) for way in ("zero_copy", "staged out", "split out")}
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -163,9 +164,9 @@ def test_a_walk_through_the_table_trains_to_the_same_bits(gpu: str, tiny: None, 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("order", ["late", "ahead", "eager", *(f"random-{seed}" for seed in range(5))])
-@pytest.mark.parametrize("engine", BY_ENGINE)
+@pytest.mark.parametrize("way", BY_WAY)
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_in_any_order_of_the_streams(gpu: str, tiny: None, order: str, depth: int, engine: str):
+def test_in_any_order_of_the_streams(gpu: str, tiny: None, order: str, depth: int, way: str):
     """With two record groups, the weights' and the optimizer's, whose rows change places together."""
     if not simulated_gpu.is_on():
         pytest.skip("a real GPU has an order of its own")
@@ -174,7 +175,7 @@ def test_in_any_order_of_the_streams(gpu: str, tiny: None, order: str, depth: in
         train(plain, walk(25))
     name, _, seed = order.partition("-")
     with simulated_gpu.policy(name, int(seed or 0)):
-        model = in_two_groups(BY_ENGINE[engine])
+        model = in_two_groups(BY_WAY[way])
         train(model, walk(25), depth=depth)
         require_same(model.table, plain.table)
 
@@ -254,7 +255,7 @@ def test_a_missing_wait_is_found(gpu: str, tiny: None, comes_first: str, monkeyp
 
 def test_no_row_changes_places_while_the_host_writes_some(gpu: str, tiny: None, monkeypatch: pytest.MonkeyPatch):
     """Rows at home are staged: one that came into the cache meanwhile would lose its write."""
-    model = embedding(BY_ENGINE["staged_out"])
+    model = embedding(BY_WAY["staged out"])
     train(model, walk(9))
     cache, real = model.table.store.notes.hot, engines.Ring.scatter
     came: list[Thread] = []
@@ -285,21 +286,21 @@ def test_no_row_changes_places_while_the_host_writes_some(gpu: str, tiny: None, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("engine", BY_ENGINE)
+@pytest.mark.parametrize("way", BY_WAY)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_compact_columns_and_other_dtypes(gpu: str, tiny: None, stored: dict[str, Any], depth: int, engine: str):
+def test_compact_columns_and_other_dtypes(gpu: str, tiny: None, stored: dict[str, Any], depth: int, way: str):
     """Stochastic rounding draws by row and number of the write, not by where the row is."""
-    plain, model = embedding(Pinned(), **stored), embedding(BY_ENGINE[engine], **stored)
+    plain, model = embedding(Pinned(), **stored), embedding(BY_WAY[way], **stored)
     train(plain, walk(25))
     train(model, walk(25), depth=depth)
     require_same(model.table, plain.table)
 
 
-@pytest.mark.parametrize("engine", BY_ENGINE)
+@pytest.mark.parametrize("way", BY_WAY)
 @pytest.mark.parametrize("dim", [1, 3, 5, 16])
-def test_records_of_any_alignment(gpu: str, tiny: None, dim: int, engine: str):
+def test_records_of_any_alignment(gpu: str, tiny: None, dim: int, way: str):
     """Words of 16, 4 and 1 bytes."""
-    places, tables = (Pinned(), BY_ENGINE[engine]), []
+    places, tables = (Pinned(), BY_WAY[way]), []
     for place in places:
         model = speedswap.Embedding(ROWS, dim, storage=place, device=gpu, seed=1, dtype=torch.float16)
         train(model, walk(12), "sgd", depth=1)
@@ -512,10 +513,10 @@ def test_a_cache_below_two_batches_is_none(gpu: str):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("engine", BY_ENGINE)
-def test_bytes_are_those_of_rows_at_home(gpu: str, tiny: None, stored: dict[str, Any], row_bytes: int, engine: str):
+@pytest.mark.parametrize("way", BY_WAY)
+def test_bytes_are_those_of_rows_at_home(gpu: str, tiny: None, stored: dict[str, Any], row_bytes: int, way: str):
     """FBGEMM#2359: wrong counts of conflicts gave wrong output. Here words tell what moves, and are what is counted."""
-    model = embedding(BY_ENGINE[engine], **stored)
+    model = embedding(BY_WAY[way], **stored)
     optimizer = train(model, walk(3))
     cache = model.table.store.notes.hot
     misses = hits = 0
@@ -671,12 +672,12 @@ def test_sizes(gpu: str, hot_bytes: Any, slots: int):
 
 
 @pytest.mark.sweep(8)
-@pytest.mark.parametrize("engine", ["zero_copy", "split_out"])
+@pytest.mark.parametrize("way", ["zero_copy", "split out"])
 @pytest.mark.parametrize("folder", ["kernels/cuda", "tables"])
 @pytest.mark.parametrize("line", [*range(1, 120, 4), 160, 200, 240])
-def test_a_ctrl_c_leaves_whole_rows(gpu: str, tiny: None, folder: str, line: int, engine: str, interrupted_at: Any):
+def test_a_ctrl_c_leaves_whole_rows(gpu: str, tiny: None, folder: str, line: int, way: str, interrupted_at: Any):
     """Each row is as before a scatter or as after it, wherever it was, and the next scatter writes them all."""
-    model, rows = embedding(BY_ENGINE[engine]), torch.arange(7, device=gpu)
+    model, rows = embedding(BY_WAY[way]), torch.arange(7, device=gpu)
     train(model, walk(6))
     for value in (3.0, 4.0):
         before = model.table.read()

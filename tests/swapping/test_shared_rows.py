@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import simulated_gpu
 import torch
+from pinned_places import PINNED
 from torch import Tensor
 
 import speedswap
@@ -56,8 +57,8 @@ def batches(gpu: str) -> list[Tensor]:
     return [(torch.arange(20) + start).to(gpu) % ROWS for start in (0, 10, 20, 25, 35, 45, 55, 3)]
 
 
-def embedding(gpu: str, engine: str = "auto", **stored: torch.dtype) -> speedswap.Embedding:
-    model = speedswap.Embedding(ROWS, DIM, storage=speedswap.Pinned(engine), device=gpu, seed=1, **stored)
+def embedding(gpu: str, way: str = "auto", **stored: torch.dtype) -> speedswap.Embedding:
+    model = speedswap.Embedding(ROWS, DIM, storage=PINNED[way], device=gpu, seed=1, **stored)
     for _ in range(2):  # from then on rows are read, not computed
         model.table.gather(torch.arange(ROWS, device=gpu))
     return model
@@ -87,10 +88,10 @@ def same_tables(one: speedswap.Embedding, other: speedswap.Embedding) -> None:
         assert torch.equal(one.table.read(column=column), other.table.read(column=column)), column
 
 
-@pytest.mark.parametrize("engine", ["zero_copy", "staged_out", "staged", "split"])
-def test_shared_rows_are_gathered_once(gpu: str, engine: str, gathered: Gathered):
+@pytest.mark.parametrize("way", ["zero_copy", "staged out", "staged", "split"])
+def test_shared_rows_are_gathered_once(gpu: str, way: str, gathered: Gathered):
     """From the third batch on a gather reads only rows that the batch before does not have."""
-    plain, model = embedding(gpu), embedding(gpu, engine=engine)
+    plain, model = embedding(gpu), embedding(gpu, way=way)
     loader = batches(gpu)
     train(plain, loader)
     gathered.clear()
@@ -154,8 +155,8 @@ def test_columns_that_the_optimizer_does_not_write(gpu: str):
     same_tables(model, plain)
 
 
-@pytest.mark.parametrize("engine", ["staged_out", "staged", "split"])
-def test_a_prefetch_waits_for_no_write(gpu: str, engine: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("way", ["staged out", "staged", "split"])
+def test_a_prefetch_waits_for_no_write(gpu: str, way: str, monkeypatch: pytest.MonkeyPatch):
     """Both directions of the bus are busy at once: what a write is changing is forwarded, and need not be read."""
     waited, wait = [], kernels.Fence.wait
 
@@ -165,16 +166,16 @@ def test_a_prefetch_waits_for_no_write(gpu: str, engine: str, monkeypatch: pytes
         wait(fence, **arguments)
 
     monkeypatch.setattr(kernels.Fence, "wait", watched)
-    model = embedding(gpu, engine=engine)
+    model = embedding(gpu, way=way)
     train(model, ahead(model, batches(gpu)))
     assert waited
     assert not [name for name in waited if name.startswith("speedswap-in")]
 
 
-@pytest.mark.parametrize("engine", ["zero_copy", "staged_out", "split_out", "staged", "split"])
+@pytest.mark.parametrize("way", ["zero_copy", "staged out", "split out", "staged", "split"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
-def test_a_prefetch_after_someone_has_waited_for_the_writes(gpu: str, order: str, depth: int, engine: str):
+def test_a_prefetch_after_someone_has_waited_for_the_writes(gpu: str, order: str, depth: int, way: str):
     """Ids on the CPU follow nothing: a write that is waited for on the GPU, and so no longer forwarded, may be late."""
     if not simulated_gpu.is_on():
         pytest.skip("a real GPU has an order of its own")
@@ -183,7 +184,7 @@ def test_a_prefetch_after_someone_has_waited_for_the_writes(gpu: str, order: str
         plain, few = embedding(gpu), torch.arange(5, device=gpu)
         train(plain, list(drawn.to(gpu)))
     with simulated_gpu.policy(order):
-        model = embedding(gpu, engine)
+        model = embedding(gpu, way)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for step, ids in enumerate(ahead(model, list(drawn), depth)):
             model(ids.to(gpu)).pow(2).sum().backward()

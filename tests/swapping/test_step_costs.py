@@ -11,6 +11,7 @@ import pytest
 import simulated_gpu
 import simulated_gpu.device
 import torch
+from pinned_places import PINNED
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -137,17 +138,17 @@ def trained(ahead: bool, name: str, batches: Sequence[Tensor], **arguments: Any)
     return [table.table.read(column=column) for table in tables for column in table.table.columns]
 
 
-@pytest.mark.parametrize("engine", ["zero_copy", "staged_out", "staged", "split"])
+@pytest.mark.parametrize("way", ["zero_copy", "staged out", "staged", "split"])
 @pytest.mark.parametrize("order", [*simulated_gpu.device.POLICIES, "random-1", "random-2"])
-def test_several_tables_in_any_order_of_the_streams(order: str, engine: str, gpu: str) -> None:
+def test_several_tables_in_any_order_of_the_streams(order: str, way: str, gpu: str) -> None:
     if not simulated_gpu.is_on():
         pytest.skip("a real GPU has an order of its own")
     source = batches(8)
     with simulated_gpu.policy("eager"):
-        plain = trained(False, "adam", source, storage=speedswap.Pinned(engine))
+        plain = trained(False, "adam", source, storage=PINNED[way])
     name, _, seed = order.partition("-")
     with simulated_gpu.policy(name, int(seed or 0)):
-        ours = trained(True, "adam", source, storage=speedswap.Pinned(engine))
+        ours = trained(True, "adam", source, storage=PINNED[way])
     for column, expected in zip(ours, plain, strict=True):
         assert torch.equal(column, expected)
 

@@ -21,7 +21,7 @@ BAGS = speedswap.EmbeddingBagConfig(name="item", num_embeddings=9, embedding_dim
 
 
 def test_places_are_values() -> None:
-    assert Pinned("split") == Pinned(engine="split") != Pinned()
+    assert Pinned("staged") == Pinned(engine="staged") != Pinned()
     assert len({Disk("items"), Disk(Path("items")), Disk("items", cache_bytes=5), Device(), Pageable()}) == 4
     assert repr(Disk("items", commit_every=3)) == "Disk(path='items', commit_every=3)"
     assert repr(Ranks(Pinned("staged"), reduction="sum")) == "Ranks(each=Pinned(engine='staged'), reduction='sum')"
@@ -73,8 +73,8 @@ def test_names_are_short_for_places(name: Any, path: str | None, place: speedswa
         (lambda: Pinned(hot_bytes="all"), "hot_bytes is 'all'; give bytes, a fraction of the table, 'auto', or None"),
         (lambda: Pinned(hot_bytes=True), "hot_bytes is True; give bytes, a fraction"),
         (
-            lambda: Pinned("split", 0.1),
-            "hot_bytes is 0.1, but engine is 'split', which reads rows past the GPU's cache",
+            lambda: Pinned("staged", 0.1),
+            "hot_bytes is 0.1, but gather_share is 0: staged rows are read past the GPU's cache",
         ),
         (lambda: Ranks(Pinned(hot_bytes=0.1)), r"each is Pinned\(hot_bytes=0.1\), but rows of ranks have no cache of"),
         (lambda: Ranks(Ranks()), r"each is Ranks\(.*\), which is Ranks again"),

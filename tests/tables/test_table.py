@@ -11,6 +11,7 @@ import torch
 from children import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pinned_places import PINNED
 
 import speedswap
 from speedswap import Column, Table, init
@@ -398,12 +399,12 @@ def test_ids_that_would_be_overwritten_are_refused(device: str) -> None:
         table.gather(rows, out={"weight": rows.view(2, 1)})
 
 
-@pytest.mark.parametrize("engine", ["auto", "zero_copy", "staged_out", "split_out", "staged", "split"])
-def test_a_copy_has_storage_and_engine_of_its_table(engine: str) -> None:
-    """Also an engine that serves only pinned memory, which does not exist without a GPU."""
-    table = Table.create(5, 3, storage=speedswap.Pinned(engine), init=init.normal())
+@pytest.mark.parametrize("way", PINNED)
+def test_a_copy_has_storage_and_shares_of_its_table(way: str) -> None:
+    """Also those that serve only pinned memory, which does not exist without a GPU."""
+    table = Table.create(5, 3, storage=PINNED[way], init=init.normal())
     copied = copy.deepcopy(table)
-    assert (copied.storage, copied.engine) == (table.storage, engine)
+    assert (copied.storage, copied.store.facts.shares) == (table.storage, PINNED[way].shares)
     assert torch.equal(copied.read(), table.read())
 
 

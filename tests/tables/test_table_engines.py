@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import simulated_gpu
 import torch
+from pinned_places import PINNED
 
 import speedswap
-from speedswap import Table
-from speedswap.kernels.cuda import engines, moves
-from speedswap.tables import Commit, prefetch
-
-ENGINES = ["auto", "zero_copy", "staged_out", "split_out", "staged", "split"]
+from speedswap import Pageable, Pinned, Table
+from speedswap.kernels import Shares
+from speedswap.kernels.cuda import engines, moves, shares
+from speedswap.tables import Commit, LocalStore, local, prefetch
 
 
 @pytest.mark.filterwarnings("ignore:SW405")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_trains_as_torch_does(engine: str, device: str):
-    """Adagrad over rows that come and go each step; where there is no GPU, the engine does not matter."""
+@pytest.mark.parametrize("way", PINNED)
+def test_rows_train_as_with_torch_in_every_way(way: str, device: str):
+    """Adagrad over rows that come and go each step; where there is no GPU, the way does not matter."""
     init = speedswap.init.constant(1.0)
-    ours = speedswap.Embedding(300, 8, storage=speedswap.Pinned(engine), init=init, device=device)
+    ours = speedswap.Embedding(300, 8, storage=PINNED[way], init=init, device=device)
     theirs = torch.nn.Embedding(300, 8, device=device)
     torch.nn.init.ones_(theirs.weight)
     optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.1) for model in (ours, theirs)]
@@ -35,7 +36,6 @@ def test_every_engine_trains_as_torch_does(engine: str, device: str):
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(ours.table.read(), theirs.weight.detach().cpu())
-    assert ours.table.engine == engine
 
 
 @pytest.mark.parametrize("storage", ["pageable", "disk"])
@@ -48,9 +48,10 @@ def test_rows_that_a_gpu_cannot_reach_are_staged(storage: str, device: str, tmp_
 
 
 def test_a_wrong_engine_is_an_error():
-    names = "auto, zero_copy, staged_out, split_out, staged, split"
-    with pytest.raises(ValueError, match=f"engine is 'fast'; choose one of {names}"):
+    with pytest.raises(ValueError, match="engine is 'fast'; choose one of auto, zero_copy, staged"):
         speedswap.Pinned("fast")
+    with pytest.raises(ValueError, match=r"scatter_share is 1.5; give a share of the rows, 0 to 1"):
+        speedswap.Pinned(scatter_share=1.5)
 
 
 def test_auto_reads_and_writes_pinned_memory_directly_and_stages_any_other(
@@ -226,3 +227,47 @@ def test_rows_of_a_table_are_moved_with_a_wait_for_each_check_of_the_ids(device:
             with simulated_gpu.counted() as counts:
                 move()
             assert len(counts.round_trips) == checks
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, monkeypatch: pytest.MonkeyPatch):
+    """Before the first of them go; they stay as they are."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    monkeypatch.setattr(shares, "_LEAST_BYTES", 1)
+    timed, measured = shares._seconds, list[float]()
+
+    def seconds(move: Callable[[float], None], share: float, where: torch.device) -> float:
+        measured.append(share)
+        timed(move, share, where)
+        return {1.0: 3.0, 0.0: 1.0}.get(share, 2.0) if len(measured) > 3 else 1.0
+
+    monkeypatch.setattr(shares, "_seconds", seconds)
+    shares._known.cache_clear()
+    plain, model = (
+        speedswap.Embedding(300, 8, storage=place, device=device, seed=1) for place in (Pageable(), Pinned())
+    )
+    batches = [torch.randint(300, (120,), device=device) for _ in range(4)]
+    for each in (plain, model):
+        optimizer = torch.optim.Adagrad(each.parameters(), lr=0.1)
+        speedswap.attach(optimizer, each)
+        for ids in speedswap.lookahead(batches, {each: lambda ids: ids}) if ahead else batches:
+            each(ids).pow(3).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert measured == [1.0, 0.0, 0.5, 1.0, 0.0, 0.25]
+    assert isinstance(model.table.store, LocalStore)
+    assert model.table.store.groups[0].shares == (1.0, 0.0)
+    assert torch.equal(model.table.read(), plain.table.read())
+
+
+def test_rows_are_not_staged_past_their_cache(device: str, monkeypatch: pytest.MonkeyPatch):
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    monkeypatch.setattr(local.kernels, "best_shares", lambda records, device: Shares(0.0, 0.25))
+    for place, expected in ((Pinned(hot_bytes=0.5), (1.0, 0.25)), (Pinned(scatter_share=1), (0.0, 1.0))):
+        with Table.create(50, 4, storage=place) as table:
+            rows = torch.tensor([3, 49], device=device)
+            table.scatter(rows, torch.ones(2, 4, device=device))
+            assert isinstance(table.store, LocalStore)
+            assert table.store.groups[0].shares == expected

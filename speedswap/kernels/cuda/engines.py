@@ -2,14 +2,12 @@
 
 zero_copy: a kernel reads or writes pinned memory directly, over the bus.
 staged: CPU threads gather into pinned buffers, and the copy engine transfers those; for any host memory.
-split: the first rows use zero_copy, and at the same time the others are staged.
-staged_out: zero_copy to the GPU, and staged back.
-split_out: zero_copy to the GPU, and back half by zero_copy, half staged.
 
-``auto`` is zero_copy for pinned memory. Other memory is always staged: the wanted columns of each record are packed in
-their stored form, cross the bus in one copy for many rows, and a kernel splits them into the columns' blocks,
-converting them. A scatter reverses this. A few buffers rotate: while the CPU fills one, the copy engine reads another,
-and the kernel splits a third. The rotation is C++ (csrc/staging.cpp), without the interpreter lock.
+The first rows of a move use zero_copy, and at the same time the others are staged; in which shares, the records say.
+Memory that is not pinned is always staged: the wanted columns of each record are packed in their stored form, cross the
+bus in one copy for many rows, and a kernel splits them into the columns' blocks, converting them. A scatter reverses
+this. A few buffers rotate: while the CPU fills one, the copy engine reads another, and the kernel splits a third. The
+rotation is C++ (csrc/staging.cpp), without the interpreter lock.
 """
 
 from __future__ import annotations
