@@ -8,13 +8,16 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
 #include "background.h"
+#include "float8.h"
 #include "id_map_bindings.h"
 #include "idle.h"
 #include "lines.h"
+#include "pages.h"
 #include "pairs.h"
 #include "pointer.h"
 #include "pool.h"
@@ -346,6 +349,26 @@ int64_t forward(uintptr_t from_rows, int64_t from_count, uintptr_t to_rows, int6
     });
 }
 
+void read_ahead(uintptr_t first, int64_t row_bytes, uintptr_t rows, int64_t count) {
+    const Ids checked = ids_at(rows, count);
+    without_gil([&] { speedswap::read_ahead(at(first), row_bytes, checked.data, count); });
+}
+
+void decode_rows(uintptr_t values, int64_t width, uintptr_t scales, bool exponents, int64_t scales_per_row,
+                 std::pair<int64_t, int64_t> tile, uintptr_t rows, int64_t count, uintptr_t out, bool bfloat16,
+                 int threads) {
+    const Ids checked = ids_at(rows, count);
+    require(width > 0, "width", width, "1 or more");
+    const speedswap::Float8Rows from{at<const unsigned char>(values),
+                                     width,
+                                     at(scales),
+                                     exponents ? speedswap::Scale::exponent : speedswap::Scale::float32,
+                                     scales_per_row,
+                                     tile.first,
+                                     tile.second};
+    without_gil([&] { speedswap::decode_rows(from, checked.data, count, at(out), bfloat16, threads); });
+}
+
 void prefault(uintptr_t pointer, int64_t nbytes, int threads) {
     without_gil([&] { speedswap::prefault(at(pointer), nbytes, threads); });
 }
@@ -399,6 +422,10 @@ PYBIND11_MODULE(_C, module) {
                arg("now"), arg("before"), arg("bends"), arg("steps"), arg("count"), arg("threads"));
     module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
                arg("stride"), arg("most"));
+    module.def("read_ahead", &read_ahead, arg("first"), arg("row_bytes"), arg("rows"), arg("count"));
+    module.def("decode_rows", &decode_rows, arg("values"), arg("width"), arg("scales"), arg("exponents"),
+               arg("scales_per_row"), arg("tile"), arg("rows"), arg("count"), arg("out"), arg("bfloat16"),
+               arg("threads"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
 
     py::class_<Buffer>(module, "Buffer", py::buffer_protocol())

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -40,6 +41,28 @@ void free_pages(void* pages, int64_t bytes) {
 void drop_pages(void* pages, int64_t bytes) {
     const int64_t page = page_bytes();  // madvise would round up
     if (bytes >= page) madvise(pages, size_t(bytes / page * page), MADV_DONTNEED);
+}
+
+void read_ahead(const char* first, int64_t row_bytes, const int64_t* rows, int64_t count) {
+    constexpr uintptr_t kAtOnce = 128 << 10;  // Linux reads no more for one call
+    const uintptr_t page = uintptr_t(page_bytes());
+    uintptr_t begin = 0, end = 0;
+    const auto announce = [&] {
+        for (; begin < end; begin += kAtOnce)
+            madvise(reinterpret_cast<void*>(begin), std::min(kAtOnce, end - begin), MADV_WILLNEED);
+    };
+    for (int64_t i = 0; i < count; ++i) {
+        const uintptr_t row = reinterpret_cast<uintptr_t>(first) + uintptr_t(rows[i] * row_bytes);
+        const uintptr_t from = row / page * page, to = (row + uintptr_t(row_bytes) + page - 1) / page * page;
+        if (from < begin || from > end) {
+            announce();
+            begin = from;
+            end = to;
+        } else {
+            end = std::max(end, to);
+        }
+    }
+    announce();
 }
 
 Mapping::Mapping(int64_t bytes, bool huge_pages) : bytes_(bytes > 0 ? bytes : 1) {

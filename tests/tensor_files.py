@@ -16,7 +16,7 @@ NAMES = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
-}
+} | ({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {})
 
 
 def write(path: Path, tensors: dict[str, Tensor], blanks: int = 0) -> Path:

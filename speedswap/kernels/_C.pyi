@@ -88,6 +88,20 @@ def read_vectors(
     input: bytes | bytearray, first: int, last: int, as_text: bool, is_double: bool, rows: _Vectors
 ) -> tuple[int, int, int]: ...
 def write_vectors(rows: _Vectors, as_text: bool, is_double: bool, out: int) -> tuple[int, int]: ...
+def read_ahead(first: int, row_bytes: int, rows: int, count: int) -> None: ...
+def decode_rows(
+    values: int,
+    width: int,
+    scales: int,
+    exponents: bool,
+    scales_per_row: int,
+    tile: tuple[int, int],
+    rows: int,
+    count: int,
+    out: int,
+    bfloat16: bool,
+    threads: int,
+) -> None: ...
 def prefault(pointer: int, nbytes: int, threads: int) -> None: ...
 def group(local: int, count: int, num_rows: int, order: int, offsets: int) -> None: ...
 def sum_rows(

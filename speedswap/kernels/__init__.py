@@ -17,6 +17,7 @@ from speedswap.kernels.cuda.engines import copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.cuda.launch import Fence
 from speedswap.kernels.cuda.shares import best_shares
+from speedswap.kernels.file_rows import decode_rows, read_ahead
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,

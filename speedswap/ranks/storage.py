@@ -7,6 +7,7 @@ number of ranks copies the rows into new directories; the old ones are removed u
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,8 +134,8 @@ class Ranks(Storage):
             store.torn, store.was_found = torn, was_found
         return store
 
-    def open(self, mode: str, commit: int | None) -> RowStore:
-        manifest = None if self.own.folder is None else read_manifest(self.own.folder)
+    def open(self, mode: str, commit: int | None, base: Sequence[str] | None = None) -> RowStore:
+        manifest = None if self.own.folder is None else read_manifest(self.own.folder, base)
         if manifest is None or mode != "r+" or commit is not None:
             raise ValueError(f"path is {self!r}, where these ranks have no table to open with mode 'r+'")
         return self.create(manifest.num_embeddings, manifest.weight, seed=manifest.seed, name=manifest.name)
@@ -201,9 +202,9 @@ def _on_disk(
         if len({each[2] for each in found}) > 1:
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
         after = ShardsManifest(name, owners.num_embeddings, store.facts.seed, whole, tuple(each[0] for each in found))
-        if after.encode() != (before and before.encode()):
+        if after.encode(path) != (before and before.encode(path)):
             with says_if_full(path / "MANIFEST"):
-                ManifestFile.write(OpenDirectory(path), after.encode())  # on every rank: its disk may be local
+                ManifestFile.write(OpenDirectory(path), after.encode(path))  # on every rank: its disk may be local
         task.round()
         if group.rank == 0:
             remove_former(path, len(group), lambda former: bool(former.commits and former.commits.held))
@@ -236,7 +237,8 @@ def _found(path: Path) -> ShardsManifest | None:
 def _opened(disk: Disk, rows: int, weight: Column, seed: int, name: str) -> LogStore:
     """Open the table in a rank's directory, or create it."""
     try:
-        store = innermost(disk.open("r+", None))
+        bases = weight.init.bases  # which may have been moved
+        store = innermost(disk.open("r+", None, bases[0].files if bases else None))
     except FileNotFoundError:
         store = disk.create(rows, weight, seed=seed, name=name)
     assert isinstance(store, LogStore)

@@ -8,11 +8,12 @@ n-grams of tokens to rows.
 
 from speedswap.tables import init
 from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.tensor_files import TensorFiles, TensorSource
 from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys, is_single_key, select_texts
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import gather_rows, prefetch, scatter_rows
-from speedswap.tables.mapped import FileStore, TensorFiles, TensorSource
+from speedswap.tables.mapped import FileStore
 from speedswap.tables.ngrams import ngram_rows, token_classes
 from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column

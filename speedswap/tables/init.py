@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +23,9 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap.errors import TableFormatError
+from speedswap.tables.base import TensorRows
+from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
 
 CHUNK_ROWS = 65_536
 _CPU = torch.device("cpu")
@@ -61,6 +67,9 @@ class Initializer:
         for part in self.parts:
             part.require_fits(dtype)
 
+    def require_shape(self, num_embeddings: int, row_shape: tuple[int, ...]) -> None:
+        """Raise ValueError if a whole table's column of a shape cannot have these values."""
+
     @property
     def parts(self) -> Sequence[Initializer]:
         """The initializers that this one is composed of, if any."""
@@ -93,6 +102,16 @@ class Initializer:
     def is_given(self) -> bool:
         """True if the values are copied once, while the table is created, and cannot be computed again."""
         return any(each.is_given for each in self.parts)
+
+    @property
+    def keeps_zero_row(self) -> bool:
+        """True if the values are rows from elsewhere, which a row that would start as zeros has as well."""
+        return self.is_given or bool(self.bases)
+
+    @property
+    def bases(self) -> list[OfTensors]:
+        """The rows of files that the values are read from whenever they are needed."""
+        return [base for each in self.parts for base in each.bases]
 
     def given(self) -> list[Tensor]:
         """Return the rows that are copied."""
@@ -244,6 +263,94 @@ class GivenRows(Initializer):
 
 
 @dataclass(frozen=True)
+class OfTensors(Initializer):
+    """Rows of tensors in safetensors files, read in place whenever they are needed (:func:`of_tensors`).
+
+    Args:
+        files: absolute paths.
+        names: names or patterns of the tensors.
+        scale: names or patterns of the tensors of scales.
+        block: columns that have one scale, where shapes do not say.
+        fingerprint: that of the tensors, without which no row is read.
+    """
+
+    files: tuple[str, ...]
+    names: tuple[str, ...]
+    scale: tuple[str, ...]
+    block: int | None
+    fingerprint: str
+    kind: ClassVar[str] = "tensors"
+
+    @cached_property
+    def rows(self) -> TensorRows:
+        """The rows.
+
+        Raises:
+            TableFormatError: a file is missing, damaged or truncated, or has other rows.
+        """
+        remedy = "restore the files, or say where they are: Table.open(path, base=…)"
+        try:
+            rows = TensorRows(self.files, self.names, self.scale, self.block)
+        except (OSError, TypeError, ValueError) as error:
+            raise TableFormatError(f"rows that were never written are those of a base: {error}; {remedy}") from error
+        if rows.fingerprint != self.fingerprint:
+            raise TableFormatError(
+                f"rows that were never written are those of a base, {rows.what}, which has changed since (fingerprint "
+                f"{rows.fingerprint}, not {self.fingerprint}); {remedy}"
+            )
+        return rows
+
+    @property
+    def num_embeddings(self) -> int:
+        """The number of rows."""
+        return self.rows.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Items in a row."""
+        return self.rows.embedding_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype on file."""
+        return self.rows.dtype
+
+    @property
+    def bases(self) -> list[OfTensors]:
+        return [self]
+
+    def require_fits(self, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(
+                f"init is rows of tensors, and dtype {dtype}; give a floating-point dtype of at least 16 bits"
+            )
+
+    def require_shape(self, num_embeddings: int, row_shape: tuple[int, ...]) -> None:
+        if (num_embeddings, *row_shape) != (self.num_embeddings, self.embedding_dim):
+            raise ValueError(
+                f"num_embeddings is {num_embeddings}, and rows are of shape {row_shape}, but {self.rows.what} are "
+                f"{self.num_embeddings} × {self.embedding_dim}; give init.num_embeddings and init.embedding_dim"
+            )
+
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        self.require_shape(spec.num_embeddings, spec.row_shape)
+        self.rows.fill(into, ids_of(rows))
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> OfTensors:
+        files, names, scale, block, fingerprint = (data[each.name] for each in fields(cls))
+        for texts in (files, names, scale, [fingerprint]):
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"init is of tensors {texts!r}, which are not names")
+        if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
+            raise ValueError(f"init is of tensors with block {block!r}")
+        return cls(tuple(files), tuple(names), tuple(scale), block, fingerprint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), astuple(self)  # each process maps the files itself
+
+
+@dataclass(frozen=True)
 class Unknown(Initializer):
     """Initial values of a table in files that cannot be computed again.
 
@@ -369,6 +476,52 @@ def copy_of(column: str) -> Initializer:
     return CopyOf(column)
 
 
+def of_tensors(
+    files: TensorSource,
+    names: str | Sequence[str],
+    *,
+    scale: str | Sequence[str] | None = None,
+    block: int | None = None,
+) -> OfTensors:
+    """Return an initializer whose rows are those of a checkpoint's tensors, read in place.
+
+    A table on disk holds the rows that training wrote; all others are read from the files, which must stay as they are.
+    A table in memory is filled from them, a piece at a time.
+
+    Args:
+        files: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with safetensors
+            files; or a list of files.
+        names: the tensor's name; or several tensors, whose rows follow one another, as a list or as a pattern, in which
+            ``*`` stands for any characters: its tensors are in natural order, ``shard_2`` before ``shard_10``.
+        scale: for float8_e4m3fn, the names of as many tensors of scales, float32 or exponents (F8_E8M0): one for a
+            tensor, a row, a block of a row's columns, or a square tile.
+        block: the number of columns that have one scale, or of a tile's rows and columns, if shapes leave it open.
+
+    Returns:
+        The initializer, with ``num_embeddings``, ``embedding_dim``, ``dtype`` (on file) and ``fingerprint``.
+
+    Raises:
+        ValueError: no tensor has a name, or scales do not fit.
+        TypeError: the tensors are not matrices of one width and floating-point dtype.
+        FileNotFoundError: a file does not exist.
+        TableFormatError: a file is damaged or truncated, or not as its index says.
+
+    Example:
+        >>> import tempfile, torch, speedswap
+        >>> folder = tempfile.mkdtemp()
+        >>> speedswap.Table.create(1000, 8, init=speedswap.init.constant(0.5)).export(f"{folder}/model.safetensors")
+        >>> init = speedswap.init.of_tensors(folder, "weight")
+        >>> items = speedswap.Embedding(init.num_embeddings, init.embedding_dim, init=init, path=f"{folder}/items")
+        >>> items(torch.tensor([997]))[0, :3]
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    some, scales = ((each,) if isinstance(each, str) else tuple(each or ()) for each in (names, scale))
+    rows = TensorRows(files, some, scales, block)
+    found = OfTensors(tuple(absolute_paths(files)), some, scales, block, rows.fingerprint)
+    vars(found)["rows"] = rows
+    return found
+
+
 def resolve(init: Initializer | Callable[..., Any] | None) -> Initializer:
     """Return the initializer for an ``init=`` argument of tables and embeddings."""
     if init is None:
@@ -390,6 +543,26 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
         raise TypeError(f"init is {data!r}; give an object with its kind")
     kind = Initializer._kinds.get(data["kind"])
     return None if kind is None else kind.from_json(data)
+
+
+def saved_in(directory: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Add to an initializer's data the paths of its files from a table's directory, with which they may be moved."""
+    if data.get("kind") == OfTensors.kind:
+        data["from_table"] = [os.path.relpath(file, directory) for file in data["files"]]
+    return data
+
+
+def found_in(directory: Path, base: Sequence[str] | None, data: dict[str, Any]) -> dict[str, Any]:
+    """Return data from a table's directory with the paths of files now: the given ones, those from there, or as saved.
+
+    Raises:
+        TypeError: they do not describe paths.
+    """
+    if data.get("kind") == OfTensors.kind:
+        near = [os.path.normpath(directory / file) for file in data.pop("from_table", [])]
+        if base is not None or (near and all(map(os.path.exists, near))):
+            data["files"] = near if base is None else [*base]
+    return data
 
 
 def _number(value: object) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -50,6 +50,15 @@ def origins_of(columns: Mapping[str, Column]) -> dict[str, Origin]:
 def is_lazy(column: Column) -> bool:
     """Return whether the initial values of untouched rows can be computed whenever the table is opened again."""
     return isinstance(column.init, CopyOf) or from_json(column.init.to_json()) is not None
+
+
+def require_bases(origins: Iterable[Origin]) -> int:
+    """Raise TableFormatError if files that untouched rows are read from are missing, or have other rows.
+
+    Returns:
+        The number of bases.
+    """
+    return len([base.rows for origin in origins for base in origin.start.init.bases])
 
 
 def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
@@ -198,8 +207,12 @@ class InRanges(Initializer):
                 some = rows[begin:end]
                 within = range(some.start - first, some.stop - first) if isinstance(some, range) else some - first
                 each.init.fill(into[begin:end], within, spec._replace(num_embeddings=each.num_rows, seed=each.seed))
-                if not each.init.is_given:
+                if not each.init.keeps_zero_row:
                     zero_row_in(into[begin:end], within, each.zero_row)
+
+    def require_shape(self, num_embeddings: int, row_shape: tuple[int, ...]) -> None:
+        for each in self.ranges:
+            each.init.require_shape(each.num_rows, row_shape)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "ranges": [each.to_json() for each in self.ranges]}

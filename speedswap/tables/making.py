@@ -39,6 +39,7 @@ def create_store(
     if str(dtype).startswith("torch.q"):
         raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and store scales apart")
     weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
+    weight.init.require_shape(num_embeddings, weight.row_shape)
     for rows in weight.init.given():
         weight.require_storable(rows)
     return place.create(num_embeddings, weight, seed=seed, name=name)

@@ -337,5 +337,5 @@ class RecordGroup:
                     else:
                         column.init.fill(self.view(own.name)[some], rows, spec)
                 # Fill a column before another column copies it.
-                if column.zero_row is not None and column.zero_row in rows and not column.init.is_given:
+                if column.zero_row is not None and column.zero_row in rows and not column.init.keeps_zero_row:
                     self.bytes_of(column.name)[column.zero_row] = 0

@@ -19,6 +19,7 @@ from speedswap.tables.files.manifest import ManifestFile, ShardsManifest, shard_
 from speedswap.tables.files.place import Place
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
+from speedswap.tables.initial import require_bases
 from speedswap.tables.owners import Owners, whole_columns
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import Checked, Files, Notes, RowStore, StoreFacts, innermost
@@ -26,11 +27,16 @@ from speedswap.tables.store import Checked, Files, Notes, RowStore, StoreFacts, 
 _TRIES = 100
 
 
-def _open_log(path: Path, mode: str, disk: DiskOptions, commit: int | None) -> RowStore:
+def _open_log(
+    path: Path, mode: str, disk: DiskOptions, commit: int | None, base: Sequence[str] | None = None
+) -> RowStore:
     """Open the store of a table in one log; arguments and errors are those of :meth:`Table.open`."""
     for last in (*[False] * _TRIES, True):
-        directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+")
+        directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+", base=base)
         try:
+            if base is not None and directory.writable:
+                require_bases(each.origin for layout in manifest.layouts for each in layout.held)
+                directory.write_manifest(manifest)
             return IdleStore.in_front_of(LogStore(directory, manifest, contents, disk, commit))
         except TableFormatError:
             directory.release()
@@ -42,21 +48,31 @@ def _open_log(path: Path, mode: str, disk: DiskOptions, commit: int | None) -> R
     raise AssertionError
 
 
-def read_manifest(path: Path) -> ShardsManifest | None:
+def read_manifest(path: Path, base: Sequence[str] | None = None) -> ShardsManifest | None:
     """Return the manifest of a table owned by ranks; None if the path holds another kind of table, or nothing.
+
+    Args:
+        path: the table's.
+        base: the files of its base, if they were moved.
 
     Raises:
         TableFormatError: the manifest is damaged.
     """
     try:
-        manifest = ManifestFile.load(Place(path).open())[1]
+        manifest = ManifestFile.load(Place(path).open(), base)[1]
     except FileNotFoundError:
         return None
     return manifest if isinstance(manifest, ShardsManifest) else None
 
 
 def open_shard(
-    path: Path, manifest: ShardsManifest, rank: int, mode: str, disk: DiskOptions, commit: int | None = None
+    path: Path,
+    manifest: ShardsManifest,
+    rank: int,
+    mode: str,
+    disk: DiskOptions,
+    commit: int | None = None,
+    base: Sequence[str] | None = None,
 ) -> RowStore:
     """Open the rows of one rank.
 
@@ -64,7 +80,7 @@ def open_shard(
         path: of the table of all ranks.
         manifest: its description.
         rank: whose rows.
-        mode, disk, commit: as for :func:`open_store`.
+        mode, disk, commit, base: as for :func:`open_store`.
 
     Raises:
         TableFormatError: the rank's files are missing, or belong to another table.
@@ -74,7 +90,7 @@ def open_shard(
     try:
         if place.is_symlink():
             raise TableFormatError(f"{place} is a symbolic link, which is not followed")
-        store = _open_log(place, mode, disk, commit)
+        store = _open_log(place, mode, disk, commit, base)
     except FileNotFoundError:
         raise TableFormatError(f"the table at {path} is damaged: {place.name} is missing") from None
     rows, log = Owners(manifest.num_embeddings, manifest.world_size).rows_of(rank), innermost(store)
@@ -91,19 +107,22 @@ class ShardsInFiles(RowStore, Files):
         path: the table's directory.
         manifest: its description.
         disk: the cache of each shard.
+        base: the files of its base, if they were moved.
 
     Raises:
         TableFormatError: it is damaged, or its shards are at different steps.
     """
 
-    def __init__(self, path: Path, manifest: ShardsManifest, disk: DiskOptions) -> None:
+    def __init__(
+        self, path: Path, manifest: ShardsManifest, disk: DiskOptions, base: Sequence[str] | None = None
+    ) -> None:
         self.num_embeddings, self.name = manifest.num_embeddings, manifest.name
         self.facts = StoreFacts(self.num_embeddings, "disk", seed=manifest.seed, name=self.name, reads_copies=True)
         self.owners = Owners(manifest.num_embeddings, manifest.world_size)
         with ExitStack() as opened:
             self.shards: list[RowStore] = []
             for rank in range(manifest.world_size):
-                self.shards.append(open_shard(path, manifest, rank, "r", disk))
+                self.shards.append(open_shard(path, manifest, rank, "r", disk, base=base))
                 opened.callback(self.shards[-1].close)
             self._path = path.absolute()
             self._require_one_step()
@@ -248,19 +267,23 @@ def open_store(
     mode: str = "r+",
     disk: DiskOptions = DiskOptions(),  # noqa: B008
     commit: int | None = None,
+    base: Sequence[str] | None = None,
 ) -> RowStore:
-    """Open a store in files; arguments and errors are those of :meth:`Table.open`."""
+    """Open a store in files; arguments and errors are those of :meth:`Table.open`.
+
+    The files of its base are first looked at when rows are read from them, unless they were moved.
+    """
     if mode not in ("r", "r+"):
         raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
     if commit is not None and (isinstance(commit, bool) or not isinstance(commit, int) or commit < 0):
         raise ValueError(f"commit is {commit!r}; give the number of a commit that is kept, or None for the last one")
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, base)
     except (TableFormatError, OSError):
         manifest = None  # opening it as a log reports it
     if manifest is None:
-        return _open_log(path, mode, disk, commit)
-    store = ShardsInFiles(path, manifest, disk)
+        return _open_log(path, mode, disk, commit, base)
+    store = ShardsInFiles(path, manifest, disk, base)
     if mode == "r+":
         store.close()
         store.check(writing=True)

@@ -211,7 +211,7 @@ class OwnedRows(Initializer):
         ids, order = ids[used], order[used]
         # In host memory, where rows can be filled by id.
         values = self.init.values(ids, spec._replace(num_embeddings=self.owners.num_embeddings))
-        if not self.is_given:
+        if not self.keeps_zero_row:
             zero_row_in(values, ids, self.zero_row)
         if not used.all():
             into.zero_()

@@ -168,7 +168,7 @@ class Column:
     def initial(self, rows: range | torch.Tensor, num_embeddings: int, seed: int) -> torch.Tensor:
         """Return the initial values of ascending rows, in host memory; not for a column that copies another."""
         values = self.init.values(rows, ColumnSpec(num_embeddings, self.row_shape, self.dtype, seed, self.key))
-        if not self.init.is_given:
+        if not self.init.keeps_zero_row:
             zero_row_in(values, rows, self.zero_row)
         return values
 

@@ -20,6 +20,7 @@ from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableF
 from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
+from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
 from speedswap.tables.formats import export_rows, import_rows
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
@@ -161,6 +162,7 @@ class Table:
         mode: str = "r+",
         *,
         commit: int | None = None,
+        base: TensorSource | None = None,
     ) -> Table:
         """Open a table on disk, or one that :meth:`save` wrote.
 
@@ -169,16 +171,20 @@ class Table:
             mode: ``r+`` to read and write, as the only writer; ``r`` to read, following another process's commits.
             commit: the number of a held commit to open, by default the last one. With mode ``r+`` the table is
                 permanently rolled back to it, which requires that no later commit is held.
+            base: where the files of :func:`speedswap.init.of_tensors` are now, as they were given to it; a writer
+                records that. By default they are where the table says, or at the same place relative to its directory.
 
         Raises:
             FileNotFoundError: ``path`` does not exist.
             ValueError: the commit does not exist; or a later one is held, and the mode is ``r+``.
             TableFormatError: the directory is damaged, or not a table; links in it are not followed, and only regular
-                files are opened. Or the mode is ``r+``, and it is one rank's part of a table.
+                files are opened. Or the mode is ``r+``, and it is one rank's part of a table. Or its base is missing,
+                damaged, truncated, or has other rows.
             TableBusyError: another process, or another Table in this one, has it open for writing.
         """
         place = opened_place(path)
-        table = cls._at(place, place.open(mode, commit))
+        files = None if base is None else absolute_paths(base)
+        table = cls._at(place, place.open(mode, commit) if files is None else place.open(mode, commit, files))
         if mode != "r" and (part := part_of_ranks(table.columns["weight"])) is not None:
             directory = table.path or Path()
             table.close()
@@ -722,6 +728,7 @@ class Table:
             if not isinstance(column, Column):
                 raise TypeError(f"columns has {a_kind(column)}; give speedswap.Column(…)")
             row_of(column.zero_row, self.num_embeddings)
+            column.init.require_shape(self.num_embeddings, column.row_shape)
         require_sources(columns, self.columns, self.name)
 
     @of_all_ranks

@@ -79,11 +79,6 @@ def copied_on_write(fd: int, start: int, nbytes: int, *, at_random: bool) -> tup
     return mapping, torch.frombuffer(mapping, dtype=torch.uint8, offset=before)
 
 
-def read_ahead(mapping: mmap.mmap, start: int, nbytes: int) -> None:
-    """Start reading bytes of a mapped file from the start of a page on."""
-    mapping.madvise(mmap.MADV_WILLNEED, start, nbytes)
-
-
 class PinnedMemory:
     """Anonymous memory, faulted in, and registered with CUDA if possible; forked children then do not inherit it.
 

@@ -76,7 +76,7 @@ class LogColumns(OpenedLog):
             commits.finish(before.log)  # to which a failure returns
         before.log.wait(commits.begun)
         last, was_saved = commits.begun, commits.is_saved
-        manifest = before.manifest.succeeded_by(layout)
+        manifest = before.manifest.succeeded_by(layout, self._directory.path)
         if manifest is None:
             self._move_to(layout, columns, was_saved)
             return

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -47,7 +47,10 @@ class TableDirectory(Locked):
         path: where the table is opened, absolute.
         files: the open directory.
         writable: True if this object may write the files.
+        base: the files of its base, if they were moved.
     """
+
+    base: Sequence[str] | None = None
 
     def __init__(self, place: Place, files: OpenDirectory, lock: WriterLock | None) -> None:
         super().__init__()
@@ -171,8 +174,15 @@ class TableDirectory(Locked):
     # ------------------------------------------------------------------ opening
 
     @classmethod
-    def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, LogManifest, LogFiles]:
+    def open(
+        cls, path: Path, *, writable: bool, base: Sequence[str] | None = None
+    ) -> tuple[TableDirectory, LogManifest, LogFiles]:
         """Check the files, open the rows, and take the lock if the table will be written.
+
+        Args:
+            path: the directory.
+            writable: True to write the table.
+            base: the files of its base, if they were moved; the manifest is not changed.
 
         Returns:
             The directory, its manifest, and its rows.
@@ -185,8 +195,9 @@ class TableDirectory(Locked):
         place = Place(path)
         if not writable:
             directory = cls(place, place.open(), None)
+            directory.base = base
             return directory, *directory._read()
-        directory, manifest = cls._take(place)
+        directory, manifest = cls._take(place, base=base)
         try:
             place.clear()
             directory._discard_strays(manifest)
@@ -196,7 +207,9 @@ class TableDirectory(Locked):
             raise
 
     @classmethod
-    def _take(cls, place: Place, *, say: bool = True) -> tuple[TableDirectory, AnyManifest]:
+    def _take(
+        cls, place: Place, *, say: bool = True, base: Sequence[str] | None = None
+    ) -> tuple[TableDirectory, AnyManifest]:
         """Lock the table at a place, and read its manifest; note this process as its writer if ``say``."""
         for _ in range(_TRIES):
             files = place.open()
@@ -208,6 +221,7 @@ class TableDirectory(Locked):
                     raise
                 continue  # replaced at this moment
             directory = cls(place, files, lock)
+            directory.base = base
             try:
                 if files.is_at(place.path):
                     return directory, directory._load()
@@ -231,7 +245,7 @@ class TableDirectory(Locked):
             self.files = self._place.open()
 
     def _load(self) -> AnyManifest:
-        self._manifest, manifest = ManifestFile.load(self.files)
+        self._manifest, manifest = ManifestFile.load(self.files, self.base)
         return manifest
 
     def _log_of(self, manifest: AnyManifest) -> tuple[LogManifest, LogFiles]:
@@ -387,7 +401,7 @@ class TableDirectory(Locked):
 
     def write_manifest(self, manifest: AnyManifest) -> None:
         """Replace the manifest, durably, unless it is the same already."""
-        body = manifest.encode()
+        body = manifest.encode(self.path)
         if self._manifest is not None and body == self._manifest.body:
             return
         before, self._manifest = self._manifest, None  # if this fails, either of the two may be in place

@@ -10,6 +10,7 @@ import secrets
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
-from speedswap.tables.init import CopyOf, Unknown, from_json
+from speedswap.tables.init import CopyOf, Unknown, found_in, from_json, saved_in
 from speedswap.tables.initial import InRanges, Origin
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
 
@@ -186,13 +187,13 @@ class LogManifest:
             )
         return manifest
 
-    def succeeded_by(self, layout: LogLayout) -> LogManifest | None:
-        """Return the manifest with a new layout; None if that requires rewriting the rows."""
+    def succeeded_by(self, layout: LogLayout, directory: Path) -> LogManifest | None:
+        """Return the manifest with a new layout in a directory; None if that requires rewriting the rows."""
         if self.scratch or len(self.layouts) == _MAX_LAYOUTS:
             return None
         try:
             manifest = self.with_layout(layout)
-            manifest.encode()
+            manifest.encode(directory)
         except (TableTooLargeError, ValueError):
             return None
         return manifest
@@ -227,8 +228,8 @@ class LogManifest:
             raise TableFormatError(f"the HEAD of table {self.name!r} is damaged: it names layout {layout} of {until}")
         return replace(self, layouts=self.layouts[: until.index(layout) + 1])
 
-    def encode(self) -> bytes:
-        """Return the manifest as JSON, as it stands in its file after the checksum.
+    def encode(self, directory: Path) -> bytes:
+        """Return the manifest as JSON, as it stands in its file in a directory, after the checksum.
 
         Raises:
             ValueError: it is too long.
@@ -257,7 +258,7 @@ class LogManifest:
             "version": VERSION,
             **{name: getattr(self, name) for name in named},
             **({"log": self.log} if self.log else {}),
-            "columns": [json.loads(column) for column in columns],
+            "columns": [json.loads(column, object_hook=partial(saved_in, directory)) for column in columns],
             "layouts": layouts,
         }
         body = json.dumps(data).encode()
@@ -396,8 +397,9 @@ class ShardsManifest:
         """The weight column by name; the ranks' tables know the others."""
         return {"weight": self.weight}
 
-    def encode(self) -> bytes:
-        """Return the manifest as JSON, as it stands in its file after the checksum."""
+    def encode(self, directory: Path) -> bytes:
+        """Return the manifest as JSON, as it stands in its file in a directory, after the checksum."""
+        weight = json.dumps(column_json(self.weight))
         return json.dumps(
             {
                 "format": FORMAT,
@@ -405,7 +407,7 @@ class ShardsManifest:
                 "name": self.name,
                 "num_embeddings": self.num_embeddings,
                 "seed": self.seed,
-                "weight": column_json(self.weight),
+                "weight": json.loads(weight, object_hook=partial(saved_in, directory)),
                 "shards": self.salts,
             }
         ).encode()
@@ -457,8 +459,12 @@ class ManifestFile(NamedTuple):
     seen: tuple[int, ...]
 
     @classmethod
-    def load(cls, directory: OpenDirectory) -> tuple[ManifestFile, AnyManifest]:
+    def load(cls, directory: OpenDirectory, base: Sequence[str] | None = None) -> tuple[ManifestFile, AnyManifest]:
         """Open and parse a directory's MANIFEST, without looking at the data files.
+
+        Args:
+            directory: the table's.
+            base: the files of its base, if they were moved.
 
         Raises:
             TableFormatError: it is missing or damaged.
@@ -477,7 +483,7 @@ class ManifestFile(NamedTuple):
                 f"{directory.path} is not a table: its {MANIFEST} cannot be read ({error.strerror}){remedy}"
             ) from error
         body = raw.partition(b"\n")[2]
-        return cls(file, body, identity(os.fstat(file.fd))), parse(directory.path, raw)
+        return cls(file, body, identity(os.fstat(file.fd))), parse(directory.path, raw, base)
 
     @classmethod
     def write(cls, directory: OpenDirectory, body: bytes) -> ManifestFile:
@@ -497,8 +503,8 @@ class ManifestFile(NamedTuple):
         return cls(file, body, identity(os.fstat(file.fd)))
 
 
-def parse(directory: Path, raw: bytes) -> AnyManifest:
-    """Parse and check a manifest as stored in its file.
+def parse(directory: Path, raw: bytes, base: Sequence[str] | None = None) -> AnyManifest:
+    """Parse and check a manifest as stored in its file; arguments as for :meth:`ManifestFile.load`.
 
     Raises:
         TableFormatError: it is damaged.
@@ -507,7 +513,7 @@ def parse(directory: Path, raw: bytes) -> AnyManifest:
         require(len(raw) <= MAX_BYTES + _CHECKSUM_BYTES, f"it is longer than {MAX_BYTES + _CHECKSUM_BYTES} bytes")
         checksum, newline, body = raw.partition(b"\n")
         require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
-        data = json.loads(body)
+        data = json.loads(body, object_hook=partial(found_in, directory.absolute(), base))
         require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
         version = data["version"]
         require(is_int(version, VERSION, VERSION), f"its version is {version!r}; this speedswap reads {VERSION}")

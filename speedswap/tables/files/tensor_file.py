@@ -5,6 +5,7 @@ Source: https://github.com/huggingface/safetensors, section "Format".
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -117,7 +118,13 @@ class TensorReader:
 
     Args:
         file: the file, open for reading.
-        what.
+        what: the file, for messages.
+
+    Attributes:
+        places: the tensors by name.
+        others: the dtypes, by name, of tensors that torch has no dtype for, which are not read.
+        nbytes: the file's size.
+        digest: a hash of its header.
 
     Raises:
         TableFormatError: it is damaged.
@@ -127,10 +134,9 @@ class TensorReader:
         self.file = file
         self._what = what
         self.nbytes = os.fstat(file.fd).st_size
+        self.others: dict[str, str] = {}
         try:
             self.places = self._read_header()
-        except TableFormatError as error:
-            raise TableFormatError(f"{what}: {error}") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise TableFormatError(f"{what} is damaged: {error}") from None
 
@@ -138,17 +144,29 @@ class TensorReader:
         length = int.from_bytes(os.pread(self.file.fd, 8, 0), "little")
         if not 2 <= length <= min(_MAX_HEADER, self.nbytes - 8):
             raise ValueError(f"its header would have {length} bytes")
-        entries = json.loads(os.pread(self.file.fd, length, 8))
+        header = os.pread(self.file.fd, length, 8)
+        self.digest = hashlib.blake2b(header, digest_size=16).hexdigest()
+        entries = json.loads(header)
         entries.pop("__metadata__", None)
-        places = {name: _place(name, entry, 8 + length) for name, entry in entries.items()}
+        places = dict[str, TensorPlace]()
+        for name, entry in entries.items():
+            if (place := _place(name, entry, 8 + length)) is None:
+                self.others[name] = str(entry["dtype"])[:20]
+            else:
+                places[name] = place
         end = 8 + length
         for (begin, last), name in sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items()):
-            if begin + 8 + length != end or last - begin != places[name].nbytes:
+            size = places[name].nbytes if name in places else last - begin
+            if begin + 8 + length != end or last - begin != size or size < 0:
                 raise ValueError(f"tensor {name[:100]!r} is not where the one before ends, or not of its size")
-            end += places[name].nbytes
+            end += size
         if end != self.nbytes:
             raise ValueError(f"it has {self.nbytes} bytes, and its tensors end at {end}")
         return places
+
+    def unread(self, name: str) -> str:
+        """Return the message for a tensor that is not read."""
+        return f"{self._what}: tensor {name[:100]!r} has dtype {self.others[name]!r}, which is not read; save another"
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in ordinary memory."""
@@ -169,13 +187,12 @@ class TensorReader:
         return raw.view(place.dtype).view(place.shape)
 
 
-def _place(name: str, entry: Any, first: int) -> TensorPlace:
+def _place(name: str, entry: Any, first: int) -> TensorPlace | None:
+    """Check a tensor's entry in the header; return its place, or None if torch has no such dtype."""
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     sizes = [begin, end, *shape]
     if len(shape) > _MAX_DIMS:
         raise ValueError(f"tensor {name[:100]!r} has {len(shape)} dimensions")
-    if dtype not in _OF_NAME:
-        raise TableFormatError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r}, which is not read; save another")
     if not all(is_int(size, 0, 2**63 - 1) for size in sizes):
         raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
-    return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin)
+    return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin) if dtype in _OF_NAME else None

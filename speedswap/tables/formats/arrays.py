@@ -113,6 +113,8 @@ class _Tensors(Incoming):
     def __init__(self, reader: TensorReader, what: str) -> None:
         self._reader, self._what = reader, what
         places = {name: place for name, place in reader.places.items() if place.shape and place.nbytes}
+        if unread := [name for name in reader.others if not places or name == "weight"]:
+            raise TableFormatError(reader.unread(unread[0]))
         if not places:
             raise TableFormatError(f"{what} has no tensor with rows; give another file")
         self.columns = {name: ColumnForm(place.dtype, place.shape[1:]) for name, place in places.items()}

@@ -1,0 +1,292 @@
+"""Tables over a base: rows that were never written are those of a checkpoint's tensors, in any place."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensor_files import write
+from torch import Tensor
+
+import speedswap
+from speedswap import Column, Disk, Table, init
+from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.tables.initial import InRanges, Range
+
+ROWS, DIM, SHARDS = 250, 128, 12  # rows are wide enough to be stored one by one
+NAME = "model.ngram.shard_*.weight"
+
+
+def rows_of(dtype: torch.dtype = torch.bfloat16, seed: int = 1, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def made(folder: Path, rows: Tensor, *, files: int = 3) -> Path:
+    """Write a model of several files and their index: shards of unequal sizes, in an order that is not theirs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = dict(enumerate(rows.split(-(-len(rows) // SHARDS))))
+    weight_map = {}
+    for file in range(files):
+        held = {f"model.ngram.shard_{i}.weight": shards[i] for i in reversed(shards) if i % files == file}
+        held[f"norm_{file}"] = torch.ones(3)
+        name = f"model-{file + 1:05}-of-{files:05}.safetensors"
+        write(folder / name, held)
+        weight_map |= dict.fromkeys(held, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return made(tmp_path / "model", rows_of())
+
+
+PLACES: dict[str, Callable[[Path], Any]] = {
+    "device": lambda path: speedswap.Device(),
+    "pinned": lambda path: speedswap.Pinned(),
+    "pageable": lambda path: speedswap.Pageable(),
+    "disk": lambda path: Disk(path / "t"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:SW405")  # without a GPU
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_untouched_rows_are_those_of_the_tensors(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In natural order, from a folder, in the dtype on file and in others; written rows stay, reset ones return."""
+    base = init.of_tensors(made(tmp_path / "model", rows_of(dtype)), NAME)
+    assert (base.num_embeddings, base.embedding_dim, base.dtype) == (ROWS, DIM, dtype)
+    for column, more in ((dtype, {}), (torch.float64, {}), (torch.float32, {"stored_dtype": torch.bfloat16})):
+        where = PLACES[place](tmp_path / f"{column}{len(more)}")
+        table = Table.create(ROWS, DIM, init=base, dtype=column, storage=where, zero_row=7, **more)
+        want = rows_of(dtype).to(column)
+        want = want.bfloat16().float() if more else want
+        assert torch.equal(table.read().cpu(), want)
+        assert torch.equal(table.gather(torch.tensor([249, 0, 21])).weight.cpu(), want[[249, 0, 21]])
+        ids = torch.tensor([0, 20, 249])
+        table.scatter(ids, torch.full((3, DIM), 0.5, dtype=column))
+        want[ids] = 0.5
+        assert torch.equal(table.read().cpu(), want)
+        table.reset_rows(torch.tensor([20]))
+        want[20] = rows_of(dtype).to(column)[20].to(more.get("stored_dtype", column))
+        assert torch.equal(table.read().cpu(), want)
+
+
+def test_names_may_be_one_several_or_patterns_and_files_too(model: Path) -> None:
+    """One tensor, a list in any order, a list of files; and the fingerprint is that of what is read, wherever it is."""
+    parts = rows_of().split(-(-ROWS // SHARDS))
+    one = init.of_tensors(model, "model.ngram.shard_3.weight")
+    assert torch.equal(Table.create(len(parts[3]), DIM, init=one).read(), parts[3].float())
+    names = ["model.ngram.shard_10.weight", "*.shard_0.weight"]
+    two = init.of_tensors(sorted(model.glob("*.safetensors")), names)
+    assert torch.equal(Table.create(two.num_embeddings, DIM, init=two).read(), torch.cat([parts[10], parts[0]]).float())
+    again = shutil.copytree(model, model.parent / "again")
+    whole = init.of_tensors(model / "model.safetensors.index.json", NAME)
+    assert init.of_tensors(again, NAME).fingerprint == whole.fingerprint != two.fingerprint
+    assert init.of_tensors(made(again, rows_of() * 2), NAME).fingerprint != whole.fingerprint
+
+
+def test_training_over_a_base_is_that_over_a_copy_and_the_log_has_the_trained_rows(model: Path, tmp_path: Path) -> None:
+    base = init.of_tensors(model, NAME)
+    over = speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16, init=base, storage=Disk(tmp_path / "t"))
+    given = speedswap.Embedding.from_pretrained(rows_of().clone(), freeze=False)
+    for items in (over, given):
+        optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            items(torch.tensor([[3, 249], [3, 7 + step]])).float().square().sum().backward()
+            optimizer.step()
+    assert torch.equal(over.read(), given.read())
+    over.table.flush()
+    assert sorted(torch.cat([ids for ids, _ in over.table.store.written_rows()]).tolist()) == [3, 7, 8, 9, 249]
+    over.table.save(tmp_path / "copy")
+    with torch.no_grad():
+        over(torch.arange(ROWS))
+    assert not over.table.store.files.details()["touched_rows"] > 5
+    over.table.close()
+    for path in ("t", "copy"):
+        with Table.open(tmp_path / path, "r") as table:
+            assert torch.equal(table.read(), given.read())
+        assert Table.load(tmp_path / path).read().equal(given.read())
+    assert (tmp_path / "copy" / "rows.log").stat().st_size < 2**21
+
+
+def test_initializer_is_copied_and_pickled_as_a_value(model: Path, tmp_path: Path) -> None:
+    base = init.of_tensors(model, NAME)
+    for twin in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
+        assert twin == base
+        assert torch.equal(Table.create(ROWS, DIM, init=twin, dtype=torch.bfloat16).read(), rows_of())
+    items = speedswap.Embedding(ROWS, DIM, init=base)
+    assert torch.equal(copy.deepcopy(items).read(), rows_of().float())
+
+
+def test_several_bases_in_one_store_and_a_later_column(model: Path, tmp_path: Path) -> None:
+    """Ranges of a store's rows have a base each; a column added later has one, or copies the weight."""
+    other = made(tmp_path / "other", rows_of(torch.float32, 2))
+    one, two = init.of_tensors(model, NAME), init.of_tensors(other, NAME)
+    both = InRanges((Range(ROWS, one), Range(3, init.zeros()), Range(ROWS, two)))
+    table = Table.create(2 * ROWS + 3, DIM, init=both, path=tmp_path / "t")
+    want = torch.cat([rows_of().float(), torch.zeros(3, DIM), rows_of(torch.float32, 2)])
+    table.add_columns([Column("average", (DIM,), torch.float32, init.copy_of("weight"))])
+    assert torch.equal(table.read(), want)
+    assert torch.equal(table.read(column="average"), want)
+    table.close()
+    small = Table.create(ROWS, DIM, path=tmp_path / "s")
+    small.scatter(torch.tensor([5]), torch.ones(1, DIM))
+    small.add_columns([Column("state", (DIM,), torch.float32, one)])
+    small.close()
+    for path, column, expected in (("t", "average", want), ("s", "state", rows_of().float())):
+        with Table.open(tmp_path / path) as table:
+            assert torch.equal(table.read(column=column), expected)
+
+
+# ---------------------------------------------------------------------- moved, changed, missing
+
+
+def written(model: Path, path: Path) -> Tensor:
+    """Make a table over a model, train a row, close it; return its rows."""
+    with Table.create(ROWS, DIM, dtype=torch.bfloat16, init=init.of_tensors(model, NAME), path=path) as table:
+        table.scatter(torch.tensor([5]), torch.ones(1, DIM, dtype=torch.bfloat16))
+        return table.read()
+
+
+def test_table_and_base_may_be_moved_together_or_apart(tmp_path: Path) -> None:
+    want = written(made(tmp_path / "a" / "model", rows_of()), tmp_path / "a" / "t")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    with Table.open(tmp_path / "b" / "t") as table:
+        assert torch.equal(table.read(), want)
+    shutil.move(tmp_path / "b" / "t", tmp_path / "t")
+    with pytest.raises(TableFormatError, match=r"a/model.*base="):
+        Table.open(tmp_path / "t")
+    with pytest.raises(TableFormatError, match="nowhere"):
+        Table.open(tmp_path / "t", base=tmp_path / "nowhere")
+    with Table.open(tmp_path / "t", "r", base=tmp_path / "b" / "model") as table:  # which records nothing
+        assert torch.equal(table.read(), want)
+    with pytest.raises(TableFormatError):
+        Table.open(tmp_path / "t")
+    with Table.open(Disk(tmp_path / "t"), base=sorted((tmp_path / "b" / "model").glob("*.safetensors"))) as table:
+        assert torch.equal(table.read(), want)
+        table.scatter(torch.tensor([6]), torch.ones(1, DIM, dtype=torch.bfloat16))
+    with Table.open(tmp_path / "t") as table:
+        assert torch.equal(table.read()[6], torch.ones(DIM, dtype=torch.bfloat16))
+
+
+def changed_values(model: Path) -> None:
+    made(model, rows_of(seed=3))
+
+
+def shorter(model: Path) -> None:
+    os.truncate(model / "model-00002-of-00003.safetensors", 900)
+
+
+def gone(model: Path) -> None:
+    (model / "model-00002-of-00003.safetensors").unlink()
+
+
+def renamed(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("shard_11", "shard_99"))
+
+
+def misplaced(model: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map["model.ngram.shard_0.weight"] = "model-00002-of-00003.safetensors"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+CHANGES = {
+    changed_values: "has changed since",
+    shorter: "model-00002-of-00003.safetensors is damaged",
+    gone: "model-00002-of-00003.safetensors is missing",
+    renamed: "has no tensor 'model.ngram.shard_99.weight', although its index says so",
+    misplaced: "has no tensor 'model.ngram.shard_0.weight', although its index says so",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_base_is_refused_and_the_right_one_opens(change: Callable[[Path], None], tmp_path: Path) -> None:
+    model = made(tmp_path / "model", rows_of())
+    want, kept = written(model, tmp_path / "t"), shutil.copytree(model, tmp_path / "kept")
+    change(model)
+    for mode in ("r", "r+"):
+        with pytest.raises(TableFormatError, match=CHANGES[change]) as refused:
+            Table.open(tmp_path / "t", mode)
+        assert "Table.open(path, base=…)" in str(refused.value)
+    if change is not changed_values:
+        with pytest.raises(TableFormatError, match=CHANGES[change]):
+            init.of_tensors(model, NAME)
+    with Table.open(tmp_path / "t", base=kept) as table:
+        assert torch.equal(table.read(), want)
+
+
+def test_base_written_while_a_table_is_open_is_an_error_of_the_next_read(model: Path, tmp_path: Path) -> None:
+    table = Table.create(ROWS, DIM, init=init.of_tensors(model, NAME), path=tmp_path / "t")
+    table.gather(torch.tensor([3]))
+    file = model / "model-00001-of-00003.safetensors"
+    with open(file, "r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"\7")
+    os.utime(file, (1, 1))
+    with pytest.raises(TableClosedError, match="was written after its rows were mapped"):
+        table.gather(torch.tensor([200]))
+    table.close()
+
+
+def test_base_of_a_table_without_one_is_refused(model: Path, tmp_path: Path) -> None:
+    Table.create(3, 2, path=tmp_path / "t").close()
+    with pytest.raises(ValueError, match="has no base; leave it out"):
+        Table.open(tmp_path / "t", base=model)
+    Table.open(tmp_path / "t").close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "names", "error", "message"),
+    [
+        ({"emb.shard_0": rows_of()}, "emb.shards_*", ValueError, r"no tensor 'emb.shards_\*', but emb.shard_0"),
+        ({"a": rows_of(), "b": rows_of().float()}, "*", TypeError, "'b'.*float32, but those of 'a'.*bfloat16"),
+        ({"a": rows_of(), "b": rows_of()[:, :5].clone()}, "*", TypeError, "rows of 5 .* 'a' are 128"),
+        ({"a": torch.ones(3)}, "a", TypeError, r"\(3,\) of torch.float32"),
+        ({"a": torch.ones(3, 2, dtype=torch.int64)}, "a", TypeError, "int64"),
+        ({"a": torch.ones(0, 2)}, "a", TypeError, "has no rows"),
+        ({"a": rows_of()}, [], ValueError, "names"),
+    ],
+)
+def test_wrong_tensors_are_refused(
+    tensors: dict[str, Tensor], names: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "m.safetensors", tensors)
+    with pytest.raises(error, match=message):
+        init.of_tensors(tmp_path / "m.safetensors", names)
+
+
+def test_table_of_another_size_or_dtype_is_refused_before_it_is_made(model: Path, tmp_path: Path) -> None:
+    base = init.of_tensors(model, NAME)
+    for size in ((ROWS + 1, DIM), (ROWS, DIM + 1)):
+        with pytest.raises(ValueError, match=f"are {ROWS} × {DIM}; give init.num_embeddings"):
+            Table.create(*size, init=base, path=tmp_path / "t")
+    with pytest.raises(ValueError, match="give a floating-point"):
+        Table.create(ROWS, DIM, init=base, dtype=torch.int32, path=tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+    table = Table.create(ROWS + 1, DIM, path=tmp_path / "t")
+    with pytest.raises(ValueError, match=r"give init\.num_embeddings"):
+        table.add_columns([Column("more", (DIM,), torch.float32, base)])
+    assert [*table.columns] == ["weight"]
+
+
+def test_manifest_that_claims_more_rows_reads_none_past_the_end(model: Path, tmp_path: Path) -> None:
+    """Its author may be anyone."""
+    Table.create(ROWS, DIM, init=init.of_tensors(model, NAME), path=tmp_path / "t").close()
+    body = (tmp_path / "t" / "MANIFEST").read_bytes()[9:].replace(b'"num_embeddings": 250', b'"num_embeddings": 256')
+    (tmp_path / "t" / "MANIFEST").write_bytes(b"%08x\n" % zlib.crc32(body) + body)
+    with Table.open(tmp_path / "t") as table, pytest.raises(ValueError, match="are 250 × 128"):
+        table.gather(torch.tensor([255]))
