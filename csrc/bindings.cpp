@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "background.h"
-#include "float8.h"
 #include "id_map_bindings.h"
 #include "idle.h"
 #include "lines.h"
@@ -359,14 +358,14 @@ void decode_rows(uintptr_t values, int64_t width, uintptr_t scales, bool exponen
                  int threads) {
     const Ids checked = ids_at(rows, count);
     require(width > 0, "width", width, "1 or more");
-    const speedswap::Float8Rows from{at<const unsigned char>(values),
+    const speedswap::Float8Rows from{at(values),
                                      width,
                                      at(scales),
                                      exponents ? speedswap::Scale::exponent : speedswap::Scale::float32,
                                      scales_per_row,
                                      tile.first,
                                      tile.second};
-    without_gil([&] { speedswap::decode_rows(from, checked.data, count, at(out), bfloat16, threads); });
+    without_gil([&] { speedswap::decode_rows(from, checked, at(out), bfloat16, threads); });
 }
 
 void prefault(uintptr_t pointer, int64_t nbytes, int threads) {

@@ -166,6 +166,43 @@ struct NarrowInt8 {
     }
 };
 
+// ---- float8 with scales --------------------------------------------------------------------------------------------
+
+inline float scale_at(const Float8Rows& from, int64_t place) {
+    if (from.scale == Scale::exponent) return float_of_bits(widen_ue8m0(static_cast<unsigned char>(from.scales[place])));
+    float scale;
+    std::memcpy(&scale, from.scales + 4 * place, sizeof scale);
+    return scale;
+}
+
+// Out is float, or uint16_t for bfloat16. A few values at a time, in the cache.
+template <typename Out>
+void decode_rows(const Float8Rows& from, Ids rows, char* out, int64_t begin, int64_t end) {
+    constexpr int64_t kItems = 256, kBytes = sizeof(Out);
+    alignas(kLine) char products[4 * kItems];
+    for (int64_t i = begin; i < end; ++i) {
+        const char* const in = from.values + rows.data[i] * from.width;
+        const int64_t place = rows.data[i] / from.tile_rows * from.scales_per_row;
+        for (int64_t first = 0; first < from.width; first += kItems) {
+            const int64_t items = least(kItems, from.width - first);
+            for (int64_t k = 0; k < items;) {
+                const int64_t tile = (first + k) / from.tile_width;
+                const int64_t stop = least(items, (tile + 1) * from.tile_width - first);
+                const float scale = scale_at(from, place + tile);
+                for (; k < stop; ++k) {
+                    const float product = float_of_bits(widen_e4m3(static_cast<unsigned char>(in[first + k]))) * scale;
+                    std::memcpy(products + 4 * k, &product, sizeof product);
+                }
+            }
+            char* const row = out + (i * from.width + first) * kBytes;
+            if (sizeof(Out) == sizeof(float))
+                std::memcpy(row, products, size_t(4 * items));
+            else
+                Narrow<Bfloat16>()(row, products, 2 * items);
+        }
+    }
+}
+
 // Past the cache, by way of a few lines in it: kOut bytes are written for each kIn that are read.
 template <typename Convert, int64_t kOut, int64_t kIn>
 struct Streamed {

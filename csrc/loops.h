@@ -34,6 +34,8 @@ struct Loops {
     void (*gather)(const Copy& copy, int64_t begin, int64_t end);
     void (*scatter)(const Copy& copy, int64_t begin, int64_t end);
     void (*round)(const Copy& copy, int64_t begin, int64_t end);
+    void (*decode)(const Float8Rows& from, Ids rows, char* out, int64_t begin, int64_t end);
+    void (*decode_to_bfloat16)(const Float8Rows& from, Ids rows, char* out, int64_t begin, int64_t end);
     int64_t (*check_ids)(Ids ids, int64_t num_rows, int64_t begin, int64_t end);
     int64_t (*first_fall)(Ids values, int64_t begin, int64_t end);
     // Fills in `below`; returns the number of all bits set.

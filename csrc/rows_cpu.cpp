@@ -154,6 +154,13 @@ void round_rows(Ids ids, const Part& part, int threads) {
     });
 }
 
+void decode_rows(const Float8Rows& from, Ids rows, char* out, bool bfloat16, int threads) {
+    const int64_t grain = piece(rows.count, from.width, threads);
+    parallel_for(rows.count, grain, threads, [&](int64_t begin, int64_t end) {
+        (bfloat16 ? chosen.loops->decode_to_bfloat16 : chosen.loops->decode)(from, rows, out, begin, end);
+    });
+}
+
 uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write) {
     const PhiloxWords counter = {{Word(write), Word(write >> 32), 0x6e756f72u, 0x676e6964u}};
     const PhiloxWords words = philox4x32_10(counter, stream_key(seed, column_key));

@@ -48,6 +48,22 @@ void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& pa
 // value; ids need not be in range.
 void round_rows(Ids ids, const Part& part, int threads);
 
+// The form of a scale: a float, or an exponent (ue8m0: 2^(byte - 127), 255 for NaN).
+enum class Scale : int { float32 = 0, exponent = 1 };
+
+// A matrix of e4m3, with a scale for each tile of tile_rows x tile_width values: scales_per_row for a row of tiles, the
+// last of which may be smaller.
+struct Float8Rows {
+    const char* values;
+    int64_t width;
+    const char* scales;
+    Scale scale;
+    int64_t scales_per_row, tile_rows, tile_width;
+};
+
+// out row i <- row rows[i], each value times its scale as a float, rounded to nearest if `out` is bfloat16.
+void decode_rows(const Float8Rows& from, Ids rows, char* out, bool bfloat16, int threads);
+
 // The random stream for one write of a column, distinct for each (seed, column, write).
 uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write);
 
