@@ -348,9 +348,9 @@ int64_t forward(uintptr_t from_rows, int64_t from_count, uintptr_t to_rows, int6
     });
 }
 
-void read_ahead(uintptr_t first, int64_t row_bytes, uintptr_t rows, int64_t count) {
+void read_ahead(uintptr_t first, int64_t row_bytes, uintptr_t rows, int64_t count, int threads) {
     const Ids checked = ids_at(rows, count);
-    without_gil([&] { speedswap::read_ahead(at(first), row_bytes, checked.data, count); });
+    without_gil([&] { speedswap::read_ahead(at(first), row_bytes, checked.data, count, threads); });
 }
 
 void decode_rows(uintptr_t values, int64_t width, uintptr_t scales, bool exponents, int64_t scales_per_row,
@@ -421,7 +421,7 @@ PYBIND11_MODULE(_C, module) {
                arg("now"), arg("before"), arg("bends"), arg("steps"), arg("count"), arg("threads"));
     module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
                arg("stride"), arg("most"));
-    module.def("read_ahead", &read_ahead, arg("first"), arg("row_bytes"), arg("rows"), arg("count"));
+    module.def("read_ahead", &read_ahead, arg("first"), arg("row_bytes"), arg("rows"), arg("count"), arg("threads"));
     module.def("decode_rows", &decode_rows, arg("values"), arg("width"), arg("scales"), arg("exponents"),
                arg("scales_per_row"), arg("tile"), arg("rows"), arg("count"), arg("out"), arg("bfloat16"),
                arg("threads"));

@@ -8,6 +8,8 @@
 #include <new>
 #include <utility>
 
+#include "pool.h"
+
 namespace speedswap {
 
 int64_t page_bytes() {
@@ -43,26 +45,27 @@ void drop_pages(void* pages, int64_t bytes) {
     if (bytes >= page) madvise(pages, size_t(bytes / page * page), MADV_DONTNEED);
 }
 
-void read_ahead(const char* first, int64_t row_bytes, const int64_t* rows, int64_t count) {
+void read_ahead(const char* first, int64_t row_bytes, const int64_t* rows, int64_t count, int threads) {
     constexpr uintptr_t kAtOnce = 128 << 10;  // Linux reads no more for one call
-    const uintptr_t page = uintptr_t(page_bytes());
-    uintptr_t begin = 0, end = 0;
-    const auto announce = [&] {
-        for (; begin < end; begin += kAtOnce)
-            madvise(reinterpret_cast<void*>(begin), std::min(kAtOnce, end - begin), MADV_WILLNEED);
-    };
-    for (int64_t i = 0; i < count; ++i) {
-        const uintptr_t row = reinterpret_cast<uintptr_t>(first) + uintptr_t(rows[i] * row_bytes);
-        const uintptr_t from = row / page * page, to = (row + uintptr_t(row_bytes) + page - 1) / page * page;
-        if (from < begin || from > end) {
-            announce();
-            begin = from;
-            end = to;
-        } else {
+    constexpr int64_t kRows = 256;
+    parallel_for(count, kRows, threads, [&](int64_t i, int64_t last) {
+        const uintptr_t page = uintptr_t(page_bytes());
+        uintptr_t begin = 0, end = 0;
+        const auto announce = [&] {
+            for (; begin < end; begin += kAtOnce)
+                madvise(reinterpret_cast<void*>(begin), std::min(kAtOnce, end - begin), MADV_WILLNEED);
+        };
+        for (; i < last; ++i) {
+            const uintptr_t row = reinterpret_cast<uintptr_t>(first) + uintptr_t(rows[i] * row_bytes);
+            const uintptr_t from = row / page * page, to = (row + uintptr_t(row_bytes) + page - 1) / page * page;
+            if (from < begin || from > end) {
+                announce();
+                begin = from;
+            }
             end = std::max(end, to);
         }
-    }
-    announce();
+        announce();
+    });
 }
 
 Mapping::Mapping(int64_t bytes, bool huge_pages) : bytes_(bytes > 0 ? bytes : 1) {

@@ -17,7 +17,7 @@ def read_ahead(rows: Tensor, ids: Tensor) -> None:
         ids: int64, shape (m,), in range, best ascending.
     """
     ids = as_ids(ids)
-    _C.read_ahead(rows.data_ptr(), rows.shape[1], ids.data_ptr(), len(ids))
+    _C.read_ahead(rows.data_ptr(), rows.shape[1], ids.data_ptr(), len(ids), get_num_threads())
 
 
 def decode_rows(rows: Tensor, scales: Tensor, tile: tuple[int, int], ids: Tensor, out: Tensor) -> None:
