@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -175,28 +175,36 @@ class TableModule(nn.Module):
     def from_file(
         cls: type[_Self],
         file: TensorSource,
-        name: str,
+        name: str | Sequence[str],
         freeze: bool = True,
         padding_idx: int | None = None,
+        *,
+        scale: str | Sequence[str] | None = None,
+        block: int | None = None,
         **settings: Any,
     ) -> _Self:
-        """Return a module over the rows of a tensor in a safetensors file, which are read in place.
+        """Return a module over the rows of tensors in safetensors files, which are read in place.
 
-        Looking rows up takes no memory except the system's cache of the file. Rows that training or a write changes are
-        copied, in pages (4 KiB); optimizer state takes memory as it is written. The file is never changed: keep trained
-        rows with ``table.save``, ``save_checkpoint`` or ``state_dict``, each of which writes a copy of every row. Every
-        call checks that the file has not changed; truncating it during a read kills the process.
+        Looking rows up takes no memory except the system's cache of the file. With ``storage=``, the table is in that
+        place, and rows that were never written are read from the files (:func:`speedswap.init.of_tensors`). Without, it
+        is one tensor, mapped: rows that training or a write changes are copied, in pages (4 KiB); optimizer state takes
+        memory as it is written; and what keeps trained rows (``table.save``, ``save_checkpoint``, ``state_dict``)
+        writes a copy of every row. The files are never changed, and every call checks that nobody else has; truncating
+        one during a read kills the process.
 
         Args:
             file: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with
                 safetensors files; or a list of files.
-            name: the tensor's name, e.g. ``"model.embed_tokens.weight"``.
+            name: the tensor's name, e.g. ``"model.embed_tokens.weight"``; with ``storage=`` also several, or a pattern.
             freeze: True if the rows are for lookup only.
             padding_idx: a row that gets no gradient.
-            settings: keyword arguments of the class that do not require a copy: ``device``, ``state_dtype``, ``mode``…
+            scale, block: as for :func:`speedswap.init.of_tensors`; they need ``storage=``.
+            settings: keyword arguments of the class. Without ``storage=`` or ``path=``, those that do not require a
+                copy: ``device``, ``state_dtype``, ``mode``… With one, ``dtype`` is by default the file's, or bfloat16
+                for float8.
 
         Raises:
-            ValueError: no tensor has that name.
+            ValueError: no tensor has that name; or several have, or scales are given, without ``storage=``.
             TypeError: it is not a matrix of floating-point numbers of at least 16 bits, or a setting requires a copy.
             FileNotFoundError: the file does not exist.
             TableFormatError: a file is damaged or truncated, or two files have a tensor of that name.
@@ -212,9 +220,22 @@ class TableModule(nn.Module):
             >>> items(torch.tensor([997]))[0, :3]
             tensor([0.5000, 0.5000, 0.5000])
         """
-        refuse_copied(file, settings)
-        table = Table(FileStore(TensorFiles(file), name))
-        module = cls(len(table), table.embedding_dim, padding_idx=padding_idx, table=table, **settings)
+        if settings.keys() & {"storage", "path"}:
+            base = initializers.of_tensors(file, name, scale=scale, block=block)
+            dtype = base.dtype if base.dtype.itemsize > 1 else torch.bfloat16
+            shape = base.num_embeddings, base.embedding_dim
+            module = cls(*shape, padding_idx=padding_idx, init=base, **{"dtype": dtype, **settings})
+        else:
+            refuse_copied(file, settings)
+            files = TensorFiles(file)
+            names = [found for each in ([name] if isinstance(name, str) else name) for found in files.matching(each)]
+            if len(names) != 1 or scale is not None:
+                raise ValueError(
+                    f"name is {name!r}, {len(names)} tensors, and scale is {scale!r}; for other than one tensor of "
+                    "rows as they are, give the place of the table: storage=speedswap.Disk(path)"
+                )
+            table = Table(FileStore(files, names[0]))
+            module = cls(len(table), table.embedding_dim, padding_idx=padding_idx, table=table, **settings)
         module.weight.requires_grad_(not freeze)
         return module
 

@@ -188,7 +188,9 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[Path], Any], dict[str, An
         {"name": "i"},
     ),
     "a dtype": (r"dtype is torch.float64, but the rows are read", TypeError, lambda f: f, {"dtype": torch.float64}),
-    "a place": ("storage is 'pinned', but the rows are read in place", TypeError, lambda f: f, {"storage": "pinned"}),
+    "a seed": ("seed is 3, but the rows are read in place", TypeError, lambda f: f, {"seed": 3}),
+    "several tensors": ("3 tensors, and scale is None; .* storage=", ValueError, lambda f: f, {"name": "*.weight"}),
+    "scales": ("and scale is 'norm'; .* storage=", ValueError, lambda f: f, {"name": "users.weight", "scale": "norm"}),
     "max_norm": (
         "max_norm is 1.0, but a lookup does not change the table",
         ValueError,

@@ -7,13 +7,15 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import run_script
 from tensor_files import write
 from torch import Tensor
 
@@ -290,3 +292,85 @@ def test_manifest_that_claims_more_rows_reads_none_past_the_end(model: Path, tmp
     (tmp_path / "t" / "MANIFEST").write_bytes(b"%08x\n" % zlib.crc32(body) + body)
     with Table.open(tmp_path / "t") as table, pytest.raises(ValueError, match="are 250 × 128"):
         table.gather(torch.tensor([255]))
+
+
+# ---------------------------------------------------------------------- embeddings, kills
+
+
+@pytest.mark.parametrize("kind", [speedswap.Embedding, speedswap.EmbeddingBag])
+def test_modules_from_files_in_a_place(kind: Any, model: Path, tmp_path: Path) -> None:
+    """Of a pattern, in the dtype on file by default, frozen or trained; a single tensor without a place is mapped."""
+    ids = torch.tensor([[3, 249], [21, 0]])
+    want = rows_of().float()[ids]
+    want = want if kind is speedswap.Embedding else want.mean(1)
+    items = kind.from_file(model, NAME, storage=Disk(tmp_path / "t"))
+    assert not items.weight.requires_grad
+    assert (items.table.storage, items.table.dtype) == ("disk", torch.bfloat16)
+    assert torch.equal(items(ids), want.bfloat16())
+    items.table.close()
+    wide = kind.from_file(model, NAME, False, dtype=torch.float32, stored_dtype=torch.bfloat16, path=tmp_path / "w")
+    wide(ids).sum().backward()
+    torch.optim.SGD(wide.parameters(), lr=1.0).step()
+    assert not torch.isclose(wide.read()[ids], rows_of().float()[ids]).any(-1).any()
+    assert torch.equal(wide.read()[30:200], rows_of().float()[30:200])
+    assert kind.from_file(model, "*.shard_3.weight").table.storage == "file"
+
+
+def ids_of(step: int) -> Tensor:
+    return torch.randint(ROWS, (20,), generator=torch.Generator().manual_seed(step))
+
+
+def train(items: speedswap.Embedding, steps: Iterable[int], optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or adam(items)
+    for step in steps:
+        optimizer.zero_grad()
+        items(ids_of(step)).float().square().sum().backward()
+        optimizer.step()
+
+
+def adam(items: speedswap.Embedding) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(items.parameters(), lr=1e-2, weight_decay=0.0)
+
+
+TRAINED = """
+import itertools, os, signal, sys
+sys.path[:0] = sys.argv[4:]
+import torch, speedswap
+from test_base import DIM, NAME, ROWS, train
+torch.set_num_threads(1)
+place = speedswap.Disk(sys.argv[2], commit_every=1, commit_seconds=None)
+base = speedswap.init.of_tensors(sys.argv[1], NAME)
+items = speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16, init=base, storage=place)
+calls = itertools.count()
+limit = int(sys.argv[3])
+
+def count(*event):
+    if next(calls) == limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.setprofile(count)
+train(items, itertools.count())
+"""
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("point", range(20))
+def test_killed_anywhere_leaves_a_commit_over_its_base(point: int, model: Path, tmp_path: Path) -> None:
+    """Its rows are those after a step; it has written those that were trained, and goes on as an uninterrupted run."""
+    calls = int(torch.randint(5_000, 40_000, (), generator=torch.Generator().manual_seed(point)))
+    folders = str(Path(__file__).parent), str(Path(__file__).parents[1])
+    ended = run_script(TRAINED, model, tmp_path / "t", calls, *folders)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    given = speedswap.Embedding.from_pretrained(rows_of().clone(), freeze=False)
+    optimizer, steps = adam(given), 0
+    with Table.open(tmp_path / "t") as table:
+        found, written = table.read(), [ids for ids, _ in table.store.written_rows()]
+        while not torch.equal(given.read(), found):
+            assert steps < 1000, "the table has the rows of no step"
+            train(given, [steps], optimizer)
+            steps += 1
+        trained = {*torch.cat([ids_of(step) for step in range(steps)]).tolist()} if steps else set()
+        assert {*(torch.cat(written).tolist() if written else [])} == trained
+        train(given, range(steps, steps + 5), optimizer)
+        train(speedswap.Embedding(ROWS, DIM, table=table), range(steps, steps + 5))
+        assert torch.equal(table.read(), given.read())
