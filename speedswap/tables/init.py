@@ -76,6 +76,11 @@ class Initializer:
         return []
 
     @property
+    def rows_at_once(self) -> int:
+        """The number of neighbouring rows that are best filled together, from a multiple of it on."""
+        return max((each.rows_at_once for each in self.parts), default=1)
+
+    @property
     def is_function_of_row(self) -> bool:
         """True if the values of a row can be computed again at any time."""
         return all(each.is_function_of_row for each in self.parts)
@@ -393,6 +398,7 @@ class _FromTorch(Initializer):
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     kind: ClassVar[str] = "torch"
+    rows_at_once: ClassVar[int] = CHUNK_ROWS
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         ids = ids_of(rows)

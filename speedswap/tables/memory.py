@@ -20,7 +20,7 @@ from speedswap._words import warn_once
 from speedswap.errors import TableTooLargeError
 from speedswap.kernels.cuda import pinning
 from speedswap.kernels.cuda.hot import MOST_SLOTS, Home, HotRows
-from speedswap.tables.init import CHUNK_ROWS, ColumnSpec, CopyOf
+from speedswap.tables.init import ColumnSpec, CopyOf
 from speedswap.tables.record import Column, RecordLayout
 
 if TYPE_CHECKING:
@@ -307,8 +307,9 @@ class RecordGroup:
 
     def chunks(self, start: int, stop: int) -> Iterator[slice]:
         """Yield rows ``start`` to ``stop`` in pieces of about 64 MiB, multiples of the initializers' own chunks."""
+        together = max(each.init.rows_at_once for each in self.layout.columns)
         rows = max(1, _CHUNK_BYTES // self.layout.stride)
-        rows = -(-rows // CHUNK_ROWS) * CHUNK_ROWS
+        rows = -(-rows // together) * together
         for first in range(start, stop, rows):
             yield slice(first, min(first + rows, stop))
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -149,6 +150,34 @@ def test_several_bases_in_one_store_and_a_later_column(model: Path, tmp_path: Pa
     for path, column, expected in (("t", "average", want), ("s", "state", rows_of().float())):
         with Table.open(tmp_path / path) as table:
             assert torch.equal(table.read(column=column), expected)
+
+
+FILLED = """
+import json, sys
+sys.path.append(sys.argv[2])
+import torch, speedswap
+from children import peak_of_memory
+
+rows, dim = 40_000, 4096
+header = json.dumps({"w": {"dtype": "BF16", "shape": [rows, dim], "data_offsets": [0, rows * dim * 2]}}).encode()
+header += b" " * (-len(header) % 8)
+with open(sys.argv[1], "wb") as file:
+    file.write(len(header).to_bytes(8, "little") + header)
+    file.truncate(8 + len(header) + rows * dim * 2)  # 312 MiB of zeros, none of them on the disk
+base = speedswap.init.of_tensors(sys.argv[1], "w")
+speedswap.Table.create(rows, 1, init=speedswap.init.normal(), storage="pageable")  # starts threads
+before = peak_of_memory(anew=True)
+table = speedswap.Table.create(rows, dim, init=base, stored_dtype=torch.bfloat16, storage="pageable")
+print((peak_of_memory() - before) / (rows * dim * 2))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_filled_a_piece_at_a_time(tmp_path: Path) -> None:
+    """The most that the process takes is the table, the file's pages in the system's cache, and pieces of the rows."""
+    done = run_script(FILLED, tmp_path / "large.safetensors", Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2.8  # with all float32 rows at once it is 4
 
 
 # ---------------------------------------------------------------------- moved, changed, missing
