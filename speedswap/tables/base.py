@@ -15,6 +15,7 @@ from speedswap import kernels
 from speedswap.tables.files.tensor_file import TensorPlace
 from speedswap.tables.files.tensor_files import MappedTensor, TensorFiles, TensorSource
 
+_CPU = torch.device("cpu")
 _PIECE_BYTES = 16 << 20  # of rows on their way to another dtype or device
 _TILES = tuple(1 << power for power in range(3, 11))
 _SAMPLES, _SAMPLE_BYTES = 4, 64  # of a tensor's values, for the fingerprint
@@ -115,7 +116,7 @@ class TensorRows:
         ]
         self._tensors = [tensor for each in self._segments for tensor in each.tensors]
         firsts = [*accumulate((len(each.rows) for each in self._segments), initial=0)]
-        self.num_embeddings, self._firsts = firsts[-1], torch.tensor(firsts)
+        self.num_embeddings, self._firsts = firsts[-1], torch.tensor(firsts, device=_CPU)
         self.fingerprint = self._fingerprint(files, [*found, *found_scales])
 
     def _fingerprint(self, files: TensorFiles, names: list[str]) -> str:
@@ -128,7 +129,7 @@ class TensorRows:
             each[at : at + _SAMPLE_BYTES] for each in mapped for at in range(0, len(each), -(-len(each) // _SAMPLES))
         ]
         for sample in samples:
-            kernels.read_ahead(sample.unsqueeze(0), torch.tensor([0]))
+            kernels.read_ahead(sample.unsqueeze(0), torch.zeros(1, dtype=torch.int64, device=_CPU))
         for sample in samples:
             digest.update(sample.numpy().tobytes())
         return digest.hexdigest()
@@ -153,7 +154,7 @@ class TensorRows:
         is_direct = into.is_cpu and into.is_contiguous() and into.dtype == wanted
         step = max(1, _PIECE_BYTES // (self.embedding_dim * wanted.itemsize))
         for some, rows in zip(torch.split(ids, step), torch.split(into, step), strict=True):
-            out = rows if is_direct else torch.empty(len(some), self.embedding_dim, dtype=wanted)
+            out = rows if is_direct else torch.empty(len(some), self.embedding_dim, dtype=wanted, device=_CPU)
             for segment, local, places in self._split(some):
                 segment.read(local, out[places])
             if not is_direct:
@@ -196,11 +197,11 @@ def _segment(files: TensorFiles, name: str, scale: str | None, block: int | None
     rows = tensor.bytes.view(tensor.place.shape[0], -1)
     if scale is None:
         return _Segment(tensor, rows, None)
-    scales = files.mapped(scale)
-    dtype, shape, _ = scales.place
+    dtype, shape, _ = files.place(scale)
     if dtype not in _SCALE_DTYPES:
         raise TypeError(f"scale {scale!r} of {files.what} is {dtype}; scales are float32, or exponents (F8_E8M0)")
     tile = _tile(rows.shape[0], rows.shape[1], shape, block, f"scale {scale!r} of {files.what}")
+    scales = files.mapped(scale)
     values = scales.bytes.view(torch.float32) if dtype == torch.float32 else scales.bytes
     return _Segment(tensor, rows, _Scales(scales, values.view((*shape, 1, 1)[:2]), tile))
 
@@ -215,7 +216,7 @@ def _tile(rows: int, width: int, shape: tuple[int, ...], block: int | None, what
     if block is None:
         known += [(tile, tile) for tile in _TILES]
         known += [(1, width // shape[1])] if len(shape) == 2 and shape[1] and width % shape[1] == 0 else []
-    else:
+    elif block > 0:
         known += [(1, block), (block, block)]
     grid = (*shape, 1, 1)[:2]
     fits = {(min(a, rows), min(b, width)) for a, b in known if (-(-rows // a), -(-width // b)) == grid}

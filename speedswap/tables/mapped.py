@@ -30,7 +30,7 @@ class FileMemory(Memory):
 
     def read_ahead(self, start: int, stop: int) -> None:
         """Start reading some of the bytes, which are otherwise read a page at a time."""
-        kernels.read_ahead(self.bytes[start:stop].unsqueeze(0), torch.tensor([0]))
+        kernels.read_ahead(self.bytes[start:stop].unsqueeze(0), torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def close(self) -> None:
         super().close()

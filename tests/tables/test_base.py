@@ -123,6 +123,40 @@ def test_training_over_a_base_is_that_over_a_copy_and_the_log_has_the_trained_ro
     assert (tmp_path / "copy" / "rows.log").stat().st_size < 2**21
 
 
+def test_default_device_does_not_matter(model: Path) -> None:
+    """Models are often built on meta, their tables with them."""
+    with torch.device("meta"):
+        base = init.of_tensors(model, NAME)
+        items = speedswap.Embedding(ROWS, DIM, init=base, dtype=torch.bfloat16)
+        table = Table.create(ROWS, DIM, init=base, dtype=torch.bfloat16, storage="pageable")
+    assert items.weight.is_meta
+    assert torch.equal(items.to_empty(device="cpu").read(), rows_of())
+    assert torch.equal(table.read(), rows_of())
+
+
+def test_checkpoints_and_collections_over_a_base(model: Path, tmp_path: Path) -> None:
+    """A checkpoint has the trained rows of a table on disk by reference, and all rows of one in memory."""
+    base = init.of_tensors(model, NAME)
+    for place in (Disk(tmp_path / "t"), "pageable"):
+        items = speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16, init=base, storage=place)
+        train(items, range(2))
+        want = items.read()
+        speedswap.save_checkpoint(tmp_path / "saved", items, step=2)
+        train(items, range(2, 4))
+        assert not torch.equal(items.read(), want)
+        speedswap.load_checkpoint(tmp_path / "saved", items)
+        assert torch.equal(items.read(), want)
+        items.table.close()
+        shutil.rmtree(tmp_path / "saved")
+    configs = [
+        speedswap.EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name=name, feature_names=[name], init=each)
+        for name, each in (("a", base), ("b", init.zeros()), ("c", init.of_tensors(model, NAME)))
+    ]
+    tables = speedswap.EmbeddingCollection(tables=configs, storage=Disk(tmp_path / "several"))
+    for name, want in (("a", rows_of().float()), ("b", torch.zeros(ROWS, DIM)), ("c", rows_of().float())):
+        assert torch.equal(tables.state_dict()[f"embeddings.{name}.weight"], want)
+
+
 def test_initializer_is_copied_and_pickled_as_a_value(model: Path, tmp_path: Path) -> None:
     base = init.of_tensors(model, NAME)
     for twin in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):

@@ -131,6 +131,8 @@ def test_wrong_scales_are_refused(tmp_path: Path) -> None:
         init.of_tensors(small, "w", scale="t")
     with pytest.raises(ValueError, match="block is 32"):
         init.of_tensors(small, "w", scale="t", block=32)
+    with pytest.raises(ValueError, match="block is 0"):
+        init.of_tensors(small, "w", scale="t", block=0)
 
 
 def with_tensor(path: Path, dtype: str, values: dict[str, Tensor]) -> Path:
