@@ -116,6 +116,11 @@ class Room {
     int64_t groups_ = 0;
 };
 
+// Ascending. A moved row's record is one that the cleaner has written, perhaps of a row that did not change.
+struct FoundRows {
+    std::vector<int64_t> changed, moved;
+};
+
 class RowLog : public std::enable_shared_from_this<RowLog> {
   public:
     // Writes commit 0, durably, to new files.
@@ -151,9 +156,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // False after a while, if the cleaner still finds something to do.
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
-    // Sets a byte per row, from `first` on, that was ever written; or, given another log that has the same files open,
-    // whose record is not where that has it. An equal record that the cleaner has moved counts, too.
-    void mark_rows(int64_t first, int64_t count, RowLog* other, uint8_t* marks);
+    // Finds the rows, from `first` on, that were ever written; or, given another log that has the same files open,
+    // whose record is not where that has it.
+    void find_written(int64_t first, int64_t count, RowLog* other, FoundRows& found);
     void let_reads_go();
     // Follows a writer elsewhere to its last commit; false if that is the present one. Nothing if the writer went on
     // meanwhile, to be called again, as recover().
@@ -242,6 +247,8 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     uint32_t dirty_bit(uint64_t epoch) const { return Slots::kDirty[epoch & 1]; }
     int64_t left_in(const Room* room) const;
     void copy_addresses(uint32_t* to, uint32_t first, uint32_t count);
+    uint32_t address_of(uint32_t group) const;
+    static constexpr uint32_t kNoRecord = UINT32_MAX;  // the address of a group that has changed in the cache alone
     static uint64_t mixed(uint32_t group, uint32_t address, uint64_t stamp);
     uint64_t mixed(uint32_t group, uint32_t address) const {
         return mixed(group, address, segments_[geometry_.segment(address)].stamp);

@@ -46,7 +46,7 @@ bool Appends::ready(Point& point, uint64_t epoch, bool patient) {
         buffers_.push_back(fresh);
         ++num_buffers_;
     }
-    const uint32_t segment = segments_.open(point.layout, epoch, seq + 1);
+    const uint32_t segment = segments_.open(point.layout, point.source, epoch, seq + 1);
     point.segment = segment;
     point.at = 0;
     point.buffer = segments_[segment].buffer = buffers_.back();
@@ -149,6 +149,7 @@ void Appends::write(const Write& write, const Segment& segment) {
     header->first_place = write.first_place;
     header->segment = write.segment;
     header->stamp = segment.stamp;
+    header->source = segment.source;
     std::memset(header->unused, 0, sizeof header->unused);
     std::memset(header->groups + write.count, 0, (kMostInChunk - write.count) * sizeof(uint32_t));
     header->crc = header->checksum();

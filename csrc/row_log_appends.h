@@ -58,6 +58,7 @@ class Appends {
   public:
     // Where groups of one layout are appended: a chunk being filled, of a segment whose bytes are in a buffer.
     struct Point {
+        Segment::Source source = Segment::moves;
         int layout = 0;
         int64_t segment = -1;
         int64_t at = 0;  // of the chunk in the segment

@@ -235,12 +235,15 @@ void bind_row_log(py::module_& module) {
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
             arg("commit"))
         .def(
-            "mark_rows",
-            [](const PyRowLog& log, int64_t first, int64_t count, const PyRowLog* other, uintptr_t marks) {
+            "find_written",
+            [](const PyRowLog& log, int64_t first, int64_t count, const PyRowLog* other) {
                 RowLog* const given = other == nullptr ? nullptr : &**other;
-                without_gil([&] { log->mark_rows(first, count, given, at<uint8_t>(marks)); });
+                FoundRows found;
+                without_gil([&] { log->find_written(first, count, given, found); });
+                return py::make_tuple(buffer_of(found.changed.data(), found.changed.size() * sizeof(int64_t)),
+                                      buffer_of(found.moved.data(), found.moved.size() * sizeof(int64_t)));
             },
-            arg("first"), arg("count"), arg("other").none(true), arg("marks"))
+            arg("first"), arg("count"), arg("other").none(true))
         .def("refresh", &refresh)
         .def(
             "scan",

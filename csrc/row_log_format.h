@@ -35,8 +35,9 @@ struct ChunkHeader {
     uint32_t count;
     uint32_t first_place;
     uint32_t segment;
-    uint64_t stamp;  // of the segment's use: its chunks share it, and no other use has it
-    uint32_t unused[4];
+    uint64_t stamp;   // of the segment's use: its chunks share it, and no other use has it
+    uint32_t source;  // Segment::Source, the same in all chunks of a use
+    uint32_t unused[3];
     uint32_t groups[kMostInChunk];
 
     uint32_t checksum() const;  // count has been checked

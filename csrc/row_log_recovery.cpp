@@ -70,6 +70,7 @@ void RowLog::apply(Recovered& found, std::vector<FoundSegment> log) const {
         found.highest = std::max(found.highest, segment.highest);
         if (segment.rejected >= 0) found.rejected.push_back(number * geometry_.segment_bytes() + segment.rejected);
         found.segments[number].layout = uint8_t(segment.layout);
+        found.segments[number].source = segment.source;
         found.segments[number].stamp = segment.stamp;
         for (const FoundChunk& chunk : segment.chunks)
             chunks.push_back(&chunk);

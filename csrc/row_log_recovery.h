@@ -20,6 +20,7 @@ struct FoundChunk {
 struct FoundSegment {
     std::vector<FoundChunk> chunks;
     int layout = 0;
+    Segment::Source source = Segment::unknown;
     uint64_t stamp = 0;
     uint64_t highest = 0;   // of all its chunks
     int64_t rejected = -1;  // the byte of the first chunk that is after the last one to count

@@ -87,13 +87,14 @@ void LogSegments::add(uint32_t count) {
         unused_.push_back(before + i);
 }
 
-uint32_t LogSegments::open(int layout, uint64_t epoch, uint64_t stamp) {
+uint32_t LogSegments::open(int layout, Segment::Source source, uint64_t epoch, uint64_t stamp) {
     const uint32_t number = unused_.back();
     unused_.pop_back();
     Segment& segment = all_[number];
     segment = Segment{};
     segment.state = Segment::open;
     segment.layout = uint8_t(layout);
+    segment.source = source;
     segment.opened_at = epoch;
     segment.stamp = stamp;
     return number;

@@ -60,7 +60,9 @@ class Geometry {
 
 struct Segment {
     enum State : uint8_t { unused, open, closed, emptied };
+    enum Source : uint8_t { unknown, changes, moves };  // unknown in logs of earlier versions
     State state = unused;
+    Source source = unknown;  // of its records: all were changed, or all moved by the cleaner
     uint8_t layout = 0;
     bool stuck = false;          // it has a damaged record, and is not cleaned
     uint32_t live = 0;           // groups whose address is here
@@ -88,7 +90,7 @@ class LogSegments {
     uint32_t num_emptied() const { return uint32_t(emptied_.size()); }
     uint32_t num_used() const { return size() - num_unused() - num_emptied(); }
 
-    uint32_t open(int layout, uint64_t epoch, uint64_t stamp);
+    uint32_t open(int layout, Segment::Source source, uint64_t epoch, uint64_t stamp);
     void close(uint32_t segment, uint64_t epoch, uint64_t last_read);
     // One group less; a closed segment without any is emptied.
     void forget(uint32_t segment, uint64_t epoch, uint64_t last_read);

@@ -58,6 +58,7 @@ FoundSegment walk_segment(LogFiles& files, const ChunkRules& rules, uint32_t seg
         }
         layout = int(header.layout);
         found.stamp = header.stamp;
+        found.source = header.source <= Segment::moves ? Segment::Source(header.source) : Segment::unknown;
         found.chunks.push_back({header.seq, segment, header.first_place,
                                 std::vector<uint32_t>(header.groups, header.groups + header.count)});
         at = geometry.chunk_end(header.first_place, header.count, layout);

@@ -296,19 +296,23 @@ class RowLog(_C.RowLog):
         while not super().wait_for_cleaner() and time.monotonic() < deadline:
             pass
 
-    def written(self, start: int, stop: int, *, unlike: RowLog | None = None) -> Tensor:
-        """Return a mask of rows that were ever written, in whole groups.
+    def written(self, start: int, stop: int) -> Tensor:
+        """Return the rows from ``start`` to ``stop`` that were ever written, in whole groups: int64, ascending."""
+        return int64s(self.find_written(start, stop - start, None)[0])
+
+    def unlike(self, other: RowLog, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the rows from ``start`` to ``stop`` whose records are elsewhere than in another log.
 
         Args:
+            other: a log of the same files at another commit.
             start, stop: the first row, and the one after the last.
-            unlike: a log of the same files at another commit; then, rows whose records are elsewhere than there.
 
         Returns:
-            bool, shape (stop - start,).
+            Rows in whole groups, int64, ascending: those that were written, and those that the cleaner has moved, which
+            may be equal.
         """
-        marks = torch.empty(stop - start, dtype=torch.bool)
-        self.mark_rows(start, stop - start, unlike, marks.data_ptr())
-        return marks
+        changed, moved = self.find_written(start, stop - start, other)
+        return int64s(changed), int64s(moved)
 
     def refresh(self) -> bool:
         """Follow another process to its last commit.

@@ -89,6 +89,11 @@ class Initializer:
         """Return the initializer as plain data, for a table's manifest."""
         return {"kind": self.kind, **asdict(self)}
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Plain data that is equal for initializers of the same values."""
+        return self.to_json()
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Initializer | None:
         """Return the initializer of this kind that :meth:`to_json` encoded; None if it cannot be rebuilt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -93,11 +93,18 @@ def require_sources(columns: Sequence[Column], present: Mapping[str, Column], ta
         known.setdefault(column.name, column.row_shape)
 
 
+def with_sources(columns: Mapping[str, Column], names: Collection[str]) -> dict[str, Column]:
+    """Return some columns, and those that they start as copies of."""
+    found = {name: each for name, each in columns.items() if name in names}
+    more = {each.init.column for each in found.values() if isinstance(each.init, CopyOf)} - found.keys()
+    return with_sources(columns, found.keys() | more) if more else found
+
+
 def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_embeddings: int) -> dict[str, Tensor]:
     """Return the values of rows at the creation of their columns.
 
     Args:
-        columns: every column of the table; a copy of another column gets that column's initial values.
+        columns: columns of the table, :func:`with_sources`; a copy of another column gets that column's initial values.
         rows: int64, shape (n,), ascending, in host memory.
         seed: the table's.
         num_embeddings: the table's.

@@ -433,6 +433,11 @@ class Commits(ABC):
     def held(self) -> list[int]:
         """The held commits."""
 
+    @property
+    @abstractmethod
+    def last(self) -> int:
+        """The last durable commit."""
+
     @abstractmethod
     def attributes_of(self, commit: int) -> dict[str, Any]:
         """Return the attributes of a held commit."""

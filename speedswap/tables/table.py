@@ -18,6 +18,7 @@ from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
 from speedswap.tables import whole_table
+from speedswap.tables.changed import changed_rows, commits_of
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
@@ -29,6 +30,7 @@ from speedswap.tables.initial import initial_values, require_functions_of_row, r
 from speedswap.tables.making import create_store, keep_map, map_for
 from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column, RecordLayout, column_among, fitting, row_of
+from speedswap.tables.rows_file import load_rows, save_rows
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
 from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore, leave, note_change, require_out
 
@@ -830,6 +832,107 @@ class Table:
         """
         self.check_open()
         export_rows(self.store, path, format, columns=columns, keys=keys, overwrite=overwrite)
+
+    @of_all_ranks
+    def save_rows(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        since: int | None = None,
+        state: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the rows that training has changed to a safetensors file that :meth:`load_rows` reads.
+
+        All other rows are those of the table's initializer, a checkpoint or a seed, which the file names. A table on
+        disk knows its written rows; in other places, and over ranks, every row is compared with its initial values. If
+        these cannot be computed again, all rows are written. Memory: 8 bytes per changed row, and a bounded piece of
+        the rows themselves.
+
+        Args:
+            file: it appears complete or not at all, durably. It has ``{name}.ids``, int64, ascending, and
+                ``{name}.rows``, in the dtype in which the table stores them (float32 for int8).
+            name: by default the table's.
+            since: the number of a held commit (:meth:`hold`), to write only the rows changed since.
+            state: True to also write the optimizer's state, ``{name}.state.{column}``.
+            overwrite: replace an existing file.
+
+        Raises:
+            FileExistsError: ``file`` exists and ``overwrite`` is not set, or it is inside a table's directory.
+            TypeError: the table has an id map, or a dtype that safetensors lacks; or ``since`` is given, and it keeps
+                no commits.
+            ValueError: the commit is not held.
+            TableFullError: the disk has no room. In all cases nothing is left behind.
+
+        Example:
+            >>> import pathlib, tempfile, torch, speedswap
+            >>> file = pathlib.Path(tempfile.mkdtemp()) / "rows.safetensors"
+            >>> init = speedswap.init.normal(std=0.1)
+            >>> trained, fresh = (speedswap.Table.create(1000, 8, init=init) for _ in range(2))
+            >>> trained.scatter(torch.tensor([3, 997]), torch.ones(2, 8))
+            >>> trained.save_rows(file)
+            >>> fresh.load_rows(file)
+            >>> torch.equal(fresh.read(), trained.read())
+            True
+        """
+        self.check_open()
+        save_rows({name or self.name: self.store}, file, since=since, state=state, overwrite=overwrite)
+
+    @of_all_ranks
+    def load_rows(self, file: str | os.PathLike[str], *, name: str | None = None, state: bool = True) -> None:
+        """Write the rows in a file of :meth:`save_rows` to the table, a bounded piece at a time, as one step.
+
+        Rows that are not in the file stay as they are. For a table owned by ranks, all of them must call this, with the
+        same file.
+
+        Args:
+            file: its shape, dtypes, checkpoint or seed, ids and checksums are verified first.
+            name: the table's name in the file; by default the table's.
+            state: False to leave out the optimizer's state. State that the file lacks, or that is left out, gets its
+                initial values in these rows.
+
+        Raises:
+            FileNotFoundError: ``file`` does not exist.
+            TableFormatError: it is damaged, or no file of rows.
+            ValueError: it has no rows of this name, or they are of a table of another shape or over other initial
+                values; or it has state that the table lacks.
+            TypeError: the table would round the rows, or has an id map.
+            TableFullError: the disk has no room. In all cases nothing was written.
+        """
+        self.check_open(writing=True)
+        load_rows({name or self.name: self.store}, file, state=state)
+
+    @of_all_ranks
+    def hold(self) -> int:
+        """Commit the table on disk durably, and hold the commit: its rows stay until ``commits.let_go(commit)``.
+
+        Returns:
+            The commit's number, for :meth:`changed_since`, :meth:`save_rows` and :meth:`open`; also in a process that
+            opens the table later.
+
+        Raises:
+            TypeError: the table keeps no commits: it is not on disk, scratch, or owned by ranks.
+            ValueError: two commits are held already.
+        """
+        with self._held(writing=True):
+            commit = commits_of(self.store).hold()
+            self.store.flush()
+            return commit
+
+    @of_all_ranks
+    def changed_since(self, commit: int) -> Tensor:
+        """Return the rows written since a held commit.
+
+        Returns:
+            Ids, int64, ascending, in host memory. A row that was written with the values it had may be left out.
+
+        Raises:
+            TypeError: the table keeps no commits: it is not on disk, scratch, or owned by ranks.
+            ValueError: the commit is not held.
+        """
+        with self._held():
+            return changed_rows(self.store, (), commit)
 
     @of_all_ranks
     def flush(self) -> None:

@@ -97,8 +97,8 @@ class LogBytes:
         groups = struct.pack(f"<{len(records)}I", *(group for group, _ in records))
 
         def header(crc: int) -> bytes:
-            fields = layout, len(records), first, segment, stamp
-            return struct.pack("<4sIQQIIIIQ16x", b"SSWL", crc, self.salt, seq, *fields) + groups
+            fields = layout, len(records), first, segment, stamp, 1
+            return struct.pack("<4sIQQIIIIQI12x", b"SSWL", crc, self.salt, seq, *fields) + groups
 
         self._put(begin + at, padded(header(crc32c(header(0))), BLOCK))
         for place, (group, rows) in enumerate(records, first):

@@ -9,6 +9,8 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -202,6 +204,7 @@ def _copy_sources(cache: LogCache, layout: LogLayout, rows: torch.Tensor, column
 _CPU = torch.device("cpu")
 _TRIES = 8
 _MARKED_ROWS = 1 << 22  # at once
+_COMPARED_BYTES = 64 << 20  # of the cache of an earlier commit
 
 _Changed = TypeVar("_Changed")
 
@@ -309,11 +312,39 @@ class LogStore(LogColumns, Commits):
     def held(self) -> list[int]:
         return self._cache.log.held
 
+    @property
+    def last(self) -> int:
+        return self._cache.log.durable
+
     def attributes_of(self, commit: int) -> dict[str, Any]:
         return self._parsed(self._cache.log.held_head(commit)).attributes
 
     def let_go(self, commit: int) -> None:
         self._cache.log.let_go(commit)
+
+    def changed_since(self, commit: int, rows: range) -> Tensor:
+        """Return the rows of a range that were written since a held commit, int64, ascending.
+
+        Where records of several rows were written or moved together, rows are compared.
+
+        Raises:
+            ValueError: the commit is not held.
+        """
+        if commit not in self.log.held:
+            raise ValueError(f"since is {commit!r}, which is not a held commit of table {self.name!r}: {self.log.held}")
+        manifest = self.manifest.as_of(self._parsed(self.log.held_head(commit)).layout)
+        options = replace(self._options, cache_bytes=_COMPARED_BYTES)
+        before = LogCache(manifest, self._files, self._directory.path, options, writable=False, commit=commit)
+        with closing(before.log):
+            changed, compared = self.log.unlike(before.log, rows.start, rows.stop)
+            if manifest.group_rows > 1:
+                changed, compared = changed[:0], torch.cat([changed, compared]).sort().values
+            names = [name for name in self.columns if name in before.layout.columns]
+            for some in torch.split(compared, before.most_rows):
+                ours, theirs = self._cache.bytes_of(some, names), before.bytes_of(some, names)
+                differ = [(ours[name] != theirs[name]).any(1) for name in names]
+                changed = torch.cat([changed, some[torch.stack(differ).any(0)]])
+        return changed.sort().values
 
     def return_to(self, commit: int) -> None:
         self._held.stop()
@@ -355,10 +386,10 @@ class LogStore(LogColumns, Commits):
                 if log is None:
                     yield torch.arange(start, stop)
                 elif is_former:  # an earlier commit of this log
-                    yield log.log.written(start, stop, unlike=self.log).nonzero().squeeze(1) + start
+                    yield torch.cat(log.log.unlike(self.log, start, stop)).sort().values
                 else:  # written here alone: they get their initial values
-                    is_ours, is_theirs = self.log.written(start, stop), log.log.written(start, stop)
-                    yield (is_ours & ~is_theirs).nonzero().squeeze(1) + start
+                    ours = self.log.written(start, stop)
+                    yield ours[~torch.isin(ours, log.log.written(start, stop))]
 
         num_rows = sum(map(len, copied_singly()))
         if log is not None and not is_former:

@@ -73,6 +73,7 @@ class TensorWriter:
     Args:
         file: a new and empty file, open for writing.
         shapes: dtype (one of ``DTYPES``) and shape of every tensor, by name.
+        metadata: texts by name.
 
     Example:
         >>> import tempfile
@@ -83,7 +84,12 @@ class TensorWriter:
         tensor([7, 8, 9])
     """
 
-    def __init__(self, file: OpenFile, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+    def __init__(
+        self,
+        file: OpenFile,
+        shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         self._file = file
         entries: dict[str, Any] = {}
         places: dict[str, TensorPlace] = {}
@@ -93,15 +99,26 @@ class TensorWriter:
             places[name] = TensorPlace(dtype, tuple(shape), end)
             begin, end = end, end + places[name].nbytes
             entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
+        self._entries = entries
+        header = self._header(metadata)
         if len(header) > _MAX_HEADER:
             raise ValueError(f"{len(shapes)} tensors are more than one file describes; join some of them")
-        first = 8 + len(header)
+        first = len(header)
         self.places = {name: place._replace(start=place.start + first) for name, place in places.items()}
-        self.nbytes = first + end
+        self._first, self.nbytes = first, first + end
         os.ftruncate(file.fd, self.nbytes)
-        write_all(file.fd, (len(header).to_bytes(8, "little") + header), 0)
+        write_all(file.fd, header, 0)
+
+    def _header(self, metadata: Mapping[str, str] | None) -> bytes:
+        header = json.dumps(({"__metadata__": metadata} if metadata else {}) | self._entries).encode()
+        header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header
+
+    def describe(self, metadata: Mapping[str, str]) -> None:
+        """Replace the metadata by as many bytes."""
+        header = self._header(metadata)
+        assert len(header) == self._first
+        write_all(self._file.fd, header, 0)
 
     def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
         """Write a tensor on any device, or some of its rows from ``first_row`` on."""
@@ -123,6 +140,7 @@ class TensorReader:
     Attributes:
         places: the tensors by name.
         others: the dtypes, by name, of tensors that torch has no dtype for, which are not read.
+        metadata: texts by name.
         nbytes: the file's size.
         digest: a hash of its header.
 
@@ -147,7 +165,7 @@ class TensorReader:
         header = os.pread(self.file.fd, length, 8)
         self.digest = hashlib.blake2b(header, digest_size=16).hexdigest()
         entries = json.loads(header)
-        entries.pop("__metadata__", None)
+        self.metadata = {str(name): str(text) for name, text in entries.pop("__metadata__", {}).items()}
         places = dict[str, TensorPlace]()
         for name, entry in entries.items():
             if (place := _place(name, entry, 8 + length)) is None:

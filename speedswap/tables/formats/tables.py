@@ -141,6 +141,20 @@ def _map_of(store: RowStore) -> IdMap | None:
 def _write(
     store: RowStore, path: Path, format: str, columns: Sequence[str], keys: KeySource | RowKeys | None, overwrite: bool
 ) -> None:
+    real = target_file(path, overwrite)
+    with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
+        rows = written.enter_context(outgoing(store, format, columns, keys))
+        require_room(least_bytes(FORMATS[format], rows), real)
+        FORMATS[format].write(written.enter_context(write_whole(real)), rows)
+
+
+def target_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """Return the real path of a file that is to be written; remove what killed runs have left in its folder.
+
+    Raises:
+        FileExistsError: it exists and ``overwrite`` is not set, or is inside a table's directory.
+        FileNotFoundError, IsADirectoryError: its folder does not exist, or it is a folder.
+    """
     real = Path(os.path.realpath(path))
     if real.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -151,10 +165,7 @@ def _write(
     refuse_within_table(real)
     require_folder(real.parent)
     remove_leftovers(real.parent)
-    with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
-        rows = written.enter_context(outgoing(store, format, columns, keys))
-        require_room(least_bytes(FORMATS[format], rows), real)
-        FORMATS[format].write(written.enter_context(write_whole(real)), rows)
+    return real
 
 
 def write_rows(file: BinaryIO, store: RowStore, format: str, *, keys: KeySource | None = None) -> None:

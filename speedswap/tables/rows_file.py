@@ -1,0 +1,356 @@
+"""Files of the rows that training has changed: a safetensors file that leaves out every row of its table's base.
+
+For each table a file has the tensors ``{name}.ids`` (int64, ascending), ``{name}.rows``, and, if the optimizer's state
+was saved, ``{name}.state.{column}``. Its metadata describe the tables, with a CRC-32 of each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import TableFormatError
+from speedswap.kernels import as_read
+from speedswap.tables.changed import changed_rows
+from speedswap.tables.files.damage import is_int, require, says_damaged
+from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
+from speedswap.tables.files.open_directory import OpenFile, says_if_full
+from speedswap.tables.files.tensor_file import DTYPES, TensorReader, TensorWriter
+from speedswap.tables.files.whole import open_regular, write_whole
+from speedswap.tables.formats.pieces import ColumnForm, rows_in_piece
+from speedswap.tables.formats.tables import NOTHING_LEFT, require_room, target_file
+from speedswap.tables.initial import initial_values, is_lazy, require_functions_of_row, with_sources
+from speedswap.tables.record import Block, Column
+from speedswap.tables.store import RowStore, note_change, read_alone, require_alike
+
+_FORMAT, _VERSION = "speedswap-rows", 1
+_METADATA = "__metadata__"  # among the checksums, that of the tables' description
+_CPU = torch.device("cpu")
+
+
+def origin_of(store: RowStore) -> dict[str, Any] | None:
+    """Return what an untouched row's weight depends on, as plain data; None if it cannot be computed again."""
+    weight = store.columns["weight"]
+    if not is_lazy(weight):
+        return None
+    known = {"init": weight.init.identity, "seed": store.facts.seed, "zero_row": weight.zero_row}
+    origin: dict[str, Any] = json.loads(json.dumps(known))
+    return origin
+
+
+def _dtype_in_file(column: Column) -> torch.dtype:
+    """Return the dtype that holds a column's values exactly; int8 is written as the values that a lookup returns."""
+    return column.stored_dtype if column.stored_dtype.is_floating_point else column.dtype
+
+
+def _tensor_of(name: str, column: str) -> str:
+    return f"{name}.rows" if column == "weight" else f"{name}.state.{column}"
+
+
+@contextmanager
+def _held(stores: Mapping[str, RowStore]) -> Iterator[None]:
+    """Hold the tables' locks; refuse tables whose rows have no fixed numbers."""
+    with ExitStack() as held:
+        for store in stores.values():
+            held.enter_context(store.facts.locked.lock)
+            facts, weight = store.facts, store.columns["weight"]
+            if (part := part_of_ranks(weight)) is not None:
+                remedy = remedy_for_part(None if store.files is None else store.files.path)
+                raise ValueError(f"table {facts.name!r} is {part}, which are not in its order; {remedy}")
+            if facts.part_name in store.notes.id_maps:
+                raise TypeError(
+                    f"table {facts.name!r} has an id map, which gives rows their numbers and is not in a file of rows; "
+                    "save both with Table.save, or the rows with their keys with Table.export"
+                )
+        yield
+
+
+# ---- saved
+
+
+class _Saved(NamedTuple):
+    """The rows of a table that are being saved."""
+
+    columns: dict[str, Column]
+    ids: Tensor
+    about: dict[str, Any]
+
+    def forms(self) -> list[ColumnForm]:
+        return [ColumnForm(each.dtype, each.row_shape) for each in self.columns.values()]
+
+
+def save_rows(
+    stores: Mapping[str, RowStore],
+    path: str | os.PathLike[str],
+    *,
+    since: int | None = None,
+    state: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the changed rows of tables, by name, to one file; see :meth:`speedswap.Table.save_rows`."""
+    with _held(stores):
+        for store in stores.values():
+            store.flush()
+        saved = {}
+        for name, store in stores.items():
+            with read_alone(store) as alone:
+                if alone is not None:
+                    saved[name] = _to_save(alone, since, state)
+        with ExitStack() as written:
+            writer = None
+            if saved:
+                real = target_file(path, overwrite)
+                written.enter_context(says_if_full(real, NOTHING_LEFT))
+                writer = _Writer(saved, real, written)
+            for name, store in stores.items():
+                with read_alone(store) as alone:
+                    if alone is not None and writer is not None:
+                        writer.add(name, alone)
+                        if name == [*stores][-1]:
+                            writer.describe()
+                            written.close()  # before the other ranks go on
+
+
+def _to_save(store: RowStore, since: int | None, state: bool) -> _Saved:
+    columns = {name: each for name, each in store.columns.items() if state or name == "weight"}
+    for name, column in columns.items():
+        if _dtype_in_file(column) not in DTYPES:
+            raise TypeError(
+                f"column {name!r} of table {store.facts.name!r} holds {column.dtype}, which safetensors files are not "
+                "written with; give the table a wider dtype, or save it with Table.save"
+            )
+    ids, commits = changed_rows(store, [*columns], since), None if store.files is None else store.files.commits
+    about = {
+        "shape": [store.facts.num_embeddings, columns["weight"].width],
+        "origin": origin_of(store),
+        "since": since,
+        "commit": None if commits is None else commits.last,
+    }
+    return _Saved(columns, ids, about)
+
+
+class _Writer:
+    """A file being filled with the rows of tables.
+
+    Args:
+        saved: the tables, by name.
+        path: of the file.
+        written: completes the file when it is closed.
+    """
+
+    def __init__(self, saved: dict[str, _Saved], path: Path, written: ExitStack) -> None:
+        self._saved = saved
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, table in saved.items():
+            shapes[f"{name}.ids"] = torch.int64, (len(table.ids),)
+            for column in table.columns.values():
+                shape = (len(table.ids), *column.row_shape)
+                shapes[_tensor_of(name, column.name)] = _dtype_in_file(column), shape
+        self._crcs = dict.fromkeys(shapes, 0)
+        require_room(sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values()), path)
+        file = written.enter_context(write_whole(path))
+        self._writer = TensorWriter(OpenFile(os.dup(file.fileno())), shapes, self._metadata())
+
+    def _metadata(self) -> dict[str, str]:
+        tables = json.dumps({name: table.about for name, table in self._saved.items()})
+        crcs = self._crcs | {_METADATA: zlib.crc32(tables.encode())}
+        shown = json.dumps({tensor: f"{crc:08x}" for tensor, crc in crcs.items()})
+        return {"format": _FORMAT, "version": str(_VERSION), "tables": tables, "crc32": shown}
+
+    def add(self, name: str, store: RowStore) -> None:
+        """Write the rows of a table."""
+        table = self._saved[name]
+        self._write(f"{name}.ids", table.ids, 0)
+        step = rows_in_piece(table.forms())
+        for start in range(0, len(table.ids), step):
+            block = store.gather(table.ids[start : start + step], [*table.columns], _CPU)
+            for column in table.columns.values():
+                self._write(_tensor_of(name, column.name), block[column.name].to(_dtype_in_file(column)), start)
+
+    def _write(self, tensor: str, values: Tensor, start: int) -> None:
+        if len(values):
+            self._writer.write(tensor, values, first_row=start)
+            self._crcs[tensor] = _crc_of(values, self._crcs[tensor])
+
+    def describe(self) -> None:
+        """Complete the metadata."""
+        self._writer.describe(self._metadata())
+
+
+def _crc_of(values: Tensor, before: int) -> int:
+    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy().data, before)
+
+
+# ---- read
+
+
+class RowsFile:
+    """The rows of tables in a file, which may be damaged; :meth:`verify` reads all of it.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        about: for each table its ``shape``, ``origin``, ``since`` and ``commit``.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        TableFormatError: it is not a file of rows, or its header is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        with open_regular(Path(path)) as handle:
+            self._reader = TensorReader(OpenFile(os.dup(handle.fileno())), self.path)
+        metadata = self._reader.metadata
+        if metadata.get("format") != _FORMAT or metadata.get("version") != str(_VERSION):
+            raise TableFormatError(
+                f"{self.path} is not a file of rows of version {_VERSION}; give one that Table.save_rows wrote"
+            )
+        with says_damaged(self.path):
+            self.about: dict[str, dict[str, Any]] = json.loads(metadata["tables"])
+            self._crcs: dict[str, str] = json.loads(metadata["crc32"])
+            is_whole = self._crcs.pop(_METADATA) == f"{zlib.crc32(metadata['tables'].encode()):08x}"
+            require(is_whole, "the checksum of its metadata is wrong")
+            require(self._crcs.keys() == self._reader.places.keys(), "it has other tensors than its metadata say")
+            for name, about in self.about.items():
+                require(all(is_int(each, 1, 2**62) for each in about["shape"]), f"{name[:100]!r} has no proper shape")
+                places, (_, width) = [self._reader.places[each] for each in self._tensors(name)], about["shape"]
+                require(places[0].dtype == torch.int64, f"its ids are {places[0].dtype}")
+                require(places[1].shape[1:] == (width,), f"its rows have the shape {places[1].shape}")
+                counts = {place.shape[:1] for place in places}
+                require(len(counts) == 1, f"the tensors of {name[:100]!r} have different lengths")
+
+    def _tensors(self, name: str) -> list[str]:
+        return [f"{name}.ids", f"{name}.rows", *(_tensor_of(name, each) for each in self.columns(name)[1:])]
+
+    def columns(self, name: str) -> list[str]:
+        """Return the columns of a table that the file has, the weight first."""
+        prefix = _tensor_of(name, "")
+        return ["weight", *(each.removeprefix(prefix) for each in self._crcs if each.startswith(prefix))]
+
+    def form(self, name: str, column: str = "weight") -> ColumnForm:
+        """Return the dtype and the row shape of a column."""
+        place = self._reader.places[_tensor_of(name, column)]
+        return ColumnForm(place.dtype, place.shape[1:])
+
+    def count(self, name: str) -> int:
+        """Return the number of a table's rows in the file."""
+        return self._reader.places[f"{name}.ids"].shape[0]
+
+    def pieces(self, name: str, columns: list[str]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield ids, int64, shape (n,), and columns, shape (n, ...), in order, a bounded piece at a time."""
+        step = rows_in_piece([ColumnForm(torch.int64, ()), *(self.form(name, each) for each in columns)])
+        for start in range(0, self.count(name), step):
+            stop = min(start + step, self.count(name))
+            read = self._reader.read_rows
+            yield (
+                read(f"{name}.ids", start, stop),
+                {each: read(_tensor_of(name, each), start, stop) for each in columns},
+            )
+
+    def verify(self) -> None:
+        """Read the whole file.
+
+        Raises:
+            TableFormatError: a checksum is wrong, or ids are not ascending rows of their table.
+        """
+        crcs = dict.fromkeys(self._crcs, 0)
+        with says_damaged(self.path, "; save or copy it again"):
+            for name, about in self.about.items():
+                last = -1
+                for ids, values in self.pieces(name, self.columns(name)):
+                    crcs[f"{name}.ids"] = _crc_of(ids, crcs[f"{name}.ids"])
+                    for column, each in values.items():
+                        tensor = _tensor_of(name, column)
+                        crcs[tensor] = _crc_of(each, crcs[tensor])
+                    is_ascending = int(ids[0]) > last and bool((ids[1:] > ids[:-1]).all())
+                    last = int(ids[-1])
+                    require(
+                        is_ascending and last < about["shape"][0], f"the ids of {name[:100]!r} are not ascending rows"
+                    )
+            wrong = [tensor for tensor, crc in crcs.items() if self._crcs[tensor] != f"{crc:08x}"]
+            require(not wrong, f"the checksum of {', '.join(wrong)[:200]} is wrong")
+
+
+def load_rows(stores: Mapping[str, RowStore], path: str | os.PathLike[str], *, state: bool = True) -> None:
+    """Write the rows in a file to tables, by their names there; see :meth:`speedswap.Table.load_rows`."""
+    file = RowsFile(path)
+    with _held(stores):
+        columns = {name: _columns_to_load(store, file, name, state) for name, store in stores.items()}
+        file.verify()
+        for name, store in stores.items():
+            require_alike(store, [file.about, *sorted(file._crcs.items())], f"rows in {file.path} for")
+            if store.files is not None:
+                store.files.reserve(file.count(name))
+        for name, store in stores.items():
+            _load(store, file, name, columns[name])
+            store.commit()  # all of them are one step
+
+
+def _columns_to_load(store: RowStore, file: RowsFile, name: str, state: bool) -> list[str]:
+    """Return the columns to read; raise ValueError or TypeError unless they fit the table."""
+    facts = store.facts
+    if name not in file.about:
+        raise ValueError(
+            f"name is {name!r}, but {file.path} has rows of {', '.join(map(repr, file.about))}; give one of these"
+        )
+    about, table = file.about[name], f"table {facts.name!r}"
+    shape = [facts.num_embeddings, store.columns["weight"].width]
+    if about["shape"] != shape:
+        raise ValueError(
+            f"{file.path} has rows of a table of {about['shape']}, but {table} has {shape}; load them there"
+        )
+    if file.count(name) < facts.num_embeddings and (found := origin_of(store)) != about["origin"]:
+        raise ValueError(
+            f"{file.path} has the rows that differ from {_shown(about['origin'])}, but the other rows of {table} are "
+            f"those of {_shown(found)}; make the table over the same checkpoint, or with the same init and seed"
+        )
+    columns = file.columns(name) if state else ["weight"]
+    missing = [each for each in columns if each not in store.columns]
+    if missing:
+        raise ValueError(
+            f"{file.path} has the state {', '.join(missing)}, which {table} lacks; attach the optimizer first, or give "
+            "state=False"
+        )
+    for each in columns:
+        form, column = file.form(name, each), store.columns[each]
+        if form.row_shape != column.row_shape:
+            raise ValueError(
+                f"column {each!r} has rows of shape {form.row_shape} in {file.path}, but {column.row_shape} in "
+                f"{table}; load them into one that is trained in the same way"
+            )
+        if torch.promote_types(form.dtype, _dtype_in_file(column)) != _dtype_in_file(column):
+            raise TypeError(
+                f"column {each!r} is {form.dtype} in {file.path}, which {table} would round to "
+                f"{_dtype_in_file(column)}; give it a wider dtype or stored_dtype"
+            )
+    require_functions_of_row(_to_reset(store, columns), facts.name)
+    return columns
+
+
+def _to_reset(store: RowStore, given: list[str]) -> dict[str, Column]:
+    return with_sources(store.columns, store.columns.keys() - given)
+
+
+def _shown(origin: object) -> str:
+    return "values that cannot be computed again" if origin is None else json.dumps(origin)[:300]
+
+
+def _load(store: RowStore, file: RowsFile, name: str, columns: list[str]) -> None:
+    facts, reset = store.facts, _to_reset(store, columns)
+    share = slice(None) if facts.ranks is None else slice(facts.ranks.rank, None, len(facts.ranks))
+    for every, found in file.pieces(name, columns):
+        ids = every[share].contiguous()
+        values = {each: as_read(some[share].to(store.columns[each].dtype)) for each, some in found.items()}
+        initial = initial_values(reset, ids, facts.seed, facts.num_embeddings)
+        note_change(store, ids)
+        store.scatter(Block(ids, {}), {**initial, **values})
