@@ -33,6 +33,7 @@ from speedswap.tables import (
     Table,
     gather_rows,
     init,
+    merge_rows,
     scatter_rows,
 )
 
@@ -68,6 +69,7 @@ __all__ = [
     "load_checkpoint",
     "lookahead",
     "losses",
+    "merge_rows",
     "monitor",
     "optim",
     "parameters_to_ignore",

@@ -1,4 +1,4 @@
-"""Tables in files at the command line: ``info``, ``verify``, ``salvage``, ``export`` and ``import``."""
+"""Tables in files at the command line: ``info``, ``verify``, ``salvage``, ``export``, ``import`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.info import describe
 from speedswap.apps.running import show_progress
 from speedswap.errors import SpeedswapError, TableFormatError
-from speedswap.tables import Column, Disk, Table
+from speedswap.tables import Column, Disk, Table, merge_rows
 from speedswap.tables.files.directory import facts_of
 from speedswap.tables.files.manifest import part_of_ranks
 from speedswap.tables.files.whole import write_whole
@@ -258,6 +258,10 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--dtype", choices=_DTYPES, help="of the weights; the file's by default")
     add("--stored-dtype", choices=_STORED, help="hold float32 weights in fewer bytes")
     add("--allow-nan", action="store_true", help="take values that are not finite as they are")
+    add = command(_merge, "write a copy of a checkpoint whose tables have the rows in files")
+    add("base", type=Path, metavar="BASE", help="the checkpoint's folder")
+    add("rows", type=Path, nargs="+", metavar="ROWS", help="files that Table.save_rows or save_pretrained wrote")
+    add("out", type=Path, metavar="OUT", help="the new folder")
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -347,6 +351,17 @@ def _import(args: argparse.Namespace) -> int:
         )
     with table:
         print(f"saved {table!r} in {args.table}")
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    """Copy a checkpoint's folder, and write changed rows into its tables, a bounded piece at a time.
+
+    The folder appears complete or not at all. Hidden files are left out. Of a row in several files the last one counts.
+    """
+    with _refusals():
+        merge_rows(args.base, args.rows, args.out)
+    print(f"saved {args.out}")
     return 0
 
 

@@ -14,6 +14,7 @@ from speedswap.tables.keys import Keys, as_keys, is_single_key, select_texts
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import gather_rows, prefetch, scatter_rows
 from speedswap.tables.mapped import FileStore
+from speedswap.tables.merging import merge_rows, save_trainable_tokens
 from speedswap.tables.ngrams import ngram_rows, token_classes
 from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column
@@ -47,9 +48,11 @@ __all__ = [
     "gather_rows",
     "init",
     "is_single_key",
+    "merge_rows",
     "ngram_rows",
     "opened_place",
     "prefetch",
+    "save_trainable_tokens",
     "scatter_rows",
     "select_texts",
     "token_classes",

@@ -329,6 +329,10 @@ class OfTensors(Initializer):
     def bases(self) -> list[OfTensors]:
         return [self]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"kind": self.kind, "fingerprint": self.fingerprint}
+
     def require_fits(self, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(

@@ -224,6 +224,10 @@ class InRanges(Initializer):
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "ranges": [each.to_json() for each in self.ranges]}
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ranges": [each.to_json() | {"init": each.init.identity} for each in self.ranges]}
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> InRanges | None:
         if not isinstance(data["ranges"], list) or not data["ranges"]:

@@ -27,11 +27,13 @@ from speedswap.tables.files.tensor_file import DTYPES, TensorReader, TensorWrite
 from speedswap.tables.files.whole import open_regular, write_whole
 from speedswap.tables.formats.pieces import ColumnForm, rows_in_piece
 from speedswap.tables.formats.tables import NOTHING_LEFT, require_room, target_file
+from speedswap.tables.init import OfTensors
 from speedswap.tables.initial import initial_values, is_lazy, require_functions_of_row, with_sources
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import RowStore, note_change, read_alone, require_alike
 
 _FORMAT, _VERSION = "speedswap-rows", 1
+_ABOUT = {"shape", "origin", "tensors", "since", "commit"}
 _METADATA = "__metadata__"  # among the checksums, that of the tables' description
 _CPU = torch.device("cpu")
 
@@ -41,9 +43,17 @@ def origin_of(store: RowStore) -> dict[str, Any] | None:
     weight = store.columns["weight"]
     if not is_lazy(weight):
         return None
-    known = {"init": weight.init.identity, "seed": store.facts.seed, "zero_row": weight.zero_row}
-    origin: dict[str, Any] = json.loads(json.dumps(known))
+    seed = None if weight.init.bases else store.facts.seed
+    zero_row = None if weight.init.keeps_zero_row else weight.zero_row
+    known = json.dumps({"init": weight.init.identity, "seed": seed, "zero_row": zero_row})
+    origin: dict[str, Any] = json.loads(known)
     return origin
+
+
+def _tensors_of_base(weight: Column) -> dict[str, Any] | None:
+    """Return the names of the checkpoint's tensors that a column's untouched rows are, without their files."""
+    init = weight.init
+    return {**init.to_json(), "files": []} if isinstance(init, OfTensors) else None
 
 
 def _dtype_in_file(column: Column) -> torch.dtype:
@@ -131,6 +141,7 @@ def _to_save(store: RowStore, since: int | None, state: bool) -> _Saved:
     about = {
         "shape": [store.facts.num_embeddings, columns["weight"].width],
         "origin": origin_of(store),
+        "tensors": _tensors_of_base(columns["weight"]),
         "since": since,
         "commit": None if commits is None else commits.last,
     }
@@ -199,7 +210,7 @@ class RowsFile:
         path: the file.
 
     Attributes:
-        about: for each table its ``shape``, ``origin``, ``since`` and ``commit``.
+        about: for each table its ``shape``, ``origin``, ``since`` and ``commit``, and the ``tensors`` of its base.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -222,6 +233,9 @@ class RowsFile:
             require(is_whole, "the checksum of its metadata is wrong")
             require(self._crcs.keys() == self._reader.places.keys(), "it has other tensors than its metadata say")
             for name, about in self.about.items():
+                require(about.keys() == _ABOUT, f"it describes {name[:100]!r} by {[*about][:10]}")
+                if about["tensors"] is not None:
+                    OfTensors.from_json(about["tensors"])
                 require(all(is_int(each, 1, 2**62) for each in about["shape"]), f"{name[:100]!r} has no proper shape")
                 places, (_, width) = [self._reader.places[each] for each in self._tensors(name)], about["shape"]
                 require(places[0].dtype == torch.int64, f"its ids are {places[0].dtype}")

@@ -894,7 +894,7 @@ class Table:
 
         Raises:
             FileNotFoundError: ``file`` does not exist.
-            TableFormatError: it is damaged, or no file of rows.
+            TableFormatError: it is damaged, or not a file of rows.
             ValueError: it has no rows of this name, or they are of a table of another shape or over other initial
                 values; or it has state that the table lacks.
             TypeError: the table would round the rows, or has an id map.

@@ -94,6 +94,15 @@ class TensorFiles:
             raise ValueError(self.missing(name))
         return sorted(found, key=lambda each: [int(run) if run.isdigit() else run for run in _runs(each)])
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return [*self._file_of]
+
+    def path(self, name: str) -> Path:
+        """Return the file that has a tensor; the name must be known."""
+        return self._file_of[name]
+
     def reader(self, name: str) -> TensorReader:
         """Return the file that has a tensor.
 
