@@ -299,41 +299,37 @@ void RowLog::reclaim() {
 
 // ---- other commits of the same files --------------------------------------------------------------------------------
 
-void RowLog::find_written(int64_t first, int64_t count, RowLog* other, FoundRows& found) {
+std::vector<int64_t> RowLog::written_rows(int64_t first, int64_t count, RowLog* other) {
     constexpr int64_t kAtOnce = 1 << 20;  // groups under the lock
     const int64_t end = first + count, num_groups = options_.num_groups;
     if (first < 0 || count < 0 || end > num_groups << group_shift_)
         throw std::invalid_argument("first and count must be rows of the log");
     if (other != nullptr && other->options_.num_groups != num_groups)
         throw std::invalid_argument("the other log has other groups");
-    std::vector<uint32_t> theirs(size_t(std::min(kAtOnce, num_groups)));
+    std::vector<int64_t> found;
+    std::vector<uint32_t> ours(size_t(std::min(kAtOnce, num_groups))), theirs(ours.size());
     for (int64_t group = group_of(first); count > 0 && group <= group_of(end - 1); group += kAtOnce) {
         const int64_t stop = std::min(group + kAtOnce, group_of(end - 1) + 1);
+        copy_addresses(ours.data(), uint32_t(group), uint32_t(stop - group));
         if (other != nullptr) other->copy_addresses(theirs.data(), uint32_t(group), uint32_t(stop - group));
-        const Lock lock = enter();
         for (int64_t each = group; each < stop; ++each) {
-            const uint32_t ours = address_of(uint32_t(each));
-            if (ours == theirs[size_t(each - group)]) continue;
-            const bool is_change = other == nullptr || ours == kNoRecord || ours == 0 ||
-                                   segments_[geometry_.segment(ours)].source == Segment::changes;
-            std::vector<int64_t>& into = is_change ? found.changed : found.moved;
+            if (ours[size_t(each - group)] == theirs[size_t(each - group)]) continue;
             const int64_t last = std::min(end, (each + 1) << group_shift_);
             for (int64_t row = std::max(first, each << group_shift_); row < last; ++row)
-                into.push_back(row);
+                found.push_back(row);
         }
     }
+    return found;
 }
 
+// Of a group that has changed and is in the cache alone, one that no record has.
 void RowLog::copy_addresses(uint32_t* to, uint32_t first, uint32_t count) {
     const Lock lock = enter();
-    for (uint32_t group = first; group < first + count; ++group)
-        *to++ = address_of(group);
-}
-
-uint32_t RowLog::address_of(uint32_t group) const {
-    const uint32_t entry = slots_.index[group];
-    const bool is_dirty = (entry & Slots::kCached) && (slots_.bits[entry & ~Slots::kCached] & Slots::kAnyDirty);
-    return is_dirty ? kNoRecord : slots_.address_of(group);
+    for (uint32_t group = first; group < first + count; ++group) {
+        const uint32_t entry = slots_.index[group];
+        const bool is_dirty = (entry & Slots::kCached) && (slots_.bits[entry & ~Slots::kCached] & Slots::kAnyDirty);
+        *to++ = is_dirty ? UINT32_MAX : slots_.address_of(group);
+    }
 }
 
 // ---- what is known -------------------------------------------------------------------------------------------------

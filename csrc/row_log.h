@@ -156,9 +156,12 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // False after a while, if the cleaner still finds something to do.
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
-    // Finds the rows, from `first` on, that were ever written; or, given another log that has the same files open,
-    // whose record is not where that has it.
-    void find_written(int64_t first, int64_t count, RowLog* other, FoundRows& found);
+    // The rows from `first` on, ascending, that were ever written; or, given another log that has the same files open,
+    // whose record is not where that has it. An equal record that the cleaner has moved counts, too.
+    std::vector<int64_t> written_rows(int64_t first, int64_t count, RowLog* other);
+    // Changed groups are appended first. ESTALE: a writer elsewhere has overwritten some of the headers. Throws
+    // std::invalid_argument for a commit that is not held.
+    FoundRows changed_since(uint64_t commit);
     void let_reads_go();
     // Follows a writer elsewhere to its last commit; false if that is the present one. Nothing if the writer went on
     // meanwhile, to be called again, as recover().
@@ -247,8 +250,6 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     uint32_t dirty_bit(uint64_t epoch) const { return Slots::kDirty[epoch & 1]; }
     int64_t left_in(const Room* room) const;
     void copy_addresses(uint32_t* to, uint32_t first, uint32_t count);
-    uint32_t address_of(uint32_t group) const;
-    static constexpr uint32_t kNoRecord = UINT32_MAX;  // the address of a group that has changed in the cache alone
     static uint64_t mixed(uint32_t group, uint32_t address, uint64_t stamp);
     uint64_t mixed(uint32_t group, uint32_t address) const {
         return mixed(group, address, segments_[geometry_.segment(address)].stamp);
@@ -273,6 +274,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     bool clean(Lock& lock, uint32_t number);
     Victim read_victim(uint32_t number, const Segment& segment);
     bool move_live(Lock& lock, const Victim& victim);
+
+    // row_log_changes.cpp
+    class Changes;
 
     // row_log_refresh.cpp
     void bring_again(Lock& lock, Bringing& bringing);

@@ -84,6 +84,10 @@ bool refresh(const PyRowLog& log) {
     return *follows;
 }
 
+Buffer buffer_of(const std::vector<int64_t>& numbers) {
+    return speedswap::buffer_of(numbers.data(), numbers.size() * sizeof(int64_t));
+}
+
 py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwrite, bool ahead, bool seen) {
     if (!ahead) wait_for([&] { return log->wait_for_slots(count); });
     std::shared_ptr<Bringing> bringing =
@@ -98,16 +102,15 @@ py::tuple wait(const PyBringing& bringing) {
     const auto& places = bringing->places();
     const auto& fresh = bringing->fresh();
     static_assert(sizeof(Bringing::Fresh) == 3 * sizeof(int64_t));
-    return py::make_tuple(buffer_of(places.data(), places.size() * sizeof(int64_t)),
-                          buffer_of(fresh.data(), fresh.size() * sizeof(Bringing::Fresh)));
+    return py::make_tuple(buffer_of(places),
+                          speedswap::buffer_of(fresh.data(), fresh.size() * sizeof(Bringing::Fresh)));
 }
 
 // None at the end; else groups, records and layout of a piece.
 py::object next_piece(const PyScan& scan) {
     LogScan::Piece piece;
     if (!without_gil([&] { return scan->next(piece); })) return py::none();
-    return py::make_tuple(buffer_of(piece.groups.data(), piece.groups.size() * sizeof(int64_t)),
-                          std::move(piece.records), piece.layout);
+    return py::make_tuple(buffer_of(piece.groups), std::move(piece.records), piece.layout);
 }
 
 // How many groups are there, and which of them are damaged, -1 for a header; a strict check throws the first error.
@@ -235,15 +238,19 @@ void bind_row_log(py::module_& module) {
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
             arg("commit"))
         .def(
-            "find_written",
+            "written_rows",
             [](const PyRowLog& log, int64_t first, int64_t count, const PyRowLog* other) {
                 RowLog* const given = other == nullptr ? nullptr : &**other;
-                FoundRows found;
-                without_gil([&] { log->find_written(first, count, given, found); });
-                return py::make_tuple(buffer_of(found.changed.data(), found.changed.size() * sizeof(int64_t)),
-                                      buffer_of(found.moved.data(), found.moved.size() * sizeof(int64_t)));
+                return buffer_of(without_gil([&] { return log->written_rows(first, count, given); }));
             },
             arg("first"), arg("count"), arg("other").none(true))
+        .def(
+            "changed_since",
+            [](const PyRowLog& log, uint64_t commit) {
+                const FoundRows found = without_gil([&] { return log->changed_since(commit); });
+                return py::make_tuple(buffer_of(found.changed), buffer_of(found.moved));
+            },
+            arg("commit"))
         .def("refresh", &refresh)
         .def(
             "scan",

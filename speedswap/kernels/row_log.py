@@ -296,22 +296,33 @@ class RowLog(_C.RowLog):
         while not super().wait_for_cleaner() and time.monotonic() < deadline:
             pass
 
-    def written(self, start: int, stop: int) -> Tensor:
-        """Return the rows from ``start`` to ``stop`` that were ever written, in whole groups: int64, ascending."""
-        return int64s(self.find_written(start, stop - start, None)[0])
-
-    def unlike(self, other: RowLog, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the rows from ``start`` to ``stop`` whose records are elsewhere than in another log.
+    def written(self, start: int, stop: int, *, unlike: RowLog | None = None) -> Tensor:
+        """Return rows that were ever written, in whole groups.
 
         Args:
-            other: a log of the same files at another commit.
             start, stop: the first row, and the one after the last.
+            unlike: a log of the same files at another commit; then, rows whose records are elsewhere than there.
 
         Returns:
-            Rows in whole groups, int64, ascending: those that were written, and those that the cleaner has moved, which
-            may be equal.
+            Rows from ``start`` to ``stop``, int64, ascending.
         """
-        changed, moved = self.find_written(start, stop - start, other)
+        return int64s(self.written_rows(start, stop - start, unlike))
+
+    def changed_since(self, commit: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the rows that were written since a held commit, in whole groups.
+
+        Changed groups are appended to the file first. Memory grows with the number of these rows, not with the table.
+
+        Returns:
+            Rows, int64, ascending: those that were changed, and those whose records the cleaner has moved since, which
+            may be equal to the commit's. The last group may have rows past the table's last one.
+
+        Raises:
+            RowLogDamaged: a header is damaged.
+            ValueError: the commit is not held.
+            OSError: a read failed; ``errno.ESTALE`` if another process overwrote the data in the meantime.
+        """
+        changed, moved = super().changed_since(commit)
         return int64s(changed), int64s(moved)
 
     def refresh(self) -> bool:

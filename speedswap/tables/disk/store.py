@@ -325,26 +325,44 @@ class LogStore(LogColumns, Commits):
     def changed_since(self, commit: int, rows: range) -> Tensor:
         """Return the rows of a range that were written since a held commit, int64, ascending.
 
-        Where records of several rows were written or moved together, rows are compared.
+        Rows are compared where records of several rows were written together, or where the cleaner has moved them.
 
         Raises:
             ValueError: the commit is not held.
         """
         if commit not in self.log.held:
             raise ValueError(f"since is {commit!r}, which is not a held commit of table {self.name!r}: {self.log.held}")
+        changed, compared = self._until_read(lambda: self.log.changed_since(commit))
+        if self.manifest.group_rows > 1:
+            changed, compared = changed[:0], torch.cat([changed, compared])
+        changed, compared = (each[(each >= rows.start) & (each < rows.stop)] for each in (changed, compared))
+        if len(compared):
+            changed = torch.cat([changed, *self._unlike(commit, compared)])
+        return changed.sort().values
+
+    def _unlike(self, commit: int, rows: Tensor) -> Iterator[Tensor]:
+        """Yield those of some rows whose columns had other values at a held commit."""
         manifest = self.manifest.as_of(self._parsed(self.log.held_head(commit)).layout)
         options = replace(self._options, cache_bytes=_COMPARED_BYTES)
         before = LogCache(manifest, self._files, self._directory.path, options, writable=False, commit=commit)
         with closing(before.log):
-            changed, compared = self.log.unlike(before.log, rows.start, rows.stop)
-            if manifest.group_rows > 1:
-                changed, compared = changed[:0], torch.cat([changed, compared]).sort().values
             names = [name for name in self.columns if name in before.layout.columns]
-            for some in torch.split(compared, before.most_rows):
+            for some in torch.split(rows, min(before.most_rows, self._cache.most_rows)):
                 ours, theirs = self._cache.bytes_of(some, names), before.bytes_of(some, names)
-                differ = [(ours[name] != theirs[name]).any(1) for name in names]
-                changed = torch.cat([changed, some[torch.stack(differ).any(0)]])
-        return changed.sort().values
+                yield some[torch.stack([(ours[name] != theirs[name]).any(1) for name in names]).any(0)]
+
+    def _until_read(self, read: Callable[[], _Changed]) -> _Changed:
+        """Read the log; again if another process has overwritten some of it in the meantime."""
+        for _ in range(_TRIES):
+            try:
+                return read()
+            except kernels.RowLogDamaged as error:
+                raise self._cache.damage(error) from error
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                self.check()
+        raise self._busy()
 
     def return_to(self, commit: int) -> None:
         self._held.stop()
@@ -386,7 +404,7 @@ class LogStore(LogColumns, Commits):
                 if log is None:
                     yield torch.arange(start, stop)
                 elif is_former:  # an earlier commit of this log
-                    yield torch.cat(log.log.unlike(self.log, start, stop)).sort().values
+                    yield log.log.written(start, stop, unlike=self.log)
                 else:  # written here alone: they get their initial values
                     ours = self.log.written(start, stop)
                     yield ours[~torch.isin(ours, log.log.written(start, stop))]
@@ -431,7 +449,10 @@ class LogStore(LogColumns, Commits):
                 if error.errno != errno.ESTALE:
                     raise
                 self.check()  # another process has overwritten some of them: read all again
-        raise TableBusyError(
+        raise self._busy()
+
+    def _busy(self) -> TableBusyError:
+        return TableBusyError(
             errno.ESTALE,
             f"table {self.name!r} was written over by another process each of {_TRIES} times that all of its rows were "
             "read; copy it where it is written, or with fewer commits",
