@@ -24,6 +24,7 @@ from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.reading import alone, read_part, save_shards, write_part
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, bring
 from speedswap.tables import Block, Column, Prefetched, RowStore, Table, WrappedStore
+from speedswap.tables.changed import changed_rows
 from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
@@ -268,6 +269,12 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         """Send rows to their owners; every rank must call this, with rows that no other rank writes."""
         self._scatter(block.rows, values, keeps_last=False)
+
+    def changed_rows(self, columns: Sequence[str]) -> Tensor:
+        own = self.own.store
+        with self.task(Kind.SAVE) as task:
+            ids = self.owners.ids(changed_rows(own, columns), self.group.rank)
+            return torch.cat(task.share_numbers(ids[ids < self.num_embeddings])).sort().values
 
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
         return self._scatter(rows, values, keeps_last=True)

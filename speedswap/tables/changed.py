@@ -12,7 +12,7 @@ from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, chunks_of
 from speedswap.tables.initial import initial_values, is_lazy, with_sources
 from speedswap.tables.record import Column
-from speedswap.tables.store import Commits, RowStore, WrappedStore, innermost
+from speedswap.tables.store import Commits, JointRows, RowStore, WrappedStore, innermost
 
 _CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = No
     """Return the rows that were changed since a held commit, or that may differ from their initial values.
 
     Args:
-        store: the table's.
+        store: the table's; of ranks that own the rows together, every one must call this.
         columns: the columns to compare with initial values, where no log knows the rows that were written.
         since: the number of the commit; None for initial values.
 
@@ -47,6 +47,8 @@ def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = No
         TypeError, ValueError: the table keeps no commits, or not this one.
     """
     facts, log, idle = store.facts, innermost(store), _idle(store)
+    if isinstance(log, JointRows) and since is None:
+        return log.changed_rows(columns)
     rows = range(facts.first_row, facts.first_row + facts.num_embeddings)
     missed = idle is not None and idle.steps is not None and idle.steps.count > 0
     if since is not None:

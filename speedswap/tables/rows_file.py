@@ -109,14 +109,10 @@ def save_rows(
     with _held(stores):
         for store in stores.values():
             store.flush()
-        saved = {}
-        for name, store in stores.items():
-            with read_alone(store) as alone:
-                if alone is not None:
-                    saved[name] = _to_save(alone, since, state)
+        saved = {name: _to_save(store, since, state) for name, store in stores.items()}
         with ExitStack() as written:
             writer = None
-            if saved:
+            if all(store.facts.ranks is None or store.facts.ranks.rank == 0 for store in stores.values()):
                 real = target_file(path, overwrite)
                 written.enter_context(says_if_full(real, NOTHING_LEFT))
                 writer = _Writer(saved, real, written)

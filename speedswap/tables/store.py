@@ -642,6 +642,10 @@ class JointRows(ABC, Generic[TableT]):
         """Return the training step of a table over these rows; arguments are those for an ordinary table's step."""
 
     @abstractmethod
+    def changed_rows(self, columns: Sequence[str]) -> Tensor:
+        """Return the rows of all ranks that may differ from their initial values in some columns; int64, ascending."""
+
+    @abstractmethod
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
         """Send rows to their owners; if several ranks write a row, the last rank's values win.
 

@@ -58,6 +58,10 @@ def anything(log: Log, rng: random.Random) -> None:
             assert not found.keys() & scanned.keys()
             scanned |= found
         assert {row: scanned[row // log.per_group][row % log.per_group] for row in log.rows} == log.rows
+        for commit in log.log.held:
+            then, (changed, moved) = log.commits[commit], log.log.changed_since(commit)
+            found = {*changed.tolist(), *moved.tolist()}
+            assert {row for row in log.rows if log.rows[row] != then.get(row)} <= found
     elif chance < 0.95:
         if log.log.held:
             log.go_back(rng.choice(log.log.held))
