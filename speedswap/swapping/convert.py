@@ -22,6 +22,7 @@ from speedswap.swapping.from_meta import Loads, load, planned
 from speedswap.swapping.row_step import ReplacedByPlain
 from speedswap.swapping.subclasses import (
     OwnParts,
+    arithmetic_of,
     combined,
     over_table,
     plain_class,
@@ -176,7 +177,7 @@ def _plain(old: TableModule) -> nn.Embedding | nn.EmbeddingBag:
     """Return torch's equivalent of an embedding, with its values and settings."""
     table, device = old.table, old.weight.device
     try:
-        rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
+        rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=old.weight.dtype, device=device)
     except RuntimeError as error:  # torch's, for memory on any device
         raise TableTooLargeError(
             f"the rows of table {table.name!r} take {old.weight.nbytes:,} bytes on {device}, which could not be "
@@ -188,7 +189,8 @@ def _plain(old: TableModule) -> nn.Embedding | nn.EmbeddingBag:
                 rows[some.start : some.stop] = piece
     kind = plain_class(type(old))
     assert kind is not None
-    new: nn.Embedding | nn.EmbeddingBag = plain_with(kind, rows, old._settings())
+    settings = {"padding_idx": old.padding_idx, **settings_of(old)}  # type: ignore[arg-type]
+    new: nn.Embedding | nn.EmbeddingBag = plain_with(kind, rows, settings)
     new.weight.requires_grad_(old.weight.requires_grad)
     OwnParts.of(old).give(new)  # type: ignore[arg-type]
     usual = over_table(kind)(1, 1, storage="pageable", seed=0)
@@ -411,12 +413,13 @@ def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> Table
 def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dict[str, Any]) -> TableModule:
     """Return speedswap's equivalent of an embedding, with the given rows."""
     settings = {**settings, "device": old.weight.device, **settings_of(old)}
+    settings |= arithmetic_of(rows.dtype, settings["stored_dtype"])
     init = settings.pop("init")
     replaced_kind: Any = type(old)
     kind: type[TableModule] = combined(replaced_kind)
     if not rows.is_meta:
         return kind._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
-    new = kind(old.num_embeddings, old.embedding_dim, padding_idx=padding_idx, dtype=rows.dtype, init=init, **settings)
+    new = kind(old.num_embeddings, old.embedding_dim, padding_idx=padding_idx, init=init, **settings)
     new.weight.requires_grad_(old.weight.requires_grad)
     return new if init is None else new.to_empty(device="cpu")
 

@@ -63,8 +63,10 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             initial values.
         stored_dtype: ``torch.bfloat16`` or ``torch.float16``, to store float32 weights in half the bytes; or
             ``torch.int8``, with a scale per row, in a quarter, for lookup only. Looked-up rows are float32.
-        state_dtype: the same for the optimizer's float32 state, without int8; state of one number per row stays
-            float32. ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
+        lookup_dtype: ``torch.bfloat16`` or ``torch.float16``, for a model in that dtype whose rows are trained in
+            float32: lookups return it, and ``weight.dtype`` reports it.
+        state_dtype: as ``stored_dtype``, for the optimizer's float32 state, without int8; state of one number per row
+            stays float32. ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
         rounding: how trained values are rounded to these dtypes: ``"stochastic"`` (the default: small updates survive
             on average) or ``"nearest"``.
         id_map: an :class:`speedswap.IdMap` from keys to rows; ``num_embeddings`` is its ``capacity``, and the table has
@@ -134,14 +136,15 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             input: ids, int32 or int64, any shape, on the device that needs the rows; or keys, with an id map.
 
         Returns:
-            Shape (*input.shape, embedding_dim).
+            Shape (*input.shape, embedding_dim), of ``lookup_dtype``.
 
         Raises:
             IdError, LostUpdateError, RanksError: as for the class.
         """
         if self._keyed is None:
-            return look_up(*self._look_up(input))
-        return look_up(*self._of_one_commit(lambda: self._look_up(self._rows_of(input))))
+            return look_up(*self._look_up(input), self.lookup_dtype)
+        found = self._of_one_commit(lambda: self._look_up(self._rows_of(input)))
+        return look_up(*found, self.lookup_dtype)
 
 
 _MODES = ("sum", "mean", "max")
@@ -168,7 +171,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     Shape:
         - input (bags, ids per bag), or (ids,) with offsets (bags,): each bag's start in input, ascending from 0.
           Both int32 or int64. A bag without ids gives zeros.
-        - per_sample_weights, for mode "sum" only: input's shape and the table's dtype; a factor per id. Gradients go to
+        - per_sample_weights, for mode "sum" only: input's shape and ``weight.dtype``; a factor per id. Gradients go to
           it too.
         - → (bags, embedding_dim) on input's device.
 
@@ -269,16 +272,18 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             return
         if self.mode != "sum":
             raise ValueError(f'per_sample_weights are given, but mode is {self.mode!r}; they go with mode="sum"')
-        if bags.weights.dtype != self.table.dtype:
+        if bags.weights.dtype != (wanted := self.lookup_dtype or self.table.dtype):
             raise TypeError(
                 f"per_sample_weights has dtype {bags.weights.dtype}, but the rows of table {self.table.name!r} are "
-                f"{self.table.dtype}; convert it with per_sample_weights.to({self.table.dtype})"
+                f"{wanted}; convert it with per_sample_weights.to({wanted})"
             )
 
     def _pooled(self, bags: Bags, features: int) -> Tensor:
         weight, local = self._look_up(bags.ids)
         counts = None if self.padding_idx is None else bags.ids.reshape(-1) != self.padding_idx
-        return pool(weight, local, bags.offsets, self.mode, bags.weights, counts, features=features)
+        factors = None if bags.weights is None else bags.weights.to(weight.dtype)
+        pooled = pool(weight, local, bags.offsets, self.mode, factors, counts, features=features)
+        return pooled.to(self.lookup_dtype or pooled.dtype)
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "mode": self.mode, "include_last_offset": self.include_last_offset}

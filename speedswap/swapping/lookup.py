@@ -21,20 +21,22 @@ _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALL = 512  # up to this many ids torch's lookup is faster, with the same bits
 
 
-def look_up(weight: Tensor, local: Tensor) -> Tensor:
+def look_up(weight: Tensor, local: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the row of each position, as ``F.embedding(local, weight)`` does.
 
     Args:
         weight: the rows, shape (n, dim), on any device.
         local: int64, any shape, 0 to n - 1, on weight's device.
+        dtype: what rows are rounded to; weight's by default. A row's gradients are summed in weight's dtype.
 
     Returns:
         Shape (*local.shape, dim).
     """
+    dtype = dtype or weight.dtype
     is_small = local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
     if is_small or _needs_torch(weight):
-        return torch.embedding(weight, local)
-    return _Expand.apply(weight, local)  # type: ignore[no-any-return, no-untyped-call]
+        return torch.embedding(weight, local).to(dtype)
+    return _Expand.apply(weight, local, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def pool(
@@ -113,17 +115,18 @@ def _own(result: Tensor) -> Tensor:
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, local: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, local: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(local, kernels.order_of(local))
-        ctx.num_rows = weight.shape[0]
-        return _own(kernels.expand(weight, local))
+        ctx.num_rows, ctx.dtype = weight.shape[0], weight.dtype
+        return _own(kernels.expand(weight.to(dtype), local))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         local, order = ctx.saved_tensors
+        grad = grad.to(ctx.dtype)
         if not torch.is_grad_enabled():  # no gradient of this gradient is needed
-            return kernels.sum_rows(grad, local, ctx.num_rows, order), None
-        return _SumOfRows.apply(grad, local, ctx.num_rows), None  # type: ignore[no-untyped-call]
+            return kernels.sum_rows(grad, local, ctx.num_rows, order), None, None
+        return _SumOfRows.apply(grad, local, ctx.num_rows), None, None  # type: ignore[no-untyped-call]
 
 
 class _SumOfRows(torch.autograd.Function):

@@ -134,7 +134,8 @@ class RowStep(Locked):
         """
         if id(self) not in memo:
             table = copy.deepcopy(self.table, memo)
-            twin = RowStep(self.state.over(table, TableWeight(table, self.weight.device)), self.padding)
+            weight = TableWeight(table, self.weight.device, self.weight.dtype)
+            twin = RowStep(self.state.over(table, weight), self.padding)
             twin.weight.requires_grad_(self.weight.requires_grad)
             twin.weight.may_be_taken = self.weight.may_be_taken or self.state.optimizer is not None  # by a copy
             memo |= {id(self): twin, id(self.weight): twin.weight, id(self.batch): twin.weight}

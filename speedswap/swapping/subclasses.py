@@ -119,6 +119,17 @@ def settings_of(module: nn.Embedding | nn.EmbeddingBag) -> dict[str, Any]:
     return {"mode": module.mode, "include_last_offset": module.include_last_offset}
 
 
+def arithmetic_of(dtype: torch.dtype, stored_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return the dtypes of an embedding that replaces one of torch's.
+
+    An optimizer's step is lost where it is less than bfloat16 resolves, so such rows are stepped in float32; they are
+    stored and looked up as before.
+    """
+    if dtype != torch.bfloat16:
+        return {"dtype": dtype, "stored_dtype": stored_dtype}
+    return {"dtype": torch.float32, "stored_dtype": stored_dtype or dtype, "lookup_dtype": dtype}
+
+
 def plain_with(kind: type[Any], rows: Tensor, settings: dict[str, Any]) -> Any:
     """Return an embedding of torch's, or of a subclass without its parts, with the given rows as its weight."""
     usual = torchs(kind)(len(rows), rows.shape[1], _weight=rows, **settings)

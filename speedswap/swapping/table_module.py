@@ -68,6 +68,7 @@ class TableModule(nn.Module):
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
     sparse: bool = False
+    lookup_dtype: torch.dtype | None = None  # of what is looked up, if it is not the table's
     _handed_out: HandedOut | None = None  # in the last state_dict
     # Until there is a table:
     _make: Callable[[Tensor | None], Table] | None = None
@@ -90,6 +91,7 @@ class TableModule(nn.Module):
         table: Table | None = None,
         device: torch.device | str | None = None,
         stored_dtype: torch.dtype | None = None,
+        lookup_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
         id_map: IdMap | None = None,
@@ -118,13 +120,14 @@ class TableModule(nn.Module):
             num_embeddings = rows_for(id_map, num_embeddings, padding_idx)
             padding_idx = 0
         rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
-        _check_dtypes(rows_dtype, state_dtype)
+        _check_dtypes(rows_dtype, state_dtype, lookup_dtype)
         place = _device_of_weights(device)  # raises if the device does not exist, before a table is created
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        self.lookup_dtype = None if lookup_dtype == rows_dtype else lookup_dtype
         self.local_to_rank = where.local_to_rank if table is None else table.local_to_rank
         if ranks is not None:
             # The name reveals ranks that create tables in a different order.
@@ -159,7 +162,8 @@ class TableModule(nn.Module):
             self._make = make
             if place.type == "meta" and not first_values.is_given:
                 shape = count("num_embeddings", num_embeddings), count("embedding_dim", embedding_dim)
-                self._parameters["weight"] = MetaWeight(torch.empty(shape, dtype=rows_dtype, device="meta"))
+                seen_as = self.lookup_dtype or rows_dtype
+                self._parameters["weight"] = MetaWeight(torch.empty(shape, dtype=seen_as, device="meta"))
                 return
             table = self._create()
         elif (table.num_embeddings, table.embedding_dim) != (num_embeddings, embedding_dim):
@@ -169,7 +173,7 @@ class TableModule(nn.Module):
             )
         else:
             _require_stored(table, stored_dtype)
-        self._begin(table, TableWeight(table, "cpu" if place.type == "meta" else place))
+        self._begin(table, TableWeight(table, "cpu" if place.type == "meta" else place, self.lookup_dtype))
 
     @classmethod
     def from_file(
@@ -268,7 +272,7 @@ class TableModule(nn.Module):
     def _make_table(self, device: torch.device, rows: Tensor | None = None) -> None:
         """Create the table of a module on the meta device, from given rows or its initial values."""
         before, table = self.weight, self._create(rows)
-        self._begin(table, TableWeight(table, device))
+        self._begin(table, TableWeight(table, device, self.lookup_dtype))
         self.weight.requires_grad_(before.requires_grad)
         vars(self.weight).update(vars(before))
 
@@ -295,7 +299,7 @@ class TableModule(nn.Module):
         table = self._create(None if self._map_to_keep is not None else rows)
         if self._map_to_keep is not None:
             write_all(table, rows)
-        self._begin(table, TableWeight.in_place_of(weight, table))
+        self._begin(table, TableWeight.in_place_of(weight, table, self.lookup_dtype))
 
     # If the module has a table, its ``__dict__`` has these.
     @functools.cached_property
@@ -631,10 +635,9 @@ class TableModule(nn.Module):
             len(embeddings),
             embeddings.shape[1],
             padding_idx=padding_idx,
-            dtype=embeddings.dtype,
             init=initializers.GivenRows(weakref.ref(rows)),
             seed=0,
-            **settings,
+            **{"dtype": embeddings.dtype, **settings},
         )
         module._init = None
         module.weight.requires_grad_(not freeze)
@@ -642,7 +645,7 @@ class TableModule(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments, apart from the table, that make a module like this one."""
-        return {"padding_idx": self.padding_idx}
+        return {"padding_idx": self.padding_idx, "lookup_dtype": self.lookup_dtype}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process looks up in the table's files; a table in memory refuses to be pickled.
@@ -660,9 +663,10 @@ class TableModule(nn.Module):
         return module
 
     def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        settings = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        settings += "" if self.lookup_dtype is None else f", lookup_dtype={self.lookup_dtype}"
         return (
-            f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self._rows_repr}, weight stands for the whole "
+            f"{self.num_embeddings}, {self.embedding_dim}{settings}, {self._rows_repr}, weight stands for the whole "
             "table: the batch's rows within optimizer.step(), no tensor otherwise"
         )
 
@@ -677,11 +681,16 @@ class TableModule(nn.Module):
             if after.dtype == self.weight.dtype:
                 if after.device.type != "meta":
                     self._make_table(after.device)
-                return self
+                weight, self._parameters["weight"] = self.weight, None
+                try:
+                    return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+                finally:
+                    self._parameters["weight"] = weight
             raise TypeError(
                 f"the rows of the {type(self).__name__} are {self.weight.dtype} and stay so; give dtype= as it is made"
             )
-        before = torch.zeros(1, dtype=self.table.dtype)
+        weight = self.weight
+        before = torch.zeros(1, dtype=weight.dtype)
         after = fn(before)
         if not torch._has_compatible_shallow_copy_type(before, after):
             raise TypeError(
@@ -694,13 +703,18 @@ class TableModule(nn.Module):
                 "copy; call share_memory() of the other layers alone, or let processes train one "
                 "table with storage=speedswap.Ranks()"
             )
-        if after.dtype != self.table.dtype:
+        if after.dtype != weight.dtype:
             raise TypeError(
-                f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when "
+                f"the rows of table {self.table.name!r} are {weight.dtype} and stay so; give dtype= when "
                 "the embedding is made, or convert what it returns"
             )
+
+        def applied(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found.to(self.table.dtype) if tensor is weight or tensor is weight.grad else found
+
         with as_plain():
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -722,8 +736,10 @@ class TableModule(nn.Module):
         if self._is_on_meta:
             destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
         else:
+            is_lossless = self.lookup_dtype == self.table.columns["weight"].stored_dtype
             with says_checkpoint():
-                rows = destination[prefix + "weight"] = read_all(self.table)
+                rows = read_all(self.table, dtype=self.lookup_dtype if is_lossless else None)
+            destination[prefix + "weight"] = rows
             if self._handed_out is not None:
                 self._handed_out.warn_if_changed(self.table)
             self._handed_out = None if rows.is_inference() or is_divided(rows) else HandedOut(rows)
@@ -815,8 +831,8 @@ def _step_over(
     return RowStep(OptimizerState(table, weight, state_dtype, rounding), padding)
 
 
-def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
-    """Raise TypeError unless rows of this dtype can be trained with state stored as ``state_dtype``."""
+def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None, lookup_dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless rows of this dtype can be trained with state of ``state_dtype``, and rounded so."""
     require_dtype("dtype", dtype)
     if not dtype.is_floating_point and not dtype.is_complex:
         raise TypeError(f"dtype is {dtype}; an embedding is trained, so give a floating-point one")
@@ -824,6 +840,13 @@ def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
         raise TypeError(f"state_dtype is {state_dtype!r}; give torch.bfloat16, torch.float16 or torch.float32")
     if state_dtype is not None and dtype != torch.float32:
         raise TypeError(f"state_dtype is {state_dtype}, but the rows are {dtype}; leave it out, or give float32 rows")
+    if lookup_dtype not in (None, dtype) and (
+        dtype != torch.float32 or lookup_dtype not in (torch.float16, torch.bfloat16)
+    ):
+        raise TypeError(
+            f"lookup_dtype is {lookup_dtype!r}, but the rows are {dtype}; give torch.bfloat16 or torch.float16 with "
+            "float32 rows, or leave it out"
+        )
 
 
 def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:

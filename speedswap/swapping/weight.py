@@ -108,6 +108,7 @@ class _Rows:
     """The common base of a table's weight and of views of its rows."""
 
     _table: weakref.ref[Table]
+    _dtype: torch.dtype
     _within: tuple[int, int] | None = None  # rows of the table; all of them by default
     _is_one_row: bool = False
     _keeper: Callable[[], Any] = staticmethod(_nobody)  # a weak reference to the training step
@@ -149,6 +150,10 @@ class _Rows:
         return self._of.ranks
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
     def _bounds(self) -> tuple[int, int]:
         return self._within or (0, self._of.num_embeddings)
 
@@ -162,7 +167,7 @@ class _Rows:
         return self._shape if dim is None else self._shape[dim]
 
     def _detached(self) -> TableRows:
-        return TableRows(self._of, self._within, self._is_one_row)
+        return TableRows(self._of, self.dtype, self._within, self._is_one_row)
 
     def _select(self, index: Any, func: Any = Tensor.__getitem__) -> TableRows:
         """Return one row, or a range of rows."""
@@ -174,10 +179,10 @@ class _Rows:
                 if not start - stop <= index < stop - start:
                     raise IndexError(f"index is {index}, but the weight has {stop - start:,} rows")
                 row = start + index % (stop - start)
-                return TableRows(self._of, (row, row + 1), True)
+                return TableRows(self._of, self.dtype, (row, row + 1), True)
             if isinstance(index, slice) and index.step in (None, 1):
                 first, last, _ = index.indices(stop - start)
-                return TableRows(self._of, (start + first, start + max(first, last)))
+                return TableRows(self._of, self.dtype, (start + first, start + max(first, last)))
         raise WeightError(refusal(func, self._of))
 
     # ------------------------------------------------------------------ filling
@@ -297,16 +302,18 @@ class _Rows:
         raise WeightError(refusal(Tensor.clone, self._table()))
 
 
-class TableRows(_Rows, torch.Tensor):  # type: ignore[misc]
+class TableRows(_Rows, torch.Tensor):  # type: ignore[misc, override]
     """Rows of a table that can be filled in place: ``weight.data``, ``weight[3]``."""
 
-    def __new__(cls, table: Table, within: tuple[int, int] | None = None, is_one_row: bool = False) -> TableRows:
-        rows = torch.empty(0, dtype=table.dtype).as_subclass(cls)
-        rows._table, rows._within, rows._is_one_row = weakref.ref(table), within, is_one_row
+    def __new__(
+        cls, table: Table, dtype: torch.dtype, within: tuple[int, int] | None = None, is_one_row: bool = False
+    ) -> TableRows:
+        rows = torch.empty(0, dtype=dtype).as_subclass(cls)
+        rows._table, rows._dtype, rows._within, rows._is_one_row = weakref.ref(table), dtype, within, is_one_row
         return rows
 
 
-class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
+class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc, override]
     """The parameter that stands for a table's rows; it does not keep the table alive.
 
     Its gradient is that of the batch's rows. During its step an optimizer holds a plain parameter with the batch's
@@ -316,6 +323,8 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     Args:
         table: the rows.
         device: the device of the batch's rows.
+        lookup_dtype: the dtype of what lookups return, which ``dtype`` reports; the rows' by default. The tensor behind
+            the weight, its gradient and optimizer state made for it have the rows' dtype.
 
     Attributes:
         may_be_taken: True if something has queried it in the way that an optimizer queries its parameters, since it was
@@ -324,20 +333,22 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     may_be_taken = False
 
-    def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
+    def __new__(
+        cls, table: Table, device: torch.device | str | None = None, lookup_dtype: torch.dtype | None = None
+    ) -> TableWeight:
         one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
         weight: TableWeight = torch.Tensor._make_subclass(cls, one_row, True)
-        return weight._standing_for(table)
+        return weight._standing_for(table, lookup_dtype)
 
     @classmethod
-    def in_place_of(cls, weight: MetaWeight, table: Table) -> TableWeight:
+    def in_place_of(cls, weight: MetaWeight, table: Table, lookup_dtype: torch.dtype | None) -> TableWeight:
         """Turn a parameter, which an optimizer may already hold, into the weight of the table with its values."""
         weight.data = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=weight.device)
         weight.__class__ = cls  # type: ignore[assignment]
-        return cast(TableWeight, weight)._standing_for(table)
+        return cast(TableWeight, weight)._standing_for(table, lookup_dtype)
 
-    def _standing_for(self, table: Table) -> TableWeight:
-        self._table = weakref.ref(table)
+    def _standing_for(self, table: Table, lookup_dtype: torch.dtype | None) -> TableWeight:
+        self._table, self._dtype = weakref.ref(table), lookup_dtype or table.dtype
         self.may_be_taken = False
         return self
 
@@ -437,10 +448,10 @@ _tensor: Any = Tensor  # untyped: its attributes are used as descriptors
 
 # Have the same answer for the tensor behind a weight and for the whole table, or concern the batch's gradient.
 _PLAIN = torch_functions(
-    "grad_dtype requires_grad retains_grad is_leaf grad_fn device dtype layout itemsize "
+    "grad_dtype requires_grad retains_grad is_leaf grad_fn device layout "
     "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
     "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
-    "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
+    "is_neg get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
     "__dir__",
     Tensor,
 ) | torch_functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
@@ -449,7 +460,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     **_answered("shape size", _Rows._size),
     **_answered("dim ndim ndimension", lambda rows: len(rows._shape)),
     **_answered("nelement numel", lambda rows: rows._shape.numel(), Tensor, torch),
-    **_answered("nbytes", lambda rows: rows._shape.numel() * rows.itemsize),
+    **_answered("dtype", lambda rows: rows.dtype),
+    **_answered("element_size itemsize", lambda rows: rows.dtype.itemsize),
+    **_answered("nbytes", lambda rows: rows._shape.numel() * rows.dtype.itemsize),
     **_answered("__len__", lambda rows: rows._shape[0]),
     **_answered("__format__", lambda rows, form: format(repr(rows), form)),
     **_answered("data detach", _Rows._detached, Tensor, torch),

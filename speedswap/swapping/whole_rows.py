@@ -19,18 +19,18 @@ from speedswap.errors import TableTooLargeError
 from speedswap.tables import Table
 
 
-def read_all(table: Table, column: str = "weight") -> Tensor:
+def read_all(table: Table, column: str = "weight", dtype: torch.dtype | None = None) -> Tensor:
     """Copy all rows of a column; if ranks own the table, every rank must call this and gets its part.
 
     Returns:
-        Shape (num_embeddings, ...), in host memory; if ranks own the rows, a DTensor, whose ``full_tensor()`` returns
-        all rows.
+        Shape (num_embeddings, ...), in host memory, of the dtype; if ranks own the rows, a DTensor of the column's
+        dtype, whose ``full_tensor()`` returns all rows.
 
     Raises:
         TableTooLargeError: they do not fit in free memory.
     """
     joint = table.joint
-    return table.read(column=column) if joint is None else joint.read_part(column)
+    return table.read(column=column, dtype=dtype) if joint is None else joint.read_part(column)
 
 
 def write_all(table: Table, values: Tensor, column: str = "weight") -> None:

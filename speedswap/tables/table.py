@@ -25,7 +25,7 @@ from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
 from speedswap.tables.formats import export_rows, import_rows
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
-from speedswap.tables.init import Initializer
+from speedswap.tables.init import Initializer, chunks_of
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
 from speedswap.tables.making import create_store, keep_map, map_for
 from speedswap.tables.pending import Commit
@@ -593,8 +593,10 @@ class Table:
     # ------------------------------------------------------------------ whole columns
 
     @of_all_ranks
-    def read(self, start: int = 0, stop: int | None = None, *, column: str = "weight") -> Tensor:
-        """Copy rows ``start`` to ``stop`` of a column into ordinary memory.
+    def read(
+        self, start: int = 0, stop: int | None = None, *, column: str = "weight", dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Copy rows ``start`` to ``stop`` of a column into ordinary memory, in its dtype or the given one.
 
         Raises:
             TableTooLargeError: the rows do not fit in free memory; read fewer rows, or use :meth:`save`.
@@ -611,9 +613,14 @@ class Table:
         with self._held():
             found = self.column_of(column)
             whole_table.require_memory(
-                (stop - start) * found.width * found.dtype.itemsize,
+                (stop - start) * found.width * (dtype or found.dtype).itemsize,
                 f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}",
             )
+            if dtype not in (None, found.dtype):
+                rows = torch.empty(stop - start, *found.row_shape, dtype=dtype, device="cpu")
+                for some in chunks_of(len(rows)):
+                    rows[some.start : some.stop] = self.store.read(column, start + some.start, start + some.stop)
+                return rows
             is_copy = found.compact or self.store.facts.reads_copies
             return self.store.read(column, start, stop).to("cpu", copy=not is_copy).contiguous()
 

@@ -77,7 +77,7 @@ SWITCHERS = {
 }
 CALLERS = {
     *("padding_idx", "device", "id_map"),  # lookups and gradients are the caller's
-    *("stored_dtype", "state_dtype", "rounding"),  # a collection has the bits that it is given
+    *("stored_dtype", "lookup_dtype", "state_dtype", "rounding"),  # a collection has the bits that it is given
     *("torchs", "torchs_by_name"),  # refused anyway
 }
 
@@ -96,7 +96,7 @@ def test_switchers_take_all_that_embeddings_take(switcher: str) -> None:
 
 
 def test_an_embedding_has_few_arguments() -> None:
-    assert len(keywords(speedswap.Embedding) - {"torchs", "torchs_by_name"}) <= 15
+    assert len(keywords(speedswap.Embedding) - {"torchs", "torchs_by_name"}) <= 16
 
 
 def switchers(path: Path, **settings: Any) -> tuple[speedswap.ModelFactory, speedswap.OptimizerFactory]:

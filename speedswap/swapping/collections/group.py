@@ -483,6 +483,7 @@ class TableInGroup(nn.Module):
         self._awaits_rows = self._is_on_meta  # for an assigned parameter, as libraries load
 
     # They use only the attributes and properties defined here.
+    lookup_dtype = None
     read: Any = TableModule.read
     score: Any = TableModule.score
     reset_parameters: Any = TableModule.reset_parameters
@@ -542,7 +543,7 @@ class TableInGroup(nn.Module):
         """All rows, which functions of ``torch.nn.init`` can fill in place; the parameter is the group's."""
         if self._is_on_meta:
             return nn.Parameter(self.group.weight.detach()[: self.num_embeddings])
-        return TableRows(self.table)
+        return TableRows(self.table, self.table.dtype)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name != "weight":
