@@ -10,6 +10,7 @@ import copy
 import dis
 import functools
 from collections.abc import Iterator
+from contextlib import closing
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._words import a_kind
+from speedswap.errors import WeightError
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.table_module import TableModule
@@ -59,6 +61,19 @@ class OwnParts(NamedTuple):
             {**module._modules},
             {*module._non_persistent_buffers_set},
         )
+
+    def off_meta(self, device: torch.device, draw: torch.Generator) -> OwnParts:
+        """Return a copy with random values, on a device, for what is on meta."""
+
+        def drawn(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            return torch.rand(tensor.shape, generator=draw).to(device, tensor.dtype)
+
+        holder = nn.Module()
+        copy.deepcopy(self._replace(attributes={})).give(holder)
+        holder._apply(drawn)  # type: ignore[no-untyped-call]
+        return self._replace(parameters=holder._parameters, buffers=holder._buffers, modules=holder._modules)
 
     def give(self, module: nn.Module) -> None:
         """Make them another module's."""
@@ -156,11 +171,9 @@ def reasons_against(module: nn.Embedding | nn.EmbeddingBag) -> Iterator[str]:
             if name != "__init__" and isinstance(function, FunctionType) and _assigns_weight(function):
                 yield f"is {a_kind(module)}, whose {name} assigns another weight"
                 return
-    parts = OwnParts.of(module)
-    is_on_meta = any(
-        part is not None and part.is_meta for part in [*parts.parameters.values(), *parts.buffers.values()]
-    )
-    if not is_on_meta and (reason := _difference(module, parts)) is not None:
+    with torch.device("cpu"):  # also while a library builds the model on meta
+        reason = _difference(module)
+    if reason is not None:
         yield f"is {a_kind(module)}, {reason}; use speedswap's embedding in it"
 
 
@@ -169,31 +182,36 @@ def _assigns_weight(function: FunctionType) -> bool:
 
 
 @torch.no_grad()
-def _difference(module: nn.Embedding | nn.EmbeddingBag, parts: OwnParts) -> str | None:
+def _difference(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
     """Return how a subclass's lookup of sample ids in a few random rows differs from that in a table; None if not."""
     kind: Any = type(module)
-    settings = settings_of(module)
+    settings, dtype = settings_of(module), module.weight.dtype
     device = torch.device("cpu") if module.weight.is_meta else module.weight.device
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(_SAMPLES, module.embedding_dim, generator=draw).to(device, module.weight.dtype)
+    rows = torch.randn(_SAMPLES, module.embedding_dim, generator=draw).to(device, dtype)
     padding_idx = None if module.padding_idx is None else min(module.padding_idx, _SAMPLES - 1)
     plain = plain_with(kind, rows, {"padding_idx": padding_idx, **settings})
+    settings |= arithmetic_of(dtype)
     ours = combined(kind)._with_rows(rows, True, padding_idx, storage="pageable", device=device, **settings)
-    for each in (plain, ours):
-        copy.deepcopy(parts._replace(attributes={})).give(each)
-        parts._replace(parameters={}, buffers={}, modules={}).give(each)
-        each.eval()
-    for ids in (torch.tensor([[0, _SAMPLES - 1, _SAMPLES // 2]]), torch.randint(_SAMPLES, (2, 7), generator=draw)):
-        try:
-            expected = plain(ids.to(device))
-        except Exception as error:
-            return f"whose forward cannot be tried with ids alone ({error})"
-        try:
-            found = ours(ids.to(device))
-            is_equal = expected.dtype == found.dtype and torch.equal(expected, found)
-        except Exception as error:
-            return f"whose forward does not look up by super().forward(ids) alone ({error})"
-        if not is_equal:
-            return "whose forward computes something else over a table"
-    ours.table.close()
+    parts = OwnParts.of(module).off_meta(device, draw)
+    with closing(ours.table):
+        for each in (plain, ours):
+            copy.deepcopy(parts._replace(attributes={})).give(each)
+            parts._replace(parameters={}, buffers={}, modules={}).give(each)
+            each.eval()
+        few = torch.tensor([[0, _SAMPLES - 1, _SAMPLES // 2]])
+        for ids in (few, torch.randint(_SAMPLES, (2, 7), generator=draw)):
+            try:
+                expected = plain(ids.to(device))
+            except Exception as error:
+                return f"whose forward cannot be tried with ids alone ({error})"
+            try:
+                found = ours(ids.to(device))
+                is_equal = expected.dtype == found.dtype and torch.equal(expected, found)
+            except WeightError:
+                return "whose forward uses its weight, not super().forward(ids) alone"
+            except Exception as error:
+                return f"whose forward fails over a table ({error})"
+            if not is_equal:
+                return "whose forward computes something else over a table"
     return None

@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.errors import ConversionError
+from speedswap.errors import ConversionError, TableClosedError
 
 ROWS, DIM = 50, 8
 IDS = torch.tensor([[0, 49, 25], [3, 3, 7]])
@@ -153,6 +154,13 @@ class Grows(nn.Embedding):
         self.weight = nn.Parameter(torch.cat([self.weight, self.weight]))
 
 
+class Fails(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        if type(self) is not Fails:
+            raise LookupError("nothing to see")
+        return super().forward(input)
+
+
 class CountsRows(nn.Embedding):
     """Its output depends on how it looks rows up."""
 
@@ -163,8 +171,9 @@ class CountsRows(nn.Embedding):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (UsesWeight, "does not look up by super"),
-        (ReturnsWeight, "does not look up by super"),
+        (UsesWeight, "uses its weight, not super"),
+        (ReturnsWeight, "uses its weight, not super"),
+        (Fails, r"fails over a table \(nothing to see"),
         (Needs, "cannot be tried with ids alone"),
         (Overrides, "overrides reset_parameters"),
         (Grows, "whose grow assigns another weight"),
@@ -173,9 +182,52 @@ class CountsRows(nn.Embedding):
 )
 def test_other_subclasses_are_refused_with_the_reason(kind: type[nn.Embedding], reason: str) -> None:
     model = nn.Sequential(kind(ROWS, DIM))
-    with pytest.raises(ConversionError, match=f"0: is an? {kind.__name__}, .*{reason}"):
+    with pytest.raises(ConversionError, match=f"0: is an? {kind.__name__}, .*{reason}") as raised:
         speedswap.convert(model, min_rows=ROWS)
     assert type(model[0]) is kind
+    assert len(str(raised.value)) < 250
+    with torch.device("meta"):
+        model = nn.Sequential(kind(ROWS, DIM))
+    with pytest.raises(ConversionError, match=reason):
+        speedswap.convert(model, min_rows=ROWS)
+
+
+@pytest.mark.parametrize("kind", [UsesWeight, CountsRows, Scaled])
+def test_the_trials_table_is_closed(kind: type[nn.Embedding], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[speedswap.Table] = []
+    create = speedswap.Table.create
+
+    def noted(*args: Any, **settings: Any) -> speedswap.Table:
+        made.append(create(*args, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(speedswap.Table, "create", noted)
+    with suppress(ConversionError):
+        speedswap.convert(kind(ROWS, DIM), min_rows=ROWS)
+    trial = next(each for each in made if len(each) == 17)
+    with pytest.raises(TableClosedError):
+        trial.read()
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_a_subclass_on_meta_is_tried_and_loaded(name: str) -> None:
+    theirs = SUBCLASSES[name]()
+    with torch.device("meta"):
+        ours = speedswap.convert(SUBCLASSES[name](), min_rows=ROWS)
+    if name == "scaled":
+        ours.scale = theirs.scale  # which no state_dict has
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    assert torch.equal(ours(IDS), theirs(IDS))
+    ours.to_empty(device="cpu")
+    assert not any(each.is_meta for each in [*ours.parameters(), *ours.buffers()])
+
+
+def test_a_subclass_on_meta_leaves_it_with_all_its_parts() -> None:
+    with torch.device("meta"):
+        ours = speedswap.convert(Normed(ROWS, DIM), min_rows=ROWS)
+    ours.to_empty(device="cpu")
+    assert [name for name, each in ours.named_parameters() if each.is_meta] == []
+    assert [*ours.state_dict()] == [*Normed(ROWS, DIM).state_dict()]
 
 
 TRANSFORMERS = {
