@@ -17,6 +17,7 @@ from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTenso
 from speedswap.swapping.convert import convert
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, lookahead
+from speedswap.swapping.pretrained import from_pretrained
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
 from speedswap.swapping.whole_rows import rows_apart
 from speedswap.swapping.wrappers import ignore_in_ddp, parameters_to_ignore
@@ -38,6 +39,7 @@ __all__ = [
     "SavedCheckpoint",
     "attach",
     "convert",
+    "from_pretrained",
     "ignore_in_ddp",
     "load_checkpoint",
     "lookahead",

@@ -303,9 +303,9 @@ def convert(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name} is {value!r}, but back is True, which makes no tables; leave one of them out")
-        return to_plain(model, _embeddings(model, True, skip))
+        return to_plain(model, embeddings(model, True, skip))
     found = _large(model, min_rows, skip)
-    places = _places(found, storage, path)
+    places = places_of(found, storage, path)
     if init is not None:
         initializers.resolve(init)  # raises unless it is an initializer
         if checkpoint is not None:
@@ -315,7 +315,7 @@ def convert(
         _warn_of_nothing(model, min_rows)
     for each in places.values():
         each.require_free()
-    _refuse(model, found, settings, places, loads)
+    require_replaceable(model, found, settings, places, loads)
     if sparse := [names[0] or "the model" for module, names in found if module.sparse]:
         warn(
             "SW502",
@@ -324,7 +324,7 @@ def convert(
         )
 
     def over_table(old: _Plain, names: Sequence[str]) -> nn.Module:
-        new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
+        new = replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
         over = "without rows, on the meta device" if new._is_on_meta else f"over {new.table!r}"
         _log.info("%s: speedswap.%s %s", names[0] or "the model", type(new).__name__, over)
         return new
@@ -335,7 +335,7 @@ def convert(
     return model
 
 
-def _places(
+def places_of(
     found: Sequence[tuple[_Plain, list[str]]], storage: Places, path: str | os.PathLike[str] | None
 ) -> dict[str, Storage]:
     """Return the place of each embedding's table, by the embedding's first name."""
@@ -370,11 +370,11 @@ def _within(place: Storage, name: str) -> Storage:
 
 def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple[_Plain, list[str]]]:
     """Return the embeddings to replace, each with all of its dotted names."""
-    found = _embeddings(model, False, skip)
+    found = embeddings(model, False, skip)
     return [(module, names) for module, names in found if module.num_embeddings >= min_rows]
 
 
-def _embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> list[tuple[Any, list[str]]]:
+def embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> list[tuple[Any, list[str]]]:
     """Return a model's embeddings over tables, or all others, each with all of its dotted names."""
     names = {
         name: module
@@ -394,7 +394,7 @@ def _embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> l
     return list(found.values())
 
 
-def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> TableModule:
+def replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> TableModule:
     """Return speedswap's equivalent of an embedding, with its values and settings."""
     try:
         new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place})
@@ -427,7 +427,7 @@ def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dic
 # ---------------------------------------------------------------------- refusals
 
 
-def _refuse(
+def require_replaceable(
     model: nn.Module,
     found: Sequence[tuple[_Plain, list[str]]],
     settings: dict[str, Any],

@@ -314,7 +314,7 @@ def parametrized() -> nn.Module:
         (lambda: embedding(scale_grad_by_freq=True), r"0: scale_grad_by_freq is True"),
         (
             lambda: nn.Sequential(OwnForward(ROWS, DIM)),
-            r"0: is an OwnForward, whose forward does not look up",
+            r"0: is an OwnForward, whose forward uses its weight",
         ),
         (parametrized, r"0: its weight is computed"),
         (with_gradient, r"0: its weight has a gradient"),

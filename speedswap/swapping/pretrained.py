@@ -1,0 +1,237 @@
+"""Models of transformers over tables whose rows are their checkpoint's, read in place.
+
+transformers' own loader builds the model and loads everything else. It is given a class whose objects are models with
+the tables in them already, and tensors without the tables'.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedswap.collectives import of_all_ranks
+from speedswap.swapping.convert import Places, embeddings, places_of, replaced, replacement, require_replaceable
+from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.weight import TableWeight
+from speedswap.swapping.whole_rows import rows_apart
+from speedswap.tables import TensorFiles, as_storage
+from speedswap.tables.init import OfTensors, of_tensors
+
+Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
+"""Patterns of module names, in which ``*`` stands for any characters; or the settings of the tables of each."""
+
+_SHOWN = 8
+_WHOLE = ("model.safetensors.index.json", "model.safetensors")  # of a folder that may have other tensors, too
+
+
+@of_all_ranks
+def from_pretrained(
+    cls: Any, folder: str | os.PathLike[str], tables: Tables, storage: Places = "auto", **settings: Any
+) -> Any:
+    """Load a model of transformers, with tables in place of large embeddings, whose rows stay in the checkpoint.
+
+    Rows are read from the checkpoint's files when they are looked up; what training writes goes to ``storage``. No
+    memory is allocated for the rest of a table in a place on disk, while other places are filled from the files. All
+    else is done by ``cls.from_pretrained``, from names and dtypes to devices and buffers. A bfloat16 model's rows are
+    looked up and stored in bfloat16, and stepped in float32, as :func:`speedswap.convert` does.
+
+    Args:
+        cls: ``AutoModelForCausalLM`` or another class of transformers (5 or newer).
+        folder: a checkpoint of safetensors files, which must stay as they are.
+        tables: names of the embeddings, such as ``"*.embed_tokens_per_layer"``; a pattern, several, or a dictionary
+            from each to keyword arguments of :class:`speedswap.Embedding`: ``storage``, ``stored_dtype``,
+            ``state_dtype``, ``rounding``.
+        storage: as for :func:`speedswap.convert`.
+        settings: as for ``cls.from_pretrained``; ``config`` instead of its single values.
+
+    Returns:
+        The model, in evaluation mode; what ``cls.from_pretrained`` returns.
+
+    Raises:
+        TypeError: ``cls`` is not a class of transformers, or a setting is unknown.
+        ValueError: a pattern is the name of no embedding, or no tensors of the checkpoint are the rows of one.
+        ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`.
+        FileNotFoundError: the folder does not exist, or has no safetensors files.
+        FileExistsError: the path of a table exists.
+        TableFormatError: a file is damaged. In all cases nothing was created.
+    """
+    skeleton = _skeleton(cls, Path(folder), settings)
+    wanted = _matching(skeleton, tables)
+    source = next((path for name in _WHOLE if (path := Path(folder, name)).exists()), Path(folder))
+    sources = _Sources(skeleton, TensorFiles(source))
+    bases = {name: of_tensors(source, sources.of(name)) for name in wanted}
+    return _Loading(skeleton, wanted, bases, storage).load(Path(folder), sources, settings)
+
+
+class _Loading:
+    """A model being loaded, with tables in place of embeddings.
+
+    Args:
+        skeleton: the model on meta.
+        wanted: the embeddings, each with its settings.
+        bases: their tables' initial values.
+        storage: as for :func:`from_pretrained`.
+    """
+
+    def __init__(
+        self, skeleton: Any, wanted: Mapping[str, Mapping[str, Any]], bases: Mapping[str, OfTensors], storage: Places
+    ) -> None:
+        self._skeleton = skeleton
+        self._settings = {
+            name: {"stored_dtype": None, "state_dtype": None, "rounding": None, **options, "init": bases[name]}
+            for name, options in wanted.items()
+        }
+        own = {name: as_storage(each.pop("storage")) for name, each in self._settings.items() if "storage" in each}
+        found = self._found(skeleton)
+        self._places = {**places_of([each for each in found if each[1][0] not in own], storage, None), **own}
+        for place in self._places.values():
+            place.require_free()
+        for old, names in found:
+            settings = self._settings[names[0]]
+            settings["init"].require_shape(old.num_embeddings, (old.embedding_dim,))
+            require_replaceable(skeleton, [(old, names)], settings, self._places, None)
+        self._made: dict[str, TableModule] = {}
+
+    def _found(self, model: nn.Module) -> list[tuple[Any, list[str]]]:
+        return [(old, names) for old, names in embeddings(model, False, ()) if names[0] in self._settings]
+
+    def load(self, folder: Path, sources: _Sources, settings: dict[str, Any]) -> Any:
+        """Return what transformers' loader returns."""
+        real, tensors = type(self._skeleton), sources.but(self._settings)
+
+        def new(_: type, *args: Any, **settings: Any) -> Any:
+            return self._with_tables(real(*args, **settings))
+
+        if "generation_config" not in settings and (folder / "generation_config.json").exists():
+            from transformers import GenerationConfig
+
+            settings["generation_config"] = GenerationConfig.from_pretrained(folder)
+        loader: Any = type(real.__name__, (real,), {"__new__": new, "__module__": real.__module__})
+        try:
+            with rows_apart():
+                result = loader.from_pretrained(None, config=self._skeleton.config, state_dict=tensors, **settings)
+        except BaseException:
+            for name, module in self._made.items():
+                module.table.close()
+                if (path := self._places[name].folder) is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+            raise
+        model = result[0] if isinstance(result, tuple) else result
+        model.name_or_path = model.config.name_or_path = os.fspath(folder)
+        mapped = {each.untyped_storage().data_ptr() for each in tensors.values()}
+        others = [each for each in [*model.parameters(), *model.buffers()] if not isinstance(each, TableWeight)]
+        for each in others:
+            if each.untyped_storage().data_ptr() in mapped:  # the files may be removed
+                each.data = each.data.clone()
+        for module in self._made.values():
+            module.to(others[0].device)
+        return result
+
+    def _with_tables(self, model: Any) -> Any:
+        def made(old: Any, names: Sequence[str]) -> nn.Module:
+            name = names[0]
+            new = self._made[name] = replacement(old, {**self._settings[name], "name": name}, self._places[name])
+            new.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers draws other values
+            return new
+
+        with torch.device("cpu"):
+            return replaced(model, self._found(model), made)
+
+
+def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
+    """Return the model on meta, for its class, its configuration and its embeddings."""
+    try:
+        from transformers import AutoConfig, PreTrainedModel
+        from transformers.core_model_loading import rename_source_key  # noqa: F401
+    except ImportError as error:
+        raise ImportError("speedswap.from_pretrained needs transformers 5 or newer; install it") from error
+    is_auto = hasattr(cls, "from_config")
+    if not is_auto and not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
+        raise TypeError(f"cls is {cls!r}; give a class of transformers, such as AutoModelForCausalLM")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder is {os.fspath(folder)!r}; give the folder of a downloaded checkpoint")
+    trust = {name: settings[name] for name in ("trust_remote_code",) if name in settings}
+    config = settings.pop("config", None) or (AutoConfig if is_auto else cls.config_class).from_pretrained(
+        folder, **trust
+    )
+    with torch.device("meta"):
+        return cls.from_config(config, **trust) if is_auto else cls(config)
+
+
+def _matching(model: nn.Module, tables: Tables) -> dict[str, Mapping[str, Any]]:
+    """Return the names of a model's embeddings that match patterns, each with its settings."""
+    given = [tables] if isinstance(tables, str) else tables
+    settings = given if isinstance(given, Mapping) else {pattern: {} for pattern in given}
+    names = [names[0] for _, names in embeddings(model, False, ())]
+    found: dict[str, Mapping[str, Any]] = {}
+    for pattern, options in settings.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            near = difflib.get_close_matches(pattern, names, _SHOWN, 0.1)
+            raise ValueError(
+                f"tables has {pattern!r}, which no embedding of {type(model).__name__} is called; it has "
+                f"{', '.join(near or names[:_SHOWN]) or 'none'}"
+            )
+        found.update(dict.fromkeys(matching, options))
+    if not found:
+        raise ValueError("tables is empty; give names or patterns of embeddings, such as '*.embed_tokens_per_layer'")
+    return found
+
+
+class _Sources:
+    """The tensors of a checkpoint by the names that transformers gives them in a model.
+
+    Args:
+        model: the model.
+        files: the checkpoint.
+    """
+
+    def __init__(self, model: Any, files: TensorFiles) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        changes = get_model_conversion_mapping(model)
+        converters = [each for each in changes if isinstance(each, WeightConverter)]
+        renamings = [each for each in changes if not isinstance(each, WeightConverter)]
+        self._operations = {pattern: each.operations for each in converters for pattern in each.source_patterns}
+        self._sources: defaultdict[str, list[tuple[str, str | None]]] = defaultdict(list)
+        self._files, parameters = files, model.state_dict()
+        for source in files.matching("*"):
+            named, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, parameters)
+            self._sources[named].append((source, pattern))
+
+    def of(self, name: str) -> list[str]:
+        """Return the tensors whose rows, one tensor after the other, are those of an embedding.
+
+        Raises:
+            ValueError: there are none, or they are converted in another way.
+        """
+        from transformers.core_model_loading import dot_natural_key
+
+        found = self._sources.get(f"{name}.weight")
+        if found is None:
+            raise ValueError(self._files.missing(f"{name}.weight"))
+        operations = [(type(each).__name__, each.dim) for _, p in found[:1] if p for each in self._operations[p]]
+        if operations not in ([], [("Concatenate", 0)]):
+            raise ValueError(f"{name}: transformers converts its tensors by {operations}, so rows are not in the files")
+        return sorted((source for source, _ in found), key=dot_natural_key)
+
+    def but(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return all tensors but those of embeddings, over the files."""
+        left_out = {f"{name}.weight" for name in names}
+        return {
+            source: self._files.tensor(source)
+            for named, found in self._sources.items()
+            if named not in left_out
+            for source, _ in found
+        }
