@@ -15,6 +15,8 @@ from speedswap.swapping import (
     KeyedTensor,
     ModelFactory,
     OptimizerFactory,
+    RowsCallback,
+    asked,
     attach,
     convert,
     from_pretrained,
@@ -23,6 +25,7 @@ from speedswap.swapping import (
     lookahead,
     parameters_to_ignore,
     save_checkpoint,
+    save_pretrained,
 )
 from speedswap.tables import (
     Column,
@@ -60,7 +63,9 @@ __all__ = [
     "Pageable",
     "Pinned",
     "Ranks",
+    "RowsCallback",
     "Table",
+    "asked",
     "attach",
     "convert",
     "errors",
@@ -76,5 +81,6 @@ __all__ = [
     "optim",
     "parameters_to_ignore",
     "save_checkpoint",
+    "save_pretrained",
     "scatter_rows",
 ]

@@ -9,6 +9,7 @@ their weights. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by 
 ``nn.Embedding``.
 """
 
+from speedswap.swapping.asked import asked
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from speedswap.swapping.collections.collection import EmbeddingBagCollection, EmbeddingCollection
@@ -18,6 +19,7 @@ from speedswap.swapping.convert import convert
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, lookahead
 from speedswap.swapping.pretrained import from_pretrained
+from speedswap.swapping.saved_rows import RowsCallback, save_pretrained
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
 from speedswap.swapping.whole_rows import rows_apart
 from speedswap.swapping.wrappers import ignore_in_ddp, parameters_to_ignore
@@ -36,7 +38,9 @@ __all__ = [
     "Lookahead",
     "ModelFactory",
     "OptimizerFactory",
+    "RowsCallback",
     "SavedCheckpoint",
+    "asked",
     "attach",
     "convert",
     "from_pretrained",
@@ -46,4 +50,5 @@ __all__ = [
     "parameters_to_ignore",
     "rows_apart",
     "save_checkpoint",
+    "save_pretrained",
 ]

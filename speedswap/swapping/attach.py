@@ -391,7 +391,7 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
             loaded = None
             if names[place] in states:
                 loaded = states[names[place]] = with_own_scalars(states[names[place]])
-            if are_apart:
+            if are_apart or rows_are_apart(step.state.whole):
                 continue
             if step.state.optimizer is None and optimizer in _with_initial_state and step.weight.requires_grad:
                 step.state.attach(optimizer, _examined(optimizer, step), loaded)

@@ -130,13 +130,13 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
 
     @outside_graphs
     def forward(self, input: Tensor) -> Tensor:
-        """Look rows up.
+        r"""Look rows up.
 
         Args:
             input: ids, int32 or int64, any shape, on the device that needs the rows; or keys, with an id map.
 
         Returns:
-            Shape (*input.shape, embedding_dim), of ``lookup_dtype``.
+            Shape (\*input.shape, embedding_dim), of ``lookup_dtype``.
 
         Raises:
             IdError, LostUpdateError, RanksError: as for the class.

@@ -560,7 +560,7 @@ class OptimizerState:
     # ------------------------------------------------------------------ state_dict
 
     def read(self, scalars: Mapping[str, Any], *, initial: bool = False) -> dict[str, Any]:
-        """Return a copy of the whole table's state; without columns inside ``rows_apart``.
+        """Return a copy of the whole table's state; without columns if its rows are apart.
 
         Args:
             scalars: the current scalars.
@@ -570,7 +570,7 @@ class OptimizerState:
             TableTooLargeError: the columns do not fit in memory.
         """
         columns: dict[str, Any] = {}
-        if not rows_are_apart() and (initial or not self._is_initial):
+        if not rows_are_apart(self.whole) and (initial or not self._is_initial):
             with says_checkpoint():
                 columns = {column.name: read_all(self.whole, column.name) for column in self._row_state.columns}
             if self._is_initial:

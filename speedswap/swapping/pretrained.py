@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import os
 import shutil
 from collections import defaultdict
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 
 from speedswap.collectives import of_all_ranks
 from speedswap.swapping.convert import Places, embeddings, places_of, replaced, replacement, require_replaceable
+from speedswap.swapping.saved_rows import ROWS_FILE, bases_of, load_beside
 from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart
-from speedswap.tables import TensorFiles, as_storage
+from speedswap.tables import TensorFiles, TensorSource, as_storage
+from speedswap.tables.files.tensor_files import absolute_paths
 from speedswap.tables.init import OfTensors, of_tensors
 
 Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
@@ -36,7 +39,13 @@ _WHOLE = ("model.safetensors.index.json", "model.safetensors")  # of a folder th
 
 @of_all_ranks
 def from_pretrained(
-    cls: Any, folder: str | os.PathLike[str], tables: Tables, storage: Places = "auto", **settings: Any
+    cls: Any,
+    folder: str | os.PathLike[str],
+    tables: Tables | None = None,
+    storage: Places = "auto",
+    *,
+    base: TensorSource | None = None,
+    **settings: Any,
 ) -> Any:
     """Load a model of transformers, with tables in place of large embeddings, whose rows stay in the checkpoint.
 
@@ -47,10 +56,13 @@ def from_pretrained(
 
     Args:
         cls: ``AutoModelForCausalLM`` or another class of transformers (5 or newer).
-        folder: a checkpoint of safetensors files, which must stay as they are.
+        folder: a checkpoint of safetensors files, which must stay as they are; or what :func:`save_pretrained` saved:
+            trained rows go to ``storage``, and untouched ones are read from the checkpoint that was loaded then. A
+            folder of PEFT's adapters loads the model that they are for, without them, and the rows.
         tables: names of the embeddings, such as ``"*.embed_tokens_per_layer"``; a pattern, several, or a dictionary
             from each to keyword arguments of :class:`speedswap.Embedding`: ``storage``, ``stored_dtype``,
-            ``state_dtype``, ``rounding``.
+            ``state_dtype``, ``rounding``. By default the tables that :func:`save_pretrained` saved.
+        base: for a saved model, where the files of the checkpoint are now, if both were not moved together.
         storage: as for :func:`speedswap.convert`.
         settings: as for ``cls.from_pretrained``; ``config`` instead of its single values.
 
@@ -59,18 +71,27 @@ def from_pretrained(
 
     Raises:
         TypeError: ``cls`` is not a class of transformers, or a setting is unknown.
-        ValueError: a pattern is the name of no embedding, or no tensors of the checkpoint are the rows of one.
+        ValueError: a pattern is the name of no embedding, or no tensors of the checkpoint are the rows of one; or no
+            pattern is given, and the folder has no rows.
         ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`.
         FileNotFoundError: the folder does not exist, or has no safetensors files.
         FileExistsError: the path of a table exists.
-        TableFormatError: a file is damaged. In all cases nothing was created.
+        TableFormatError: a file is damaged, or the checkpoint of a saved model has changed. In all cases nothing was
+            created.
+
+    Example::
+
+        place = speedswap.Disk("rows")
+        model = speedswap.from_pretrained(AutoModelForCausalLM, folder, "*.embed_tokens_per_layer", place)
     """
-    skeleton = _skeleton(cls, Path(folder), settings)
-    wanted = _matching(skeleton, tables)
-    source = next((path for name in _WHOLE if (path := Path(folder, name)).exists()), Path(folder))
+    folder = Path(folder)
+    saved, whole = bases_of(folder, None if base is None else absolute_paths(base)), _model_in(folder)
+    skeleton = _skeleton(cls, whole, settings)
+    wanted = _matching(skeleton, [*saved] if tables is None else tables)
+    source = next((path for name in _WHOLE if (path := whole / name).exists()), whole)
     sources = _Sources(skeleton, TensorFiles(source))
-    bases = {name: of_tensors(source, sources.of(name)) for name in wanted}
-    return _Loading(skeleton, wanted, bases, storage).load(Path(folder), sources, settings)
+    bases = {name: saved.get(name) or of_tensors(source, sources.of(name)) for name in wanted}
+    return _Loading(skeleton, wanted, bases, storage).load(whole, sources, settings, folder if saved else None)
 
 
 class _Loading:
@@ -105,8 +126,8 @@ class _Loading:
     def _found(self, model: nn.Module) -> list[tuple[Any, list[str]]]:
         return [(old, names) for old, names in embeddings(model, False, ()) if names[0] in self._settings]
 
-    def load(self, folder: Path, sources: _Sources, settings: dict[str, Any]) -> Any:
-        """Return what transformers' loader returns."""
+    def load(self, folder: Path, sources: _Sources, settings: dict[str, Any], rows: Path | None) -> Any:
+        """Return what transformers' loader returns, with the trained rows in a folder."""
         real, tensors = type(self._skeleton), sources.but(self._settings)
 
         def new(_: type, *args: Any, **settings: Any) -> Any:
@@ -120,13 +141,15 @@ class _Loading:
         try:
             with rows_apart():
                 result = loader.from_pretrained(None, config=self._skeleton.config, state_dict=tensors, **settings)
+            model = result[0] if isinstance(result, tuple) else result
+            if rows is not None:
+                load_beside(model, rows)
         except BaseException:
             for name, module in self._made.items():
                 module.table.close()
                 if (path := self._places[name].folder) is not None:
                     shutil.rmtree(path, ignore_errors=True)
             raise
-        model = result[0] if isinstance(result, tuple) else result
         model.name_or_path = model.config.name_or_path = os.fspath(folder)
         mapped = {each.untyped_storage().data_ptr() for each in tensors.values()}
         others = [each for each in [*model.parameters(), *model.buffers()] if not isinstance(each, TableWeight)]
@@ -168,6 +191,14 @@ def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
         return cls.from_config(config, **trust) if is_auto else cls(config)
 
 
+def _model_in(folder: Path) -> Path:
+    """Return a folder of a model, or the model's that a folder of adapters names."""
+    adapters = folder / "adapter_config.json"
+    if (folder / "config.json").exists() or not adapters.exists():
+        return folder
+    return Path(json.loads(adapters.read_text())["base_model_name_or_path"])
+
+
 def _matching(model: nn.Module, tables: Tables) -> dict[str, Mapping[str, Any]]:
     """Return the names of a model's embeddings that match patterns, each with its settings."""
     given = [tables] if isinstance(tables, str) else tables
@@ -182,9 +213,12 @@ def _matching(model: nn.Module, tables: Tables) -> dict[str, Mapping[str, Any]]:
                 f"tables has {pattern!r}, which no embedding of {type(model).__name__} is called; it has "
                 f"{', '.join(near or names[:_SHOWN]) or 'none'}"
             )
-        found.update(dict.fromkeys(matching, options))
+        found |= {name: {**options} for name in matching}
     if not found:
-        raise ValueError("tables is empty; give names or patterns of embeddings, such as '*.embed_tokens_per_layer'")
+        raise ValueError(
+            f"tables is empty, and the folder has no {ROWS_FILE}; give names or patterns of embeddings of "
+            f"{type(model).__name__}, such as {', '.join(names[-_SHOWN:])}"
+        )
     return found
 
 

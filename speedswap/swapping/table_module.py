@@ -728,9 +728,13 @@ class TableModule(nn.Module):
             raise not_assigned(self)
         super().register_parameter(name, param)
 
+    @property
+    def _is_apart(self) -> bool:
+        return rows_are_apart(None if self._is_on_meta else self.table)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-        if rows_are_apart():
+        if self._is_apart:
             destination.pop(prefix + "weight", None)
             return
         if self._is_on_meta:
@@ -762,7 +766,7 @@ class TableModule(nn.Module):
         finally:
             last.remove()
             state_dict.update(given)
-        missing = [key for key in keys if strict and key not in given and not rows_are_apart()]
+        missing = [key for key in keys if strict and key not in given and not self._is_apart]
         missing_keys[:] = [key for key in missing_keys if key not in keys or key in missing]
         missing_keys.extend(key for key in missing if key not in missing_keys)
         if keys[0] in given and not missing and not rows_are_apart():

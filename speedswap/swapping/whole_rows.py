@@ -149,9 +149,9 @@ def rows_apart() -> Iterator[None]:
         _apart.reset(token)
 
 
-def rows_are_apart() -> bool:
-    """Return whether the rows of tables are left out."""
-    return _apart.get()
+def rows_are_apart(table: Table | None = None) -> bool:
+    """Return whether the rows of all tables, or of this one, are left out: its other rows are in a checkpoint."""
+    return _apart.get() or (table is not None and bool(table.columns["weight"].init.bases))
 
 
 @contextmanager

@@ -488,6 +488,7 @@ class TableInGroup(nn.Module):
     score: Any = TableModule.score
     reset_parameters: Any = TableModule.reset_parameters
     _is_on_meta: Any = property(attrgetter("group._is_on_meta"))
+    _is_apart: Any = TableModule._is_apart
     _save_to_state_dict: Any = TableModule._save_to_state_dict
     _load_from_state_dict: Any = TableModule._load_from_state_dict
 

@@ -1,0 +1,215 @@
+"""Trainers of transformers and TRL, and PEFT's adapters, with tables over a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.tiny_models import TABLES, tiny
+
+import speedswap
+from speedswap.errors import TableFormatError, WeightError
+
+transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
+
+IDS = torch.randint(3, 512, (2, 9), generator=torch.Generator().manual_seed(0))
+DATA = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 512, (32, 12))]
+
+
+@pytest.fixture
+def base(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint; of Gemma 4 unless the test says another family."""
+    tiny(getattr(request, "param", "gemma4")).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def loaded(folder: Path, place: Any = "pageable", tables: Any = None, **settings: Any) -> Any:
+    return speedswap.from_pretrained(transformers.AutoModelForCausalLM, folder, tables, place, **settings)
+
+
+def gemma(folder: Path, place: Any = "pageable") -> Any:
+    return loaded(folder, place, TABLES["gemma4"])
+
+
+def table_of(model: Any) -> Any:
+    return next(each for each in model.modules() if isinstance(each, speedswap.Embedding))
+
+
+def arguments(folder: str, **settings: Any) -> Any:
+    given = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "save_strategy": "no"} | settings
+    return transformers.TrainingArguments(folder, report_to="none", use_cpu=True, disable_tqdm=True, **given)
+
+
+class Ahead(transformers.Trainer):  # type: ignore[name-defined,misc]
+    """Takes the ids that the model's memory computes from the next batch's tokens."""
+
+    def get_train_dataloader(self) -> Any:
+        table, tokens = table_of(self.model), self.model.model.layers[1]
+        hashes = getattr(getattr(tokens, "ple", None), "ple_embedding", None)
+        part = table if hashes is None else lambda ids: hashes(ids, None)
+        ids = {table: lambda batch: speedswap.asked(table, lambda: part(batch["input_ids"]))}
+        return speedswap.lookahead(super().get_train_dataloader(), ids)
+
+
+def rows_after(model: Any, trainer: Any = transformers.Trainer, **settings: Any) -> torch.Tensor:
+    trainer(model, arguments("run", **settings), train_dataset=DATA).train()
+    return table_of(model).read()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("base", ["gemma4", "qwen"], indirect=True)
+def test_checkpointing_and_lookahead_change_nothing(base: Path, accumulated: int, request: Any) -> None:
+    tables = TABLES[request.node.callspec.params["base"]]
+    found = [
+        rows_after(
+            loaded(base, speedswap.Disk(f"{trainer.__name__}{saves}"), tables),
+            trainer,
+            gradient_checkpointing=saves,
+            gradient_accumulation_steps=accumulated,
+        )
+        for trainer in (transformers.Trainer, Ahead)
+        for saves in (False, True)
+    ]
+    assert not torch.equal(found[0], table_of(loaded(base, "pageable", tables)).read())
+    for each in found[1:]:
+        assert torch.equal(each, found[0])
+
+
+def test_a_training_resumes_to_the_same_bits(base: Path) -> None:
+    """Its checkpoints have the rows that changed, with their state, and nothing else of the table."""
+    models = []
+    for resumed in (None, "run/checkpoint-3"):
+        models.append(gemma(base, speedswap.Disk(f"rows of {resumed}".replace("/", " "))))
+        given = arguments("run", save_strategy="steps", save_steps=3)
+        trainer = transformers.Trainer(models[-1], given, train_dataset=DATA, callbacks=[speedswap.RowsCallback()])
+        trainer.train(resume_from_checkpoint=resumed)
+    straight, again = (table_of(each) for each in models)
+    assert torch.equal(straight.read(), again.read())
+    assert straight.table.columns.keys() == again.table.columns.keys() == {"weight", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(straight.table.read(column="exp_avg"), again.table.read(column="exp_avg"))
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(value, models[1].state_dict()[name]), name
+    assert not any("per_layer.weight" in name for name in models[0].state_dict())
+
+
+def test_a_saved_model_finds_its_rows_and_their_checkpoint(base: Path, tmp_path: Path) -> None:
+    model = gemma(base)
+    rows_after(model)
+    model.eval()
+    speedswap.save_pretrained(model, tmp_path / "moved" / "out")
+    assert {"speedswap_rows.safetensors", "model.safetensors"} <= {*os.listdir(tmp_path / "moved" / "out")}
+    again = loaded(tmp_path / "moved" / "out", speedswap.Disk("rows"))
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    written = torch.cat([ids for ids, _ in table_of(again).table.store.written_rows()])
+    assert 0 < len(written) < len(table_of(again).table)
+    shutil.move(base, tmp_path / "elsewhere")
+    with pytest.raises(TableFormatError, match="rows that were never written are those of a base"):
+        loaded(tmp_path / "moved" / "out")
+    again = loaded(tmp_path / "moved" / "out", base=tmp_path / "elsewhere" / "model.safetensors")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_a_folder_without_rows_needs_patterns(base: Path) -> None:
+    with pytest.raises(ValueError, match=r"no speedswap_rows.safetensors; give .*model.embed_tokens_per_layer"):
+        loaded(base)
+
+
+def test_a_damaged_description_is_refused(base: Path, tmp_path: Path) -> None:
+    speedswap.save_pretrained(gemma(base), tmp_path / "out")
+    (tmp_path / "out" / "speedswap_rows.json").write_text('{"tables": 1}')
+    with pytest.raises(TableFormatError, match="does not describe the tables"):
+        loaded(tmp_path / "out")
+
+
+def test_a_model_without_such_tables_is_saved_as_it_is(base: Path, tmp_path: Path) -> None:
+    speedswap.save_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("speedswap*"))
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def lora(model: Any, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings))
+
+
+def test_adapters_and_rows_are_trained_and_saved_together(base: Path, tmp_path: Path) -> None:
+    model = lora(gemma(base))
+    assert not table_of(model).weight.requires_grad  # PEFT freezes all that is not an adapter
+    table_of(model).weight.requires_grad_(True)
+    before = table_of(model).read()
+    assert not torch.equal(rows_after(model), before)
+    speedswap.save_pretrained(model.eval(), tmp_path / "adapters")
+    assert {"adapter_model.safetensors", "speedswap_rows.safetensors"} <= {*os.listdir(tmp_path / "adapters")}
+    import peft
+
+    again = peft.PeftModel.from_pretrained(loaded(tmp_path / "adapters"), tmp_path / "adapters").eval()
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_a_frozen_table_saves_no_rows(base: Path, tmp_path: Path) -> None:
+    model = lora(gemma(base))
+    rows_after(model)
+    speedswap.save_pretrained(model, tmp_path / "adapters")
+    assert torch.equal(table_of(loaded(tmp_path / "adapters")).read(), table_of(gemma(base)).read())
+
+
+def trained_with_callback(model: Any) -> None:
+    callbacks = [speedswap.RowsCallback()]
+    transformers.Trainer(model, arguments("run"), train_dataset=DATA, callbacks=callbacks).train()
+
+
+def test_adapters_that_copy_a_table_are_refused(base: Path) -> None:
+    copied = {"modules_to_save": ["embed_tokens_per_layer"]}
+    with pytest.raises(TypeError, match="lies in files, which are not copied implicitly"):
+        lora(gemma(base, speedswap.Disk("rows")), **copied)
+    for use in (lambda model: speedswap.save_pretrained(model, "out"), trained_with_callback):
+        with pytest.raises(ValueError, match=r"modules_to_save made .*, a copy of a table; leave it out"):
+            use(lora(gemma(base), **copied))
+    with pytest.raises(WeightError, match="rows are not on the device"):
+        lora(gemma(base), trainable_token_indices={"embed_tokens_per_layer": [3]})
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_trls_trainer_trains_rows(base: Path, with_adapters: bool) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = tokenizers.models.WordLevel({str(word): word for word in range(512)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="0", eos_token="1"
+    )
+    model = gemma(base)
+    if with_adapters:
+        model = lora(model)
+        table_of(model).weight.requires_grad_(True)
+    before = table_of(model).read()
+    config = trl.SFTConfig(
+        "sft",
+        max_steps=4,
+        save_steps=4,
+        per_device_train_batch_size=2,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+    )
+    rows = datasets.Dataset.from_dict({"input_ids": [each["input_ids"].tolist() for each in DATA]})
+    callbacks = [speedswap.RowsCallback()]
+    trl.SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer, callbacks=callbacks).train()
+    after = table_of(model).read()
+    assert not torch.equal(after, before)
+    fresh = table_of(gemma(base))
+    fresh.table.load_rows(
+        "sft/checkpoint-4/speedswap_rows.safetensors", name="model.embed_tokens_per_layer", state=False
+    )
+    assert torch.equal(fresh.read(), after)
