@@ -5,8 +5,8 @@
 #   make test        what a change has to pass: lint, types, and the tests of all that users see; ten minutes on two cores
 #   make test-all    what a release has to pass: also every case of every sweep, kills and cuts at every point, torture,
 #                    notebooks, benchmarks, and the tools; a quarter of an hour
-#   make gpu-check   on a machine with a GPU: build, test, sanitize, measure, in three calls of less than eight minutes;
-#                    needs no network and makes no .venv; without make: python3 tools/gpu_check.py --part tests --out …
+#   make gpu-check   on a machine with a GPU: build, measure and test, in two calls of ten minutes in all;
+#                    needs no network and makes no .venv; without make: python3 tools/gpu_check.py --part first --out …
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
 #   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/;
 #                    `make bench figures RESULTS=benchmarks/results` renews all that the pages show
@@ -16,7 +16,7 @@
 #
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
-# PARTS=tables             of gpu-check, this call alone (tests, tables or applications), or these parts by name; OUT=…
+# PARTS=tables             of gpu-check, this call alone (first, second, tests, tables or applications), or these parts by name; OUT=…
 #                          LIMIT=…: its folder and the seconds of a call; COMMIT=…: where the files are no repository
 # MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
 # PROCESSES=2              of the tests, with about 2 GiB of memory each; `make test` has one more, on the simulated GPU
@@ -33,7 +33,7 @@ PROCESSES ?= 3
 MINUTES ?= 10
 SEED ?=
 ONLY ?=
-LIMIT ?= 470
+LIMIT ?=
 COMMIT ?=
 RESULTS ?= bench-output
 
@@ -135,7 +135,7 @@ docs: $(VENV)/.stamp-docs-packages
 	$(BIN)/python tools/site_links.py build/site
 
 gpu-check:
-	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --part '$(PARTS)' --commit '$(COMMIT)'
+	$(PYTHON) tools/gpu_check.py --out $(OUT) $(if $(LIMIT),--seconds $(LIMIT)) --part '$(PARTS)' --commit '$(COMMIT)'
 
 clean:
 	rm -rf $(VENV) build dist bench-output demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,14 +1,14 @@
 """Build, test, sanitize and measure speedswap on a machine with a GPU; run by ``make gpu-check``, or by itself:
 
-    python3 tools/gpu_check.py --part tests --out $OUT --commit HASH     # then --part tables, --part applications
+    python3 tools/gpu_check.py --part first --out $OUT --commit HASH     # then --part second
 
 Needs no network, no git and no make, and makes no virtual environment: the Python that runs this has torch, CuPy,
 pybind11, pytest and hypothesis already, with CMake beside it, which builds speedswap in place.
 
-There are three calls of less than eight minutes: ``tests``, ``tables`` and ``applications``; each is of use by itself,
-and without ``--part`` they follow each other. Each of a call's parts (tools/gpu_parts.py) has a time limit, and leaves
-later ones the time kept for them. A part that fails or runs over does not stop the next one. ``--part`` also names
-single parts, which then have all the time.
+There are two calls of ten minutes in all, ``first`` and ``second``, each of use by itself; without ``--part`` they
+follow each other. Three more, of less than eight minutes, are made if they are named: ``tests``, ``tables`` and
+``applications``. Each of a call's parts (tools/gpu_parts.py) has a time limit, and leaves later ones the time kept for
+them. A part that fails or runs over does not stop the next one. ``--part`` also names single parts.
 
 ``--out`` gets at most eight files: ``page.txt``, which ends the output too; ``summary.json``, the figures that matter
 most, the picture of a step, ``running.log`` of the part that runs, and ``more.tar.gz`` with everything else that was
@@ -42,10 +42,9 @@ from typing import Any
 
 from gpu_machine import ask, describe, find_cuda_tool
 from gpu_page import page
-from gpu_parts import CALLS, REHEARSAL_SECONDS, Part, Place, plan
+from gpu_parts import CALLS, REHEARSAL_SECONDS, USUAL, Part, Place, plan
 
 ROOT = Path(__file__).resolve().parent.parent
-CALL_SECONDS = 470.0
 LEAST_SECONDS = 3.0  # with less than this left, a part is not begun
 ENDING_SECONDS = 12.0  # before its limit, a part should have ended
 TAIL_LINES = 40
@@ -180,9 +179,9 @@ def closing_line(tail: Sequence[str]) -> str:
 
 
 def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the calls and parts of the given names, after the parts that build; all of them without a name.
+    """Return the calls and parts of the given names, after the parts that build; the usual calls without a name.
 
-    A part that is named by itself has all the time.
+    For a part that is named by itself no time is kept.
 
     Raises:
         ValueError: a name is of neither.
@@ -192,15 +191,22 @@ def chosen(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
         raise ValueError(f"part has {', '.join(unknown)}; choose among {', '.join(sorted(known))}")
     found = []
     for part in parts:
-        if part.call == "build" or not names or part.call in names:
+        if part.call == "build" or part.call in (names or USUAL):
             found.append(part)
         elif part.name in names:
-            found.append(dataclasses.replace(part, limit_seconds=float("inf"), kept_seconds=0.0))
+            found.append(dataclasses.replace(part, kept_seconds=0.0))
     return found
 
 
 def check(
-    parts: Sequence[Part], out: Path, machine: Mapping[str, Any], call_seconds: float, more: Path, *, note: str = ""
+    parts: Sequence[Part],
+    out: Path,
+    machine: Mapping[str, Any],
+    call_seconds: float | None,
+    more: Path,
+    *,
+    note: str = "",
+    spent_seconds: float = 0.0,
 ) -> int:
     """Run the parts one after the other, keep page, summary and archive up to date, and return the exit status.
 
@@ -208,17 +214,20 @@ def check(
         parts: those that build belong to the first call of the others.
         out, more: as for :class:`gpu_parts.Place`.
         machine: what is known of it.
-        call_seconds: for the parts of each call.
+        call_seconds: for the parts of each call; those of its plan by default.
         note: for the page.
+        spent_seconds: of the first call, already.
     """
     out.mkdir(parents=True, exist_ok=True)
     (more / "logs").mkdir(parents=True, exist_ok=True)
     began, clock, outcomes, log = time.monotonic(), time.time(), dict[str, Outcome](), out / "running.log"
     first = next((part.call for part in parts if part.call != "build"), "build")
     said = ""
-    for _, group in itertools.groupby(parts, lambda part: first if part.call == "build" else part.call):
+    for call, group in itertools.groupby(parts, lambda part: first if part.call == "build" else part.call):
         of_call = list(group)
-        ends, kept = time.monotonic() + call_seconds, sum(part.kept_seconds for part in of_call)
+        seconds = CALLS.get(call, 0.0) if call_seconds is None else call_seconds
+        ends, kept = time.monotonic() + seconds - spent_seconds, sum(part.kept_seconds for part in of_call)
+        spent_seconds = 0.0
         for part in of_call:
             kept -= part.kept_seconds
             before = outcomes.get(part.only_after)
@@ -296,7 +305,7 @@ def refused(machine: Mapping[str, Any]) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for what was found")
-    parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="time for each call")
+    parser.add_argument("--seconds", type=float, help="time for each call, if it is to be another")
     parser.add_argument("--part", default="", help=f"{', '.join(CALLS)}, or single parts; commas between several")
     parser.add_argument("--commit", default="", help="of these files, where they are no repository")
     parser.add_argument("--rehearse", action="store_true", help="on a simulated GPU, in small sizes; nothing is built")
@@ -327,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts = chosen(plan(place), names)
         except ValueError as error:
             parser.error(str(error))
-        left = len(parts) * REHEARSAL_SECONDS if args.rehearse else args.seconds - (time.monotonic() - began)
-        return check(parts, out, machine, left, more, note=REHEARSED if args.rehearse else "")
+        seconds, note = (len(parts) * REHEARSAL_SECONDS, REHEARSED) if args.rehearse else (args.seconds, "")
+        return check(parts, out, machine, seconds, more, note=note, spent_seconds=time.monotonic() - began)
 
 
 if __name__ == "__main__":

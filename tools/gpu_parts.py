@@ -1,4 +1,4 @@
-"""The parts of the check on a machine with a GPU: three calls of less than eight minutes, what is worth most first."""
+"""The parts of the check on a machine with a GPU, in calls with a time each, what is worth most first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-CALLS = ("tests", "tables", "applications")
+# Seconds of each call. The first two fit into a quarter of an hour on a lent machine, its start included; the others
+# are made where they are asked for.
+CALLS = {"first": 330.0, "second": 240.0, "tests": 470.0, "tables": 470.0, "applications": 470.0}
+USUAL = ("first", "second")
+CHANGED = (  # tests of what no GPU has run yet, or has since changed
+    "tests/kernels/test_engines.py",
+    "tests/kernels/test_staging.py",
+    "tests/kernels/test_transfers.py",
+    "tests/tables/test_table_engines.py",
+    "tests/swapping/test_hot_rows.py",
+    "tests/swapping/test_shared_rows.py",
+    "tests/kernels/test_features.py",
+    "tests/kernels/test_distinct.py",
+)
 RECOVERIES = """
 import pathlib, sys
 sys.path.insert(0, "benchmarks")
@@ -79,7 +92,7 @@ class Place:
 
 def plan(place: Place) -> list[Part]:
     """Return the parts of all calls, those that build first; those of a rehearsal have all the time they need."""
-    parts = [*_build(place), *_tests(place), *_tables(place), *_applications(place)]
+    parts = [*_build(place), *_first(place), *_second(place), *_tests(place), *_tables(place), *_applications(place)]
     if not place.rehearsal:
         return parts
     return [dataclasses.replace(part, limit_seconds=REHEARSAL_SECONDS, kept_seconds=0.0) for part in parts]
@@ -120,10 +133,14 @@ def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, cal
     return Part(name, [*pytest, *words], limit, kept, {**known, **env}, call)
 
 
-def _tests(place: Place) -> list[Part]:
-    # A few at a time to each process, so that their order is kept, and neighbours share their fixtures.
+def _several(place: Place) -> list[str]:
+    """Return the options for several processes: a few tests at a time, so that neighbours share their fixtures."""
     several = ["-p", "xdist", "-n", PROCESSES, "--dist", "load", "--maxschedchunk", "4"]
-    several = several if "pytest-xdist" in place.has and not place.rehearsal else []
+    return several if "pytest-xdist" in place.has and not place.rehearsal else []
+
+
+def _tests(place: Place) -> list[Part]:
+    several = _several(place)
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
     promises = ["tools/gpu_promises.py", *(["--rows", "40001"] if place.rehearsal else [])]
@@ -150,35 +167,54 @@ def _memcheck(place: Place) -> Part:
     return dataclasses.replace(part, command=[*runs, *part.command], not_run_if=NO_MEMCHECK)
 
 
-def _script(place: Place, name: str, limit: float, kept: float, *words: str, out: bool = False) -> Part:
-    """Run a benchmark among the applications; ``out`` if its figures should come back by themselves."""
+def _script(
+    place: Place, name: str, limit: float, kept: float, *words: str, out: bool = False, call: str = "applications"
+) -> Part:
+    """Run a benchmark; ``out`` if its figures should come back by themselves."""
     file = (place.out if out else place.more) / f"{name}-cuda.json"
     command = place.on_gpu(f"benchmarks/bench_{name}.py", "--device", "cuda", "--json", str(file), *words)
-    return Part(name, command, limit, kept, call="applications")
+    return Part(name, command, limit, kept, call=call)
+
+
+def _large(place: Place, name: str, runs: str, limit: float, kept: float, *words: str, call: str) -> Part:
+    """Measure steps over large tables; the store of each run serves every way in which its rows may go."""
+    rows = place.quick("--rows", "4000000")
+    part = _script(place, "tables", limit, kept, *rows, "--seconds", "{seconds}", out=True, call=call)
+    return dataclasses.replace(part, name=name, command=[*part.command, "--only", runs, *words])
+
+
+def _first(place: Place) -> list[Part]:
+    """Return what no GPU has measured yet, and the steps that most users take."""
+    words = ("--probe", *place.quick(), "--gib", "0.03" if place.rehearsal else "8", "--seconds", "{seconds}")
+    probe = _script(place, "ceilings", 45, 30, *words, call="first")
+    command = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
+    return [
+        dataclasses.replace(probe, name="probe", command=command),
+        _large(place, "SGD", "sgd", 70, 35, call="first"),
+        _large(place, "Adam with hot rows", "adam-hot", 70, 45, call="first"),
+        _large(place, "Adam", "adam", 70, 35, call="first"),
+        _large(place, "Adam in bfloat16", "bfloat16", 70, 0, call="first"),
+    ]
+
+
+def _second(place: Place) -> list[Part]:
+    """Return the tests of what has changed, word2vec, and a step in detail."""
+    which = CHANGED[:1] if place.rehearsal else CHANGED
+    words = ("--quick", "--words", "50000") if place.rehearsal else ("--epochs", "2")
+    return [
+        _pytest(place, "tests of what changed", 90, 60, *_several(place), *which, call="second"),
+        _script(place, "word2vec", 60, 35, *words, out=True, call="second"),
+        _large(place, "profile", "adam", 80, 0, "--profile", str(place.out), call="second"),
+    ]
 
 
 def _tables(place: Place) -> list[Part]:
-    seconds = ("--seconds", "{seconds}")
-
-    def tables(name: str, runs: str, limit: float, kept: float, *words: str) -> Part:
-        part = _script(place, "tables", limit, kept, *place.quick("--rows", "4000000"), *seconds, out=True)
-        return dataclasses.replace(part, name=name, command=[*part.command, "--only", runs, *words], call="tables")
-
-    def ceilings(name: str, limit: float, kept: float, *words: str, out: bool = False) -> Part:
-        part = _script(place, "ceilings", limit, kept, *words, *seconds, out=out)
-        return dataclasses.replace(part, name=name, call="tables")
-
-    probe = ceilings("probe", 45, 30, "--probe", *place.quick(), "--gib", "0.03" if place.rehearsal else "8")
-    command = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
+    words = (*place.quick(), "--gib", "0.03" if place.rehearsal else "1,40", "--seconds", "{seconds}")
     return [
-        dataclasses.replace(probe, command=command),
-        tables("Adam", "adam", 200, 80, "--profile", str(place.out)),
-        tables("SGD", "sgd,sgd-hot", 120, 35),
-        tables("Adam with hot rows", "adam-hot", 120, 45),
-        tables("Adam on the GPU", "adam-gpu", 60, 20),
-        tables("Adam in bfloat16", "bfloat16", 110, 35),
-        tables("fits in hot rows", "fits-hot,fits-gpu", 60, 15),
-        ceilings("ceilings", 120, 0, *place.quick(), "--gib", "0.03" if place.rehearsal else "1,40", out=True),
+        _large(place, "Adam on the GPU", "adam-gpu", 60, 20, call="tables"),
+        _large(place, "SGD with hot rows", "sgd-hot", 100, 35, call="tables"),
+        _large(place, "fits in hot rows", "fits-hot,fits-gpu", 60, 15, call="tables"),
+        _script(place, "ceilings", 250, 0, *words, out=True, call="tables"),
     ]
 
 
@@ -203,14 +239,6 @@ def _applications(place: Place) -> list[Part]:
 
     recoveries = place.on_gpu("-c", RECOVERIES, "cuda", str(place.more / "recoveries-cuda.json"), *place.quick())
     return [
-        _script(
-            place,
-            "word2vec",
-            90,
-            35,
-            *(["--quick", "--words", "50000"] if place.rehearsal else ["--epochs", "2"]),
-            out=True,
-        ),
         _real(place, Part("recoveries", recoveries, 120, 90, call="applications")),
         app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
         app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
