@@ -358,13 +358,7 @@ void decode_rows(uintptr_t values, int64_t width, uintptr_t scales, bool exponen
                  int threads) {
     const Ids checked = ids_at(rows, count);
     require(width > 0, "width", width, "1 or more");
-    const speedswap::Float8Rows from{at(values),
-                                     width,
-                                     at(scales),
-                                     exponents ? speedswap::Scale::exponent : speedswap::Scale::float32,
-                                     scales_per_row,
-                                     tile.first,
-                                     tile.second};
+    const speedswap::Float8Rows from{at(values), width, at(scales), exponents, scales_per_row, tile.first, tile.second};
     without_gil([&] { speedswap::decode_rows(from, checked, at(out), bfloat16, threads); });
 }
 

@@ -113,23 +113,6 @@ struct Float16 {
     }
 };
 
-// ---- float8 of checkpoints -----------------------------------------------------------------------------------------
-//
-// e4m3: a sign, four bits of exponent with bias 7, three of significand; no infinity, and NaN if these are all ones.
-// A subnormal value is normal as a float, as above.
-SPEEDSWAP_FUNCTION Word widen_e4m3(Word byte) {
-    const Word magnitude = byte & 0x7fu;
-    const Word shifted = magnitude << 20;
-    const Word small = bits_of_float(float_of_bits(shifted + (121u << 23)) - float_of_bits(121u << 23));
-    const Word finite = magnitude < 8 ? small : shifted + (120u << 23);
-    return (magnitude == 0x7fu ? 0x7fc00000u : finite) | (byte & 0x80u) << 24;
-}
-
-// ue8m0: a power of two, 2^(byte - 127), or NaN.
-SPEEDSWAP_FUNCTION Word widen_ue8m0(Word byte) {
-    return byte == 255 ? 0x7fc00000u : byte == 0 ? 0x400000u : byte << 23;
-}
-
 // ---- int8 with a scale per row -------------------------------------------------------------------------------------
 //
 // A row is its scale, a float, and an int8 for each value: scale = max |value| / 127, value = scale * int8. A row whose

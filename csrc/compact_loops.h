@@ -166,10 +166,25 @@ struct NarrowInt8 {
     }
 };
 
-// ---- float8 with scales --------------------------------------------------------------------------------------------
+// ---- float8 with scales: of checkpoints, which no GPU reads --------------------------------------------------------
+
+// e4m3: a sign, four bits of exponent with bias 7, three of significand; no infinity, and NaN if these are all ones. A
+// subnormal value is normal as a float, as in compact.cuh.
+inline Word widen_e4m3(Word byte) {
+    const Word magnitude = byte & 0x7fu;
+    const Word shifted = magnitude << 20;
+    const Word small = bits_of_float(float_of_bits(shifted + (121u << 23)) - float_of_bits(121u << 23));
+    const Word finite = magnitude < 8 ? small : shifted + (120u << 23);
+    return (magnitude == 0x7fu ? 0x7fc00000u : finite) | (byte & 0x80u) << 24;
+}
+
+// ue8m0: a power of two, 2^(byte - 127), or NaN.
+inline Word widen_ue8m0(Word byte) {
+    return byte == 255 ? 0x7fc00000u : byte == 0 ? 0x400000u : byte << 23;
+}
 
 inline float scale_at(const Float8Rows& from, int64_t place) {
-    if (from.scale == Scale::exponent) return float_of_bits(widen_ue8m0(static_cast<unsigned char>(from.scales[place])));
+    if (from.exponents) return float_of_bits(widen_ue8m0(static_cast<unsigned char>(from.scales[place])));
     float scale;
     std::memcpy(&scale, from.scales + 4 * place, sizeof scale);
     return scale;

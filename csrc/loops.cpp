@@ -400,8 +400,9 @@ void fill_normal(const Fill& fill, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Loops loops = {gather,     scatter,     round,    decode_rows<float>, decode_rows<uint16_t>, check_ids,
-                     first_fall, count_below, rank_ids, fill_uniform,       fill_normal};
+const Loops loops = {gather,     scatter,    round,       decode_rows<float>, decode_rows<uint16_t>,
+                     check_ids,  first_fall, count_below, rank_ids,           fill_uniform,
+                     fill_normal};
 
 }  // namespace SPEEDSWAP_ISA
 }  // namespace speedswap

@@ -19,8 +19,8 @@ void* grown_pages(void* pages, int64_t had_bytes, int64_t bytes);
 void free_pages(void* pages, int64_t bytes);
 // Gives the whole pages of some memory back before its end; they must not be read again.
 void drop_pages(void* pages, int64_t bytes);
-// Starts reading rows of a mapped file, which otherwise are read one page fault after another. Row i is `row_bytes` bytes
-// from first + rows[i] * row_bytes on; of ascending rows, those in the same pages are announced together.
+// Starts reading rows of a mapped file, which otherwise are read one page fault after another. Row i is `row_bytes`
+// bytes from first + rows[i] * row_bytes on; of ascending rows, those in the same pages are announced together.
 void read_ahead(const char* first, int64_t row_bytes, const int64_t* rows, int64_t count, int threads);
 
 // Anonymous memory of zeros, which takes room page by page as it is touched.

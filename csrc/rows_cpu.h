@@ -48,16 +48,13 @@ void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& pa
 // value; ids need not be in range.
 void round_rows(Ids ids, const Part& part, int threads);
 
-// The form of a scale: a float, or an exponent (ue8m0: 2^(byte - 127), 255 for NaN).
-enum class Scale : int { float32 = 0, exponent = 1 };
-
 // A matrix of e4m3, with a scale for each tile of tile_rows x tile_width values: scales_per_row for a row of tiles, the
-// last of which may be smaller.
+// last of which may be smaller. Scales are floats, or exponents (ue8m0).
 struct Float8Rows {
     const char* values;
     int64_t width;
     const char* scales;
-    Scale scale;
+    bool exponents;
     int64_t scales_per_row, tile_rows, tile_width;
 };
 

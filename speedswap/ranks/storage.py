@@ -237,8 +237,8 @@ def _found(path: Path) -> ShardsManifest | None:
 def _opened(disk: Disk, rows: int, weight: Column, seed: int, name: str) -> LogStore:
     """Open the table in a rank's directory, or create it."""
     try:
-        bases = weight.init.bases  # which may have been moved
-        store = innermost(disk.open("r+", None, bases[0].files if bases else None))
+        places = {base.files for base in weight.init.bases}  # it may have been moved
+        store = innermost(disk.open("r+", None, places.pop() if len(places) == 1 else None))
     except FileNotFoundError:
         store = disk.create(rows, weight, seed=seed, name=name)
     assert isinstance(store, LogStore)

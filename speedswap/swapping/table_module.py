@@ -193,8 +193,8 @@ class TableModule(nn.Module):
         place, and rows that were never written are read from the files (:func:`speedswap.init.of_tensors`). Without, it
         is one tensor, mapped: rows that training or a write changes are copied, in pages (4 KiB); optimizer state takes
         memory as it is written; and what keeps trained rows (``table.save``, ``save_checkpoint``, ``state_dict``)
-        writes a copy of every row. The files are never changed, and every call checks that nobody else has; truncating
-        one during a read kills the process.
+        writes a copy of every row. The files are never changed, and every call checks that they are as they were;
+        truncating one during a read kills the process.
 
         Args:
             file: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with
