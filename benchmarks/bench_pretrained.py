@@ -1,4 +1,5 @@
-"""Tables over a released model's tensors: the published size, cold rows, rows ahead of their step, and float8.
+"""Tables over a released model's tensors: the published size, cold rows, rows ahead of their step, float8, and files of
+changed rows.
 
     python benchmarks/bench_pretrained.py [--quick] [--json FILE]
 
@@ -244,11 +245,58 @@ def float8(folder: Path, quick: bool) -> dict[str, Any]:
     return found
 
 
+def changed(folder: Path, quick: bool) -> dict[str, Any]:
+    """Save the rows that changed, find them since a commit, load them onto the base, and merge them into its copy."""
+    rows, dim, tensors, count = (20_000, 160, 8, 1000) if quick else (2_000_000, 160, 8, 100_000)
+    model = folder / "model"
+    model.mkdir()
+    file_of(model / "model.safetensors", rows, dim, tensors, filled=True)
+    base, file = init.of_tensors(model, PATTERN), folder / "rows.safetensors"
+    place = Disk(folder / "trained", cache_bytes=256 << 20, commit_seconds=None)
+    generator = torch.Generator().manual_seed(5)
+    seconds: dict[str, float] = {}
+    with Table.create(rows, dim, dtype=torch.bfloat16, init=base, storage=place, name="model") as table:
+        for value in (1.0, 2.0):
+            commit = table.hold()
+            ids = torch.randint(rows, (count,), generator=generator).unique()
+            table.scatter(ids, torch.full((len(ids), dim), value, dtype=torch.bfloat16))
+        with timed(seconds, "changed_since"):
+            found = table.changed_since(commit)
+        assert torch.equal(found, ids)
+        with timed(seconds, "save_rows"):
+            table.save_rows(file)
+        sample = torch.randint(rows, (count,), generator=generator).unique()
+        expected = table.gather(sample).weight.view(torch.int16)
+        saved = len(table.store.log.written(0, rows))
+    other = Disk(folder / "other", cache_bytes=256 << 20, commit_seconds=None)
+    with Table.create(rows, dim, dtype=torch.bfloat16, init=base, storage=other, name="model") as table:
+        with timed(seconds, "load_rows"):
+            table.load_rows(file)
+            table.flush()
+        assert torch.equal(table.gather(sample).weight.view(torch.int16), expected)
+    before = memory_of_process()["peak"]
+    with timed(seconds, "merge_rows"):
+        speedswap.merge_rows(model, file, folder / "merged")
+    more = memory_of_process()["peak"] - before
+    merged = torch.empty(len(sample), dim, dtype=torch.bfloat16)
+    init.of_tensors(folder / "merged", PATTERN).rows.fill(merged, sample)
+    assert torch.equal(merged.view(torch.int16), expected)
+    nbytes = {"model": (model / "model.safetensors").stat().st_size, "rows": file.stat().st_size}
+    print(
+        f"{saved:,} changed rows of {rows:,}: {nbytes['rows'] >> 20} of {nbytes['model'] >> 20} MiB; "
+        + ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
+        + f"; the merge with {more >> 20} MiB more memory at most",
+        flush=True,
+    )
+    return {"rows": rows, "dim": dim, "saved": saved, "bytes": nbytes, "seconds": seconds, "merge_peak_bytes": more}
+
+
 SECTIONS: Mapping[str, Callable[[Path, bool], dict[str, Any]]] = {
     "published": published,
     "cold": cold_reads,
     "ahead": ahead,
     "float8": float8,
+    "changed": changed,
 }
 
 

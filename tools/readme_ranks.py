@@ -79,13 +79,14 @@ def _stages(found: dict[str, Any]) -> str:
 
 def _model(model: dict[str, Any]) -> str:
     rows = []
-    for name in ("fitted", "held_out"):
-        for line in model[name]:
-            where = "one process" if line["ranks"] is None else f"{line['ranks']}"
-            sizes = f"{line['lookups']:,} × {line['dim']}"
-            times = [f"{1000 * line[key]:.2f} ms" for key in ("seconds", "model_seconds")]
-            rows.append([sizes, where, name.replace("_", " "), *times, f"{line['model_over_measured'] - 1:+.0%}"])
-    return _table(["Lookups × width", "Ranks", "", "Measured", "Model", "Off by"], rows)
+    for line in model["held_out"]:
+        where = "one process" if line["ranks"] is None else f"{line['ranks']}"
+        sizes = f"{line['lookups']:,} × {line['dim']}"
+        times = [f"{1000 * line[key]:.2f} ms" for key in ("seconds", "model_seconds")]
+        rows.append([sizes, where, *times, f"{line['model_over_measured'] - 1:+.0%}"])
+    fitted = [line["model_over_measured"] - 1 for line in model["fitted"]]
+    rows.append([f"{len(fitted)} fitted", "", "", "", f"{min(fitted):+.0%} to {max(fitted):+.0%}"])
+    return _table(["Lookups × width", "Ranks", "Measured", "Model", "Off by"], rows)
 
 
 def _rounds(counts: list[dict[str, Any]]) -> str:

@@ -170,6 +170,8 @@ def _write(file: RowsFile, name: str, targets: list[_Target]) -> None:
 
 
 def _rounded(rows: Tensor, dtype: torch.dtype, ids: Tensor, name: str) -> Tensor:
+    if rows.dtype == dtype:
+        return rows
     rounded = rows.to(dtype)
     lost = (rounded.isinf() & rows.isfinite()).any(1).nonzero()
     if len(lost):

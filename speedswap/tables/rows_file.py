@@ -32,6 +32,7 @@ from speedswap.tables.initial import initial_values, is_lazy, require_functions_
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import RowStore, note_change, read_alone, require_alike
 
+_COPIES = 4  # of a piece that is read, at once: in its dtype on file and in others
 _FORMAT, _VERSION = "speedswap-rows", 1
 _ABOUT = {"shape", "origin", "tensors", "since", "commit"}
 _METADATA = "__metadata__"  # among the checksums, that of the tables' description
@@ -259,6 +260,7 @@ class RowsFile:
     def pieces(self, name: str, columns: list[str]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield ids, int64, shape (n,), and columns, shape (n, ...), in order, a bounded piece at a time."""
         step = rows_in_piece([ColumnForm(torch.int64, ()), *(self.form(name, each) for each in columns)])
+        step = max(1, step // _COPIES)
         for start in range(0, self.count(name), step):
             stop = min(start + step, self.count(name))
             read = self._reader.read_rows

@@ -73,7 +73,7 @@ def trained(table: Table, rows: list[int], value: float) -> Table:
 def test_a_merged_checkpoint_has_the_rows_and_everything_else(
     options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_file, "rows_in_piece", lambda forms: 3)
+    monkeypatch.setattr(rows_file, "rows_in_piece", lambda forms: 12)
     table = trained(table_over(base, **options), [0, 20, 21, 22, 100, 249], 0.1)
     table.save_rows(tmp_path / "rows")
     merge_rows(base, tmp_path / "rows", tmp_path / "out")

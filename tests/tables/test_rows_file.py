@@ -242,7 +242,7 @@ def test_existing_files_and_places_within_tables_are_refused(make: Make, tmp_pat
 
 def test_damage_is_found_before_a_row_is_written(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any flipped byte of a tensor, any cut, and a header that does not fit."""
-    monkeypatch.setattr(rows_file, "rows_in_piece", lambda forms: 2)
+    monkeypatch.setattr(rows_file, "rows_in_piece", lambda forms: 8)
     trained, other = make(), make()
     ones_in(trained, [3, 8, 9, 400, 401])
     file = tmp_path / "rows"
@@ -390,7 +390,7 @@ def test_a_killed_load_leaves_the_table_before_or_after_it(
         after = trained.read()
     with Table.create(ROWS, DIM, storage=place, init=init.normal()) as table:
         before = table.read()
-    monkeypatch.setattr(rows_file, "rows_in_piece", lambda forms: 20)
+    monkeypatch.setattr(rows_file, "rows_in_piece", lambda forms: 80)
     every = RowsFile.pieces
 
     def work() -> None:

@@ -376,6 +376,11 @@ class _Model:
         return found
 
 
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors are equal, also those of a training that has diverged."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 class _Together:
     """A training on a disk that is full at times, and the same one in memory."""
 
@@ -396,7 +401,7 @@ class _Together:
             table.close()
         for number, table in enumerate(self.models[1].tables):
             with speedswap.Table.open(self.disk.path / f"t{number}") as opened:
-                if not torch.equal(opened.read(), table.read()):
+                if not _are_equal(opened.read(), table.read()):
                     self.flaw("rows of a table on a full disk are lost", f"t{number}")
 
     def attempt(self, what: str, work: Callable[[_Model], Any]) -> bool:
@@ -420,7 +425,7 @@ class _Together:
 
     def compare(self, when: str) -> None:
         for number, (ours, theirs) in enumerate(zip(*(model.state() for model in self.models), strict=True)):
-            if not torch.equal(ours, theirs):
+            if not _are_equal(ours, theirs):
                 self.flaw("a training on a full disk differs from one in memory", f"tensor {number}, {when}")
 
     def flaw(self, what: str, detail: object) -> None:
