@@ -54,8 +54,7 @@ def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = No
     if since is not None:
         commits_of(store)
         assert isinstance(log, LogStore)
-        if missed and idle is not None:
-            idle.bring_up_to_date()
+        take_missed_steps(store)
         return log.changed_since(since, rows) - rows.start
     if not all(is_lazy(store.columns[name]) for name in columns):
         return torch.arange(facts.num_embeddings)
@@ -68,6 +67,12 @@ def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = No
         pieces = (torch.arange(some.start, some.stop) for some in chunks_of(facts.num_embeddings))
     compared = {name: store.columns[name] for name in columns}
     return torch.cat([ids[_differ(store, compared, ids)] for ids in pieces if len(ids)] or [torch.arange(0)])
+
+
+def take_missed_steps(store: RowStore) -> None:
+    """Write every row of a table with the steps that it has missed, so that its log has them."""
+    if (idle := _idle(store)) is not None:
+        idle.bring_up_to_date()
 
 
 def _idle(store: RowStore) -> IdleStore | None:

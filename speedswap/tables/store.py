@@ -45,6 +45,9 @@ IDLE_STEPS = "idle_steps"
 IDLE_ROWS = "idle_rows"
 """The attribute for how the rows' last optimizer was attached; absent if lazily."""
 
+CHECKPOINT, CHECKPOINT_FOLDER = "checkpoint", "checkpoints"
+"""The attributes for the checkpoint that a commit is held for: its token and folder; absent from other commits."""
+
 AVERAGES = "averages"
 """The attribute for averages of the rows: updates and decay, by the name of their column."""
 

@@ -18,7 +18,7 @@ from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
 from speedswap.tables import whole_table
-from speedswap.tables.changed import changed_rows, commits_of
+from speedswap.tables.changed import changed_rows, commits_of, take_missed_steps
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
@@ -32,7 +32,17 @@ from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column, RecordLayout, column_among, fitting, row_of
 from speedswap.tables.rows_file import load_rows, save_rows
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
-from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore, leave, note_change, require_out
+from speedswap.tables.store import (
+    AVERAGES,
+    CHECKPOINT,
+    CHECKPOINT_FOLDER,
+    Commits,
+    JointRows,
+    RowStore,
+    leave,
+    note_change,
+    require_out,
+)
 
 if TYPE_CHECKING:
     import enum
@@ -914,16 +924,22 @@ class Table:
     def hold(self) -> int:
         """Commit the table on disk durably, and hold the commit: its rows stay until ``commits.let_go(commit)``.
 
+        A table holds two commits at most; a checkpoint for which none is left copies the table.
+
         Returns:
             The commit's number, for :meth:`changed_since`, :meth:`save_rows` and :meth:`open`; also in a process that
             opens the table later.
 
         Raises:
             TypeError: the table keeps no commits: it is not on disk, scratch, or owned by ranks.
-            ValueError: two commits are held already.
+            ValueError: two commits are held already, those of checkpoints included.
         """
         with self._held(writing=True):
-            commit = commits_of(self.store).hold()
+            commits = commits_of(self.store)
+            for name in (CHECKPOINT, CHECKPOINT_FOLDER):  # whose end would release the commit
+                self.attributes.pop(name, None)
+            take_missed_steps(self.store)
+            commit = commits.hold()
             self.store.flush()
             return commit
 

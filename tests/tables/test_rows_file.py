@@ -341,6 +341,21 @@ def test_columns_added_since_a_commit_do_not_change_rows(table: Table) -> None:
     assert table.changed_since(commit).tolist() == [4, 9, 30]
 
 
+def test_idle_steps_since_a_commit_are_changes(table: Table) -> None:
+    """Every row decays in the step after the commit; until then none has changed."""
+    items = speedswap.Embedding(ROWS, table.embedding_dim, table=table)
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1, weight_decay=0.1)
+    speedswap.attach(optimizer, items, idle_rows="dense")
+    items(torch.tensor([4, 9])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    commit = table.hold()
+    assert table.changed_since(commit).tolist() == []
+    items(torch.tensor([5])).sum().backward()
+    optimizer.step()
+    assert table.changed_since(commit).tolist() == [*range(ROWS)]
+
+
 def test_places_without_commits_say_so(make: Make, tmp_path: Path) -> None:
     with make() as table:
         if table.commits is None:

@@ -43,13 +43,12 @@ from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full, sync_names
 from speedswap.tables.files.place import refuse_within_table
 from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
+from speedswap.tables.store import CHECKPOINT, CHECKPOINT_FOLDER
 
 _log = logging.getLogger("speedswap")
 _PIECE_BYTES = 8 << 20
 _MOST_THREADS = 8
 _NOT_LINKED = ("LOCK", "OWNER")  # these belong to the process that wrote a table
-# A table's attributes for the last checkpoint that references it: that checkpoint's token and folder.
-TOKEN, KEEPER = "checkpoint", "checkpoints"
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
 # After a kill, the token shows which commits were held for a checkpoint that was never completed, or was removed.
 _LEFT = re.compile(r"\.(?:unfinished|removed)(?:-([0-9a-f]{32}))?")
@@ -611,7 +610,7 @@ def release(table: Table, here: Found, after: int = 0, *, warns: bool = False) -
     table.flush()
     for commit in commits.held:
         attributes = commits.attributes_of(commit)
-        token, keeper = attributes.get(TOKEN), attributes.get(KEEPER)
+        token, keeper = attributes.get(CHECKPOINT), attributes.get(CHECKPOINT_FOLDER)
         if commit <= after or not (table.path and isinstance(token, str) and isinstance(keeper, str)):
             continue
         directory, name = os.path.split(table.path / keeper)
@@ -688,7 +687,7 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
                 "be a copy of that one: save checkpoints to be copied with tables='copy'",
             )
             raise
-        is_same = part.copy or table.attributes.get(TOKEN) == token
+        is_same = part.copy or table.attributes.get(CHECKPOINT) == token
         require(bool(is_same), f"commit {part.commit} of the table at {path} is not that of this checkpoint")
     return table
 

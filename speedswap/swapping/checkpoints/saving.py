@@ -21,8 +21,6 @@ from speedswap.collectives import Kind, Lane, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
 from speedswap.swapping.checkpoints.folders import (
-    KEEPER,
-    TOKEN,
     Folders,
     NewFiles,
     new_digest,
@@ -39,7 +37,7 @@ from speedswap.tables.files.manifest import require_shared, shard_name
 from speedswap.tables.idle import IdleStore, RowsAsStored
 from speedswap.tables.owners import InOrder
 from speedswap.tables.parts import own_shard, remove_former
-from speedswap.tables.store import ChangedRows, Commits
+from speedswap.tables.store import CHECKPOINT, CHECKPOINT_FOLDER, ChangedRows, Commits
 
 ROWS = "rows"
 
@@ -386,7 +384,7 @@ class TablesToSave:
             return {}
         checkpoints = self._folders.path
         keeper = path_from(table.path, checkpoints, checkpoints.parent)
-        table.attributes.update({TOKEN: self._token, KEEPER: f"{keeper}/{self._name}"})
+        table.attributes.update({CHECKPOINT: self._token, CHECKPOINT_FOLDER: f"{keeper}/{self._name}"})
         commit = commits.hold()
         self._held.append((table, commits, commit))
         return {"path": path_from(checkpoints, table.path, checkpoints.parent), "commit": commit}

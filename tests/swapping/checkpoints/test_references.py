@@ -316,3 +316,14 @@ def test_a_table_that_a_checkpoint_needs_is_not_replaced_in_silence(
     speedswap.save_checkpoint(tmp_path / "saved", held)
     held.table.remove()
     assert "checkpoints that refer to its commits" in caplog.text
+
+
+def test_a_commit_that_the_user_holds_outlives_the_checkpoints_before_it(tmp_path: Path) -> None:
+    """Although the table still has the attributes that name the last checkpoint."""
+    items = speedswap.Embedding(40, 80, path=tmp_path / "items")
+    speedswap.save_checkpoint(tmp_path / "saved", items)
+    commit = items.table.hold()
+    items.table.scatter(torch.tensor([3]), torch.ones(1, 80))
+    for _ in range(3):
+        speedswap.save_checkpoint(tmp_path / "saved", items, keep=1)
+    assert items.table.changed_since(commit).tolist() == [3]
