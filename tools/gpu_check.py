@@ -202,11 +202,9 @@ def check(
     parts: Sequence[Part],
     out: Path,
     machine: Mapping[str, Any],
-    call_seconds: float | None,
+    seconds: Mapping[str, float],
     more: Path,
-    *,
     note: str = "",
-    spent_seconds: float = 0.0,
 ) -> int:
     """Run the parts one after the other, keep page, summary and archive up to date, and return the exit status.
 
@@ -214,9 +212,8 @@ def check(
         parts: those that build belong to the first call of the others.
         out, more: as for :class:`gpu_parts.Place`.
         machine: what is known of it.
-        call_seconds: for the parts of each call; those of its plan by default.
+        seconds: for the parts of each call, by its name.
         note: for the page.
-        spent_seconds: of the first call, already.
     """
     out.mkdir(parents=True, exist_ok=True)
     (more / "logs").mkdir(parents=True, exist_ok=True)
@@ -225,9 +222,7 @@ def check(
     said = ""
     for call, group in itertools.groupby(parts, lambda part: first if part.call == "build" else part.call):
         of_call = list(group)
-        seconds = CALLS.get(call, 0.0) if call_seconds is None else call_seconds
-        ends, kept = time.monotonic() + seconds - spent_seconds, sum(part.kept_seconds for part in of_call)
-        spent_seconds = 0.0
+        ends, kept = time.monotonic() + seconds[call], sum(part.kept_seconds for part in of_call)
         for part in of_call:
             kept -= part.kept_seconds
             before = outcomes.get(part.only_after)
@@ -336,8 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts = chosen(plan(place), names)
         except ValueError as error:
             parser.error(str(error))
-        seconds, note = (len(parts) * REHEARSAL_SECONDS, REHEARSED) if args.rehearse else (args.seconds, "")
-        return check(parts, out, machine, seconds, more, note=note, spent_seconds=time.monotonic() - began)
+        each = len(parts) * REHEARSAL_SECONDS if args.rehearse else args.seconds
+        seconds = {call: each or own for call, own in {**CALLS, "build": 150.0}.items()}
+        seconds[next((part.call for part in parts if part.call != "build"), "build")] -= time.monotonic() - began
+        return check(parts, out, machine, seconds, more, REHEARSED if args.rehearse else "")
 
 
 if __name__ == "__main__":

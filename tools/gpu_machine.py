@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 # Asked of a child process: a broken CUDA installation can end a process.
@@ -32,7 +31,8 @@ SAYS = """
 nvidia-smi --query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.mem --format=csv
 nvidia-smi topo -m; lscpu | grep -E 'Model name|^CPU\\(s\\)|NUMA'; ulimit -l; df -h /tmp; c++ --version | head -1
 grep -E 'MemTotal|MemAvailable|Huge' /proc/meminfo; cat /sys/kernel/mm/transparent_hugepage/enabled
-cat /sys/devices/system/cpu/cpu0/cache/index3/size; cat /proc/driver/nvidia/params
+cat /sys/devices/system/cpu/cpu0/cache/index3/size; lspci -vv -d 10de: | grep -E 'MaxPayload|MaxReadReq'
+cat /proc/driver/nvidia/params
 git rev-parse HEAD; git status --porcelain | head -5; nvcc --version | grep release
 """
 SAYS_SECONDS = 20.0
@@ -59,30 +59,7 @@ def describe(python: str) -> dict[str, Any]:
     listed, _ = ask(["nvidia-smi", "-L"], SAYS_SECONDS)
     machine["gpus"] = [line.partition(" (")[0] for line in listed.splitlines() if line.startswith("GPU ")]
     machine["says"] = ask(["sh", "-c", SAYS], SAYS_SECONDS)[0].splitlines()
-    machine["pcie"] = {path.parent.name: found for path in Path("/sys/bus/pci/devices").glob("*/config")
-                       if _is_nvidia(path) and (found := pcie_sizes(path.read_bytes()))}  # fmt: skip
     return machine
-
-
-def _is_nvidia(config: Path) -> bool:
-    return (config.parent / "vendor").read_text().strip() == "0x10de"
-
-
-def pcie_sizes(config: bytes) -> dict[str, int]:
-    """Return the greatest payload and read request of a device, in bytes, from its configuration space.
-
-    Returns:
-        Nothing without a PCI Express capability, which only root reads on most systems.
-    """
-    at = config[0x34] if len(config) > 0x34 else 0
-    for _ in range(48):  # as many capabilities as there is room for
-        if not 0 < at < len(config) - 10:
-            break
-        if config[at] == 0x10:
-            control = int.from_bytes(config[at + 8 : at + 10], "little")
-            return {"payload": 128 << (control >> 5 & 7), "read_request": 128 << (control >> 12 & 7)}
-        at = config[at + 1]
-    return {}
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[str, str]:

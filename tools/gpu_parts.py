@@ -11,16 +11,11 @@ from pathlib import Path
 # are made where they are asked for.
 CALLS = {"first": 330.0, "second": 240.0, "tests": 470.0, "tables": 470.0, "applications": 470.0}
 USUAL = ("first", "second")
-CHANGED = (  # tests of what no GPU has run yet, or has since changed
-    "tests/kernels/test_engines.py",
-    "tests/kernels/test_staging.py",
-    "tests/kernels/test_transfers.py",
-    "tests/tables/test_table_engines.py",
-    "tests/swapping/test_hot_rows.py",
-    "tests/swapping/test_shared_rows.py",
-    "tests/kernels/test_features.py",
-    "tests/kernels/test_distinct.py",
-)
+# Tests of what no GPU has run yet, or has since changed.
+CHANGED = [f"tests/{name}.py" for name in (
+    "kernels/test_engines", "kernels/test_staging", "kernels/test_transfers", "kernels/test_features",
+    "kernels/test_distinct", "tables/test_table_engines", "swapping/test_hot_rows", "swapping/test_shared_rows",
+)]  # fmt: skip
 RECOVERIES = """
 import pathlib, sys
 sys.path.insert(0, "benchmarks")
@@ -119,8 +114,17 @@ def _build(place: Place) -> list[Part]:
     ]
 
 
-def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, call: str = "tests", **env: str) -> Part:
-    """Run tests that use a GPU, without those for the processor."""
+def _pytest(
+    place: Place,
+    name: str,
+    limit: float,
+    kept: float,
+    *words: str,
+    several: bool = False,
+    call: str = "tests",
+    **env: str,
+) -> Part:
+    """Run tests that use a GPU, without those for the processor; in ``several`` processes, if that can be done."""
     # Only the plugins that are asked for, and warnings as text: other versions than ours must not fail every test.
     # Failures are reported when they happen, and not again; unreadable files and skipped tests, at the end. A file
     # that cannot be imported takes no other test with it.
@@ -128,19 +132,14 @@ def _pytest(place: Place, name: str, limit: float, kept: float, *words: str, cal
               "--continue-on-collection-errors"]  # fmt: skip
     if "pytest-timeout" in place.has:  # for a lock that is never released; a thread also ends calls in the driver
         pytest += ["-p", "pytest_timeout", "--timeout=90", "--timeout-method=thread"]
+    if several and "pytest-xdist" in place.has and not place.rehearsal:  # a few at a time, so that neighbours share
+        pytest += ["-p", "xdist", "-n", PROCESSES, "--dist", "load", "--maxschedchunk", "4"]
     known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "2"}
     known["SPEEDSWAP_TEST_DEVICE"] = "simulated" if place.rehearsal else "cuda"
     return Part(name, [*pytest, *words], limit, kept, {**known, **env}, call)
 
 
-def _several(place: Place) -> list[str]:
-    """Return the options for several processes: a few tests at a time, so that neighbours share their fixtures."""
-    several = ["-p", "xdist", "-n", PROCESSES, "--dist", "load", "--maxschedchunk", "4"]
-    return several if "pytest-xdist" in place.has and not place.rehearsal else []
-
-
 def _tests(place: Place) -> list[Part]:
-    several = _several(place)
     which = ["tests/kernels/test_engines.py"] if place.rehearsal else ["tests"]
     again = ["--last-failed", "--last-failed-no-failures=none"]
     promises = ["tools/gpu_promises.py", *(["--rows", "40001"] if place.rehearsal else [])]
@@ -148,10 +147,10 @@ def _tests(place: Place) -> list[Part]:
     nvrtc = {"SPEEDSWAP_CUDA_SOURCE": "nvrtc"}
     return [
         Part("promises", place.on_gpu(*promises), 60, 10, call="tests"),
-        _pytest(place, "tests", 300, 150, "--durations=5", *several, *which),
+        _pytest(place, "tests", 300, 150, "--durations=5", *which, several=True),
         dataclasses.replace(_pytest(place, "tests that failed", 60, 15, *again, *which), only_after="tests"),
         _memcheck(place),
-        _pytest(place, "kernel tests by NVRTC", 80, 25, "-m", "cuda_kernels", *several, *kernels, **nvrtc),
+        _pytest(place, "kernel tests by NVRTC", 80, 25, "-m", "cuda_kernels", *kernels, several=True, **nvrtc),
     ]
 
 
@@ -187,9 +186,9 @@ def _first(place: Place) -> list[Part]:
     """Return what no GPU has measured yet, and the steps that most users take."""
     words = ("--probe", *place.quick(), "--gib", "0.03" if place.rehearsal else "8", "--seconds", "{seconds}")
     probe = _script(place, "ceilings", 45, 30, *words, call="first")
-    command = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
+    to = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
     return [
-        dataclasses.replace(probe, name="probe", command=command),
+        dataclasses.replace(probe, name="probe", command=to),
         _large(place, "SGD", "sgd", 70, 35, call="first"),
         _large(place, "Adam with hot rows", "adam-hot", 70, 45, call="first"),
         _large(place, "Adam", "adam", 70, 35, call="first"),
@@ -202,7 +201,7 @@ def _second(place: Place) -> list[Part]:
     which = CHANGED[:1] if place.rehearsal else CHANGED
     words = ("--quick", "--words", "50000") if place.rehearsal else ("--epochs", "2")
     return [
-        _pytest(place, "tests of what changed", 90, 60, *_several(place), *which, call="second"),
+        _pytest(place, "tests of what changed", 90, 60, *which, several=True, call="second"),
         _script(place, "word2vec", 60, 35, *words, out=True, call="second"),
         _large(place, "profile", "adam", 80, 0, "--profile", str(place.out), call="second"),
     ]
@@ -220,10 +219,8 @@ def _tables(place: Place) -> list[Part]:
 
 def _real(place: Place, part: Part) -> Part:
     """Return a part that asks for what the simulated GPU lacks, as peers do: it is rehearsed on the CPU."""
-    if not place.rehearsal:
-        return part
     words = ["cpu" if word == "cuda" else word for word in part.command if word != SIMULATED]
-    return dataclasses.replace(part, command=words)
+    return dataclasses.replace(part, command=words) if place.rehearsal else part
 
 
 def _applications(place: Place) -> list[Part]:
