@@ -138,6 +138,11 @@ class Lookahead(Generic[Batch]):
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader the epoch's number, if it takes one: a resumed ``Trainer`` gets its order by that."""
+        if (set_epoch := getattr(self._loader, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Batch]:
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
         if self.depth == 0:

@@ -771,3 +771,18 @@ def test_a_lookup_in_another_dtype_than_announced_is_that_of_the_plain_loop(
             every = torch.tensor([*range(3), *(each + k for k in (1, 2) for each in shifts[1:])])
             ends.append((out, module.id_map.lookup(every).tolist() if module.id_map is not None else None))
         assert ends[0] == ends[1], shift
+
+
+def test_the_number_of_an_epoch_goes_to_the_loader() -> None:
+    """From transformers' Trainer, whose resumed runs have the order of their epoch."""
+
+    class Loader(list[torch.Tensor]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    loader, items = Loader([torch.tensor([1])]), speedswap.Embedding(10, 2)
+    speedswap.lookahead(loader, {items: lambda ids: ids}).set_epoch(3)
+    assert loader.epoch == 3
+    speedswap.lookahead([torch.tensor([1])], {items: lambda ids: ids}).set_epoch(3)  # takes none

@@ -1,0 +1,33 @@
+"""The memory of a released model is fine-tuned to the same bits, whether the training is killed or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
+
+
+@pytest.mark.slow
+def test_a_killed_training_ends_as_an_uninterrupted_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import finetune_memory as example
+
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    model = example.main(["--epochs", "2", "--output", str(killed)])
+    assert "killed at step 12: exit code -9" in capfd.readouterr().out
+    example.main(["--epochs", "2", "--output", str(straight), "--kill-at", "0"])
+    found = [safetensors.load_file(each / "adapters/speedswap_rows.safetensors") for each in (killed, straight)]
+    for name, values in found[0].items():
+        assert torch.equal(values, found[1][name])
+    assert 500 < len(found[0]["model.embed_tokens_per_layer.ids"]) <= 1024  # words of the documents
+    sizes = [
+        (killed / name).stat().st_size for name in ("adapters/speedswap_rows.safetensors", "base/model.safetensors")
+    ]
+    assert sizes[0] < sizes[1] / 8
+    batch = {name: values[None] for name, values in example.facts()[0].items()}
+    assert float(model.eval()(**batch).loss.detach()) < 8.9  # ln 8192 is 9.01
