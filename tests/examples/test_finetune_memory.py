@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
+transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
@@ -30,4 +30,6 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(tmp_path: Path, capfd: p
     ]
     assert sizes[0] < sizes[1] / 8
     batch = {name: values[None] for name, values in example.facts()[0].items()}
-    assert float(model.eval()(**batch).loss.detach()) < 8.9  # ln 8192 is 9.01
+    untrained = transformers.AutoModelForCausalLM.from_pretrained(killed / "base")
+    with torch.no_grad():
+        assert model.eval()(**batch).loss < untrained(**batch).loss - 0.05
