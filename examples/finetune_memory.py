@@ -51,9 +51,13 @@ def facts() -> list[dict[str, Tensor]]:
 class AheadTrainer(Trainer):
     """Reads the rows of the next batch while this one is computed."""
 
-    def get_train_dataloader(self) -> Any:
-        table = memory_of(self.model)
-        return speedswap.lookahead(super().get_train_dataloader(), {table: lambda batch: batch["input_ids"]})
+    batches: Any = None
+
+    def get_batch_samples(self, batches: Any, *rest: Any) -> Any:
+        if batches is not self.batches:  # a new epoch's
+            ids = {memory_of(self.model): lambda batch: batch["input_ids"]}
+            self.batches, self.ahead = batches, iter(speedswap.lookahead(batches, ids))
+        return super().get_batch_samples(self.ahead, *rest)
 
 
 class Kill(TrainerCallback):
@@ -91,7 +95,7 @@ def train(checkpoint: Path, tables: str, output: Path, epochs: int, kill_at: int
         per_device_train_batch_size=8,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
-        save_strategy="epoch",
+        save_steps=6,
         logging_strategy="epoch",
         report_to="none",
         disable_tqdm=True,
