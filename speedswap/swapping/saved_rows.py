@@ -60,8 +60,15 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **settings: Any)
         ValueError: PEFT has copied a table (``modules_to_save``).
         TableFullError: the disk has no room. An older file of rows stays.
     """
-    tables_apart(model)  # raises before anything is written
-    model.save_pretrained(folder, **settings)
+    tables = tables_apart(model).values()  # raises before anything is written
+    before = [each.saves_rows for each in tables]
+    for each in tables:
+        each.saves_rows = True
+    try:
+        model.save_pretrained(folder, **settings)
+    finally:
+        for each, was in zip(tables, before, strict=True):
+            each.saves_rows = was
     save_beside(model, Path(folder))
 
 
@@ -121,6 +128,8 @@ def RowsCallback() -> Any:
             self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
         ) -> None:
             folder, tables = _checkpoint(args, state), tables_apart(model)
+            for module in tables.values():
+                module.saves_rows = True
             if (folder / ROWS_FILE).exists():
                 trained = [each for each in tables.values() if each.weight.requires_grad]
                 for module in trained:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
-from speedswap._words import a_kind
+from speedswap._words import a_kind, warn_once
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
 from speedswap.swapping.arguments import refuse_copied, refuse_place, refuse_torchs, require_id_map, require_table
@@ -69,6 +69,7 @@ class TableModule(nn.Module):
     scale_grad_by_freq: bool = False
     sparse: bool = False
     lookup_dtype: torch.dtype | None = None  # of what is looked up, if it is not the table's
+    saves_rows: bool = False  # True if something keeps the rows that state_dict leaves out
     _handed_out: HandedOut | None = None  # in the last state_dict
     # Until there is a table:
     _make: Callable[[Tensor | None], Table] | None = None
@@ -736,6 +737,13 @@ class TableModule(nn.Module):
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         if self._is_apart:
             destination.pop(prefix + "weight", None)
+            if not rows_are_apart() and not self.saves_rows and self.table.store.notes.writes:
+                warn_once(
+                    "SW411",
+                    f"state_dict leaves out the rows of table {self.table.name!r}, whose untouched rows are a "
+                    "checkpoint's: keep the trained ones with speedswap.save_pretrained, RowsCallback, "
+                    "save_checkpoint or table.save_rows",
+                )
             return
         if self._is_on_meta:
             destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -154,7 +155,20 @@ def test_checkpoints_and_collections_over_a_base(model: Path, tmp_path: Path) ->
     ]
     tables = speedswap.EmbeddingCollection(tables=configs, storage=Disk(tmp_path / "several"))
     for name, want in (("a", rows_of().float()), ("b", torch.zeros(ROWS, DIM)), ("c", rows_of().float())):
-        assert torch.equal(tables.state_dict()[f"embeddings.{name}.weight"], want)
+        assert torch.equal(tables.tables[name].read(), want)
+    assert [*tables.state_dict()] == ["embeddings.b.weight"]
+
+
+def test_a_state_dict_says_that_it_leaves_trained_rows_out(model: Path, tmp_path: Path) -> None:
+    items = speedswap.Embedding(ROWS, DIM, init=init.of_tensors(model, NAME), name="left out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not items.state_dict()
+    train(items, range(2))
+    with pytest.warns(
+        speedswap.errors.SpeedswapWarning, match="SW411: state_dict leaves out the rows of table 'left out'"
+    ):
+        assert not items.state_dict()
 
 
 def test_initializer_is_copied_and_pickled_as_a_value(model: Path, tmp_path: Path) -> None:
