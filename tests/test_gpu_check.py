@@ -351,7 +351,7 @@ def test_each_call_fits_and_leaves_its_parts_their_time(tmp_path):
 
 def test_the_check_can_be_read_in_one_go():
     names = ("gpu_check.py", "gpu_machine.py", "gpu_parts.py", "gpu_page.py")
-    assert sum(len((ROOT / "tools" / name).read_text().splitlines()) for name in names) < 840
+    assert sum(len((ROOT / "tools" / name).read_text().splitlines()) for name in names) < 860
 
 
 def test_plan_writes_no_more_files_than_can_come_back(tmp_path):

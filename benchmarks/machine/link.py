@@ -108,11 +108,11 @@ class Link:
 
     # ---- tables and batches -----------------------------------------------------------------------------------------
 
-    def records(self, footprint: int, row_bytes: int, engine: str = "auto") -> kernels.Records:
+    def records(self, footprint: int, row_bytes: int) -> kernels.Records:
         """Return the first ``footprint`` bytes as a table of rows of ``row_bytes``."""
         pinned = self._pinned is not None
         return kernels.Records(
-            self.bytes.data_ptr(), row_bytes, footprint // row_bytes, torch.device("cpu"), pinned, self.bytes, engine
+            self.bytes.data_ptr(), row_bytes, footprint // row_bytes, torch.device("cpu"), pinned, self.bytes
         )
 
     def matrix(self, footprint: int, row_bytes: int) -> Tensor:

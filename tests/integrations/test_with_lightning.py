@@ -12,6 +12,7 @@ import torch
 from integrations.pages import run_page
 
 import speedswap
+from speedswap import _words
 from speedswap.errors import WeightError
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install 'speedswap[integrations]'")
@@ -52,8 +53,9 @@ def test_lookahead_changes_nothing(settings: dict[str, object]) -> None:
     assert torch.equal(ahead.items.read(), plain.items.read())
 
 
-def test_a_loader_without_a_length_is_not_looked_ahead_in() -> None:
+def test_a_loader_without_a_length_is_not_looked_ahead_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning takes a batch more to see the end: the results are those of the plain loop, with a warning."""
+    monkeypatch.setattr(_words, "_said", set())  # tests of other files may have said it
     page = run_page("lightning", "class Scores(")
     ahead, plain = page["Scores"](), page["Scores"]()
     loader = plain.train_dataloader()._loader
