@@ -261,6 +261,23 @@ def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, m
     assert torch.equal(model.table.read(), plain.table.read())
 
 
+def test_without_room_to_measure_kernels_move_all_rows(device: str, monkeypatch: pytest.MonkeyPatch):
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+
+    def full(*how: object) -> Shares:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(shares, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(shares, "_measured", full)
+    shares._known.cache_clear()
+    with Table.create(50, 4, storage=Pinned()) as table:
+        rows = torch.tensor([3, 49], device=device)
+        table.scatter(rows, torch.ones(2, 4, device=device))
+        assert isinstance(table.store, LocalStore)
+        assert table.store.groups[0].shares == (1.0, 1.0)
+
+
 def test_rows_are_not_staged_past_their_cache(device: str, monkeypatch: pytest.MonkeyPatch):
     if device != "cuda":
         pytest.skip("is about a GPU")

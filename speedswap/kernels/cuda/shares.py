@@ -42,7 +42,10 @@ def best_shares(records: Records, device: torch.device) -> Shares:
     known = _known(device.index or 0, records.stride)
     size = round(math.log2(nbytes))
     if size not in known:
-        known[size] = found = _measured(records, device)
+        try:
+            known[size] = found = _measured(records, device)
+        except torch.OutOfMemoryError:  # a model that fits barely trains as it would without
+            return Shares()
         _log.info(
             "kernels move %.0f%% of rows of %d bytes to %s, and %.0f%% back; the others are staged",
             100 * found.gather, records.stride, device, 100 * found.scatter,
