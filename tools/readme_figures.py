@@ -284,6 +284,28 @@ def id_map(found: Figures) -> Rows:
     yield "memory per key", ", ".join(memory).replace("speedswap", "no eviction"), "", ""
 
 
+def pretrained(found: Figures) -> Rows:
+    """Say how long the rows of a released model's table take to open, step, read, decode and save."""
+    whole, cold, float8, changed = (found[name] for name in ("published", "cold", "float8", "changed"))
+    table, seconds = f"{whole['rows']:,} × {whole['dim']} in bfloat16", whole["seconds"]
+    opened = f"{1000 * seconds['opened']:.0f} ms, {whole['peak_bytes_opened'] / 2**20:.0f} MiB of memory"
+    yield f"open a table on disk over a file of {table}", opened, "", ""
+    step = f"{whole['step_seconds']:.2f} s"
+    yield f"step with Adam, {whole['lookups']:,} lookups in it", step, "", ""
+    rates = {name: statistics.median(each) for name, each in cold["rows_per_second"].items()}
+    ours, faults = rates["announced"], rates["page faults"]
+    what = f"rows of {cold['dim']} bfloat16 that are in no cache, read in place"
+    yield what, f"{ours:,.0f} rows/s", f"page faults {faults:,.0f} rows/s", f"{ours / faults:.1f}"
+    ours, torchs = (1000 * float8["seconds"][name] for name in ("base", "torch"))
+    what = f"decode {float8['rows']:,} × {float8['dim']} float8 with scales"
+    yield what, f"{ours:.1f} ms", f"torch {torchs:.1f} ms", f"{torchs / ours:.1f}"
+    sizes, took = changed["bytes"], changed["seconds"]
+    what = f"save the {changed['saved']:,} changed rows of {changed['rows']:,}"
+    size = f"{sizes['rows'] / 2**20:.0f} MiB"
+    yield what, f"{took['save_rows']:.2f} s, {size}", f"the whole table, {sizes['model'] / 2**20:.0f} MiB", ""
+    yield "merge them into a copy of the checkpoint", f"{took['merge_rows']:.1f} s", "", ""
+
+
 def disk(found: Figures) -> Rows:
     """Compare steps on disk with each store, in a cache and behind compute, and print the other goals."""
     work, cold, cached, pauses = (found[name] for name in ("workload", "cold", "cached", "pauses"))
@@ -647,6 +669,7 @@ SECTIONS: dict[str, Callable[[Figures], Rows]] = {
         transfer,
         step,
         many_tables,
+        pretrained,
         id_map,
         disk,
         ranks,
