@@ -527,7 +527,7 @@ def of_tensors(
         >>> speedswap.Table.create(1000, 8, init=speedswap.init.constant(0.5)).export(f"{folder}/model.safetensors")
         >>> init = speedswap.init.of_tensors(folder, "weight")
         >>> items = speedswap.Embedding(init.num_embeddings, init.embedding_dim, init=init, path=f"{folder}/items")
-        >>> items(torch.tensor([997]))[0, :3]
+        >>> items.read(torch.tensor([997]))[0, :3]
         tensor([0.5000, 0.5000, 0.5000])
     """
     some, scales = ((each,) if isinstance(each, str) else tuple(each or ()) for each in (names, scale))
