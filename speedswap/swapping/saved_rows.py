@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,19 @@ def save_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
         bases = {name: saved_in(folder.resolve(), init.to_json()) for name, init in inits.items()}
         with write_whole(folder / BASES_FILE) as file:
             file.write(json.dumps({"version": 1, "tables": bases}, indent=1).encode())
+        _note_saved(tables)
+
+
+def _note_saved(tables: Mapping[str, TableModule]) -> None:
+    for each in tables.values():
+        each.saved_writes = each.table.store.notes.writes
 
 
 def load_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
     """Write the rows of :func:`save_beside` to a model's tables; errors as for :meth:`speedswap.Table.load_rows`."""
-    load_rows({name: each.table.store for name, each in tables_apart(model).items()}, folder / ROWS_FILE, state=state)
+    tables = tables_apart(model)
+    load_rows({name: each.table.store for name, each in tables.items()}, folder / ROWS_FILE, state=state)
+    _note_saved(tables)
 
 
 def bases_of(folder: Path, base: Sequence[str] | None) -> dict[str, OfTensors]:

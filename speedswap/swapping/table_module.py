@@ -69,7 +69,9 @@ class TableModule(nn.Module):
     scale_grad_by_freq: bool = False
     sparse: bool = False
     lookup_dtype: torch.dtype | None = None  # of what is looked up, if it is not the table's
-    saves_rows: bool = False  # True if something keeps the rows that state_dict leaves out
+    # Of rows that state_dict leaves out: True if something keeps them, and the number of writes that a file has.
+    saves_rows: bool = False
+    saved_writes: int = 0
     _handed_out: HandedOut | None = None  # in the last state_dict
     # Until there is a table:
     _make: Callable[[Tensor | None], Table] | None = None
@@ -737,7 +739,7 @@ class TableModule(nn.Module):
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         if self._is_apart:
             destination.pop(prefix + "weight", None)
-            if not rows_are_apart() and not self.saves_rows and self.table.store.notes.writes:
+            if not rows_are_apart() and not self.saves_rows and self.table.store.notes.writes > self.saved_writes:
                 warn_once(
                     "SW411",
                     f"state_dict leaves out the rows of table {self.table.name!r}, whose untouched rows are a "

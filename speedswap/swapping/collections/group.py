@@ -483,7 +483,7 @@ class TableInGroup(nn.Module):
         self._awaits_rows = self._is_on_meta  # for an assigned parameter, as libraries load
 
     # They use only the attributes and properties defined here.
-    lookup_dtype, saves_rows = None, False
+    lookup_dtype, saves_rows, saved_writes = None, False, 0
     read: Any = TableModule.read
     score: Any = TableModule.score
     reset_parameters: Any = TableModule.reset_parameters
