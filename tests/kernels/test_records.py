@@ -29,7 +29,7 @@ class Memory:
         if where == "pinned":
             pointer = self.bytes.data_ptr()
             assert pinning.pin(pointer, num_rows * stride) is None
-            weakref.finalize(self, pinning.unpin, pointer, os.getpid(), mapping)
+            weakref.finalize(self, pinning.unpin, pointer, num_rows * stride, os.getpid(), mapping)
 
     def records(self) -> Records:
         pinned = self.where == "pinned"
