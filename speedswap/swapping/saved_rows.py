@@ -146,6 +146,10 @@ def RowsCallback() -> Any:
                 for module in trained:
                     module._step.state.resume(innermost(optimizer), initial=False)
 
+        def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+            for module in tables_apart(model).values():
+                module.saves_rows = False  # what is saved from here on is not followed by the rows
+
     return Callback()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels.cuda import engines
-from speedswap.kernels.cuda.modules import side_stream
+from speedswap.kernels.cuda.modules import index_of, side_stream
 from speedswap.kernels.records import Part, Records, Shares
 
 _LEAST_BYTES = 256 << 20  # of a table: smaller ones are found by a GPU's translation of addresses, and fast by kernels
@@ -39,11 +39,12 @@ def best_shares(records: Records, device: torch.device) -> Shares:
     nbytes = records.num_rows * records.stride
     if not records.pinned or nbytes < _LEAST_BYTES:
         return Shares()
-    known = _known(device.index or 0, records.stride)
+    known = _known(index_of(device), records.stride)
     size = round(math.log2(nbytes))
     if size not in known:
         try:
-            known[size] = found = _measured(records, device)
+            # The device is waited for before and after each move: a fence would have them wait for each other.
+            known[size] = found = _measured(records._replace(fence=None), device)
         except torch.OutOfMemoryError:  # a model that fits barely trains as it would without
             return Shares()
         _log.info(
@@ -63,7 +64,7 @@ def _measured(records: Records, device: torch.device) -> Shares:
     count = max(1, min(records.num_rows, _MOVED_BYTES // records.stride))
     first, second = (_rows_among(records.num_rows, count, seed).to(device) for seed in range(2))
     block, other = (torch.empty(count, records.stride, dtype=torch.uint8, device=device) for _ in range(2))
-    beside = side_stream(torch.cuda.current_device() if device.index is None else device.index, "rows in")
+    beside = side_stream(index_of(device), "rows in")
 
     def gather(share: float) -> None:
         engines.move_between("gather", share, records, first, [Part(0, block)], device)
@@ -81,7 +82,8 @@ def _measured(records: Records, device: torch.device) -> Shares:
 def _rows_among(num_rows: int, count: int, seed: int) -> Tensor:
     """Return distinct rows, ascending, spread over a table at random."""
     step = num_rows // count
-    return torch.arange(count) * step + torch.randint(step, (count,), generator=torch.Generator().manual_seed(seed))
+    own = torch.randint(step, (count,), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return torch.arange(count, device="cpu") * step + own
 
 
 def _fastest(move: Callable[[float], None], device: torch.device) -> float:
