@@ -19,14 +19,13 @@ class DeferredSignals {
   public:
     void hold() {
         if (syscall(SYS_gettid) != getpid()) return;  // the main thread alone runs handlers
-        const py::object note =
-            py::cpp_function([this](int number, py::object frame) { came.emplace_back(number, std::move(frame)); });
+        outer = std::exchange(innermost, this);
         try {
             for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
-                py::object handler = signals().attr("getsignal")(number);
+                py::object handler = get()(number);
                 if (PyCallable_Check(handler.ptr()) == 0) continue;
                 held.emplace_back(number, std::move(handler));
-                signals().attr("signal")(number, note);
+                set()(number, note());
             }
         } catch (...) {
             let_go();
@@ -47,8 +46,9 @@ class DeferredSignals {
             }
         };
         for (const auto& [number, handler] : held)
-            while (!attempt([&, number = number, &handler = handler] { signals().attr("signal")(number, handler); })) {
+            while (!attempt([&, number = number, &handler = handler] { set()(number, handler); })) {
             }
+        if (innermost == this) innermost = outer;
         for (std::size_t i = 0; i < came.size(); ++i)
             attempt([&] {
                 for (const auto& [number, handler] : held)
@@ -60,14 +60,31 @@ class DeferredSignals {
     }
 
   private:
-    static py::handle signals() {
-        static const py::handle module = py::module_::import("_signal").release();
-        return module;
+    static py::handle get() {
+        static const py::handle function = py::object(py::module_::import("_signal").attr("getsignal")).release();
+        return function;
     }
 
+    static py::handle set() {
+        static const py::handle function = py::object(py::module_::import("_signal").attr("signal")).release();
+        return function;
+    }
+
+    // The handler while signals are held; made once, since every step needs it.
+    static py::handle note() {
+        static const py::handle function = py::cpp_function([](int number, py::object frame) {
+                                               if (innermost) innermost->came.emplace_back(number, std::move(frame));
+                                           }).release();
+        return function;
+    }
+
+    static DeferredSignals* innermost;  // of the main thread
+    DeferredSignals* outer = nullptr;
     std::vector<std::pair<int, py::object>> held;
     std::vector<std::pair<int, py::object>> came;
 };
+
+DeferredSignals* DeferredSignals::innermost = nullptr;
 
 }  // namespace
 

@@ -35,9 +35,9 @@ def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedCol
     pointer, ids = ids_at(ids)
     count, blocks = ids.shape[0], {}
     for name in columns:
-        shape, dtype = (count, *columns[name].row_shape), columns[name].dtype
+        shape, dtype = columns[name].row_shape, columns[name].dtype
         is_small = count * columns[name].row_bytes < LARGE_BYTES
-        blocks[name] = torch.empty(shape, dtype=dtype, device=_CPU) if is_small else empty(shape, dtype, _CPU)
+        blocks[name] = ids.new_empty(count, *shape, dtype=dtype) if is_small else empty((count, *shape), dtype, _CPU)
     if count:
         parts = [columns[name].part(blocks[name].data_ptr() or address(blocks[name])) for name in columns]
         _C.gather(records.pointer, records.stride, pointer, count, parts, threads_for(count * records.stride))

@@ -119,9 +119,11 @@ def as_ids(ids: Tensor) -> Tensor:
 
 def ids_at(ids: Tensor) -> tuple[int, Tensor]:
     """Return the address of ids as :func:`as_ids` returns them, and the tensor that holds them."""
-    if ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous() and not (pointer := ids.data_ptr()) % 8:
-        return pointer, ids
-    ids = as_read(ids.to("cpu", torch.int64))
+    if type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous():
+        pointer = ids.data_ptr()
+        if not pointer % 8:
+            return pointer, ids
+    ids = as_read(ids.as_subclass(Tensor).to("cpu", torch.int64))
     return ids.data_ptr(), ids
 
 

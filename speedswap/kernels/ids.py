@@ -17,16 +17,18 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda.lookups import FeatureTable, join, merge, number
 from speedswap.kernels.host import address, as_ids, as_read, empty, get_num_threads, ids_at, require_dense, threads_for
 
+_ID_DTYPES = (torch.int64, torch.int32)
+
 
 def require_id_dtype(ids: Tensor, name: str = "ids") -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""
-    if not isinstance(ids, Tensor):
+    if type(ids) is not Tensor and not isinstance(ids, Tensor):
         raise TypeError(
             f"{name} is {a_kind(ids)}; pass a tensor (torch.as_tensor); keys, e.g. strings, are for an "
             "embedding with id_map=speedswap.IdMap(…)"
         )
     require_dense(ids, name)
-    if ids.dtype not in (torch.int64, torch.int32):
+    if ids.dtype not in _ID_DTYPES:
         raise TypeError(f"{name} has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
     if ids.is_neg():
         raise TypeError(f"{name} is a lazily negated view; carry the negation out with ids.resolve_neg()")
@@ -144,7 +146,8 @@ def _unique(ids: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor] |
     """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
     pointer, ids = ids_at(ids)
     count = ids.numel()
-    rows, local = torch.empty(count, dtype=torch.int64), torch.empty(ids.shape, dtype=torch.int64)
+    # Their own methods are faster than torch.empty, and ignore torch's default device.
+    rows, local = ids.new_empty(count), torch.empty_like(ids)
     limit = -1 if num_rows is None else num_rows
     found = _C.unique(pointer, count, rows.data_ptr() or address(rows), local.data_ptr(), threads_for(8 * count), limit)
     if found < 0:

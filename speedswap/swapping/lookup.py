@@ -32,11 +32,11 @@ def look_up(weight: Tensor, local: Tensor, dtype: torch.dtype | None = None) -> 
     Returns:
         Shape (*local.shape, dim).
     """
-    dtype = dtype or weight.dtype
     is_small = local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
     if is_small or _needs_torch(weight):
-        return torch.embedding(weight, local).to(dtype)
-    return _Expand.apply(weight, local, dtype)  # type: ignore[no-any-return, no-untyped-call]
+        rows = torch.embedding(weight, local)
+        return rows if dtype is None else rows.to(dtype)
+    return _Expand.apply(weight, local, dtype or weight.dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def pool(

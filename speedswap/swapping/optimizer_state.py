@@ -286,9 +286,8 @@ class OptimizerState:
         Returns:
             Each column's values; and new columns that the table lacks, if any.
         """
-        state, row_state, more = optimizer.state[batch], self._row_state, None
+        state, row_state, more = optimizer.state.pop(batch), self._row_state, None
         self._after = optimizer.state[self.weight] = state
-        del optimizer.state[batch]
         _replace_parameter(optimizer, batch, self.weight)
         if not state.keys() <= row_state.names:
             # A setting changed, and the optimizer now keeps more state.

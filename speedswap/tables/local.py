@@ -303,13 +303,9 @@ class LocalStore(RowStore):
             self._take_all(next(iter(values.values()), block.rows).device)
         if not self._is_divided and (of := next(iter(values.values()), block.rows).device).type == "cuda":
             self._divide(of)
-        groups, leased = self._fields(values), block.columns
-        blocks = {
-            name: values[name]
-            if name in leased and values[name] is leased[name]
-            else kernels.as_read(values[name].detach())
-            for name in values
-        }
+        groups, leased, blocks = self._fields(values), block.columns, dict[str, Tensor]()
+        for name, value in values.items():
+            blocks[name] = value if leased.get(name) is value else kernels.as_read(value.detach())
         near: list[Tensor] = []
         if self._hot_bytes is not None:
             near = [each for each in blocks.values() if each.is_cuda]
@@ -329,11 +325,12 @@ class LocalStore(RowStore):
         self._written = True  # from here on
         try:
             for group, fields in groups:
-                records = group.records()
-                is_host = all(blocks[name].is_cpu for name in fields)
+                records, is_host = group.records(), True
+                for name in fields:
+                    is_host = is_host and blocks[name].is_cpu
                 if is_host and records.fence is not None:
                     group.settle(writing=True)
-                if is_host and records.device.type == "cpu" and all(each.stored is None for each in fields.values()):
+                if is_host and fields.copied and records.device.type == "cpu":
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
                     forms = {name: self._form(name, fields[name]) for name in fields}
