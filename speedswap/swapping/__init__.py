@@ -9,7 +9,6 @@ their weights. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by 
 ``nn.Embedding``.
 """
 
-from speedswap.swapping.asked import asked
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from speedswap.swapping.collections.collection import EmbeddingBagCollection, EmbeddingCollection
@@ -17,9 +16,8 @@ from speedswap.swapping.collections.configs import EmbeddingBagConfig, Embedding
 from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from speedswap.swapping.convert import convert
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
-from speedswap.swapping.lookahead import Lookahead, lookahead
-from speedswap.swapping.pretrained import from_pretrained
-from speedswap.swapping.saved_rows import RowsCallback, save_pretrained
+from speedswap.swapping.lookahead import Lookahead, asked, lookahead
+from speedswap.swapping.pretrained import RowsCallback, from_pretrained, save_pretrained
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
 from speedswap.swapping.whole_rows import rows_apart
 from speedswap.swapping.wrappers import ignore_in_ddp, parameters_to_ignore

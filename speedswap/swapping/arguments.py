@@ -6,8 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import nn
+
 from speedswap._words import a_kind
 from speedswap.tables import IdMap, Storage, Table
+from speedswap.tables.record import require_dtype
 
 
 def refuse_place(table: Table, storage: Storage | str, path: str | os.PathLike[str] | None) -> None:
@@ -70,6 +74,44 @@ def require_id_map(id_map: object) -> None:
     """Raise TypeError unless the argument is an id map."""
     if not isinstance(id_map, IdMap):
         raise TypeError(f"id_map is {_shown(id_map)}; give a speedswap.IdMap, such as speedswap.IdMap(capacity)")
+
+
+def device_of_weights(device: torch.device | str | None) -> torch.device:
+    """Return the device of a module's parameters, even if accelerate has moved them to meta since."""
+    module = nn.Module()
+    try:
+        module.weight = nn.Parameter(torch.empty(0, device=device))
+    except RuntimeError as error:
+        raise RuntimeError(f"device is {device!r}; give one that torch has here, such as 'cpu' ({error})") from error
+    return module.weight.device
+
+
+def check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None, lookup_dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless rows of this dtype can be trained with state of ``state_dtype``, and rounded so."""
+    require_dtype("dtype", dtype)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        raise TypeError(f"dtype is {dtype}; an embedding is trained, so give a floating-point one")
+    if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"state_dtype is {state_dtype!r}; give torch.bfloat16, torch.float16 or torch.float32")
+    if state_dtype is not None and dtype != torch.float32:
+        raise TypeError(f"state_dtype is {state_dtype}, but the rows are {dtype}; leave it out, or give float32 rows")
+    if lookup_dtype not in (None, dtype) and (
+        dtype != torch.float32 or lookup_dtype not in (torch.float16, torch.bfloat16)
+    ):
+        raise TypeError(
+            f"lookup_dtype is {lookup_dtype!r}, but the rows are {dtype}; give torch.bfloat16 or torch.float16 with "
+            "float32 rows, or leave it out"
+        )
+
+
+def require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless an existing table stores its weights as requested."""
+    stored = table.columns["weight"].stored_dtype
+    if stored_dtype not in (None, stored):
+        raise ValueError(
+            f"stored_dtype is {stored_dtype!r}, but table {table.name!r} stores its weights as {stored}; leave it out, "
+            "or copy them to a new table"
+        )
 
 
 def _shown(value: object) -> str:

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -23,10 +23,12 @@ from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import FoundState, with_own_scalars
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings, this_thread
-from speedswap.swapping.row_step import RowStep, every_step, replaced_weights, require_no_replaced, step_of, steps_of
+from speedswap.swapping.replaced import replaced_weights, require_no_replaced
+from speedswap.swapping.row_step import RowStep, every_step, step_of, steps_of
 from speedswap.swapping.weight import with_tables
 from speedswap.swapping.whole_rows import rows_are_apart
 from speedswap.tables import Commit, Table
+from speedswap.tables.store import IDLE_ROWS
 
 _UNDER_WAY = "_speedswap_step"  # attribute of an optimizer while it steps
 _HOOK = "__deepcopy__"  # attribute of an attached optimizer
@@ -107,7 +109,7 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     examined = [(step, _examined(optimizer, step, new)) for step in new]
     _warn_of_decay(optimizer, new)
     for step in new:
-        step.state.warn_of_idle_rows(optimizer, {**step.table.attributes, **step.table.live_attributes})
+        warn_of_idle_rows(optimizer, step, {**step.table.attributes, **step.table.live_attributes})
     for step, found in examined:
         step.attach(optimizer, found)
     _add_hooks(optimizer)
@@ -147,6 +149,18 @@ def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
                 "decay at every step; give embeddings a parameter group with weight_decay=0, or ignore SW401 if that "
                 "is what you want",
             )
+
+
+def warn_of_idle_rows(optimizer: Optimizer, step: RowStep, attributes: Mapping[str, Any]) -> None:
+    """Warn if a table's attributes say that idle rows took every step so far, but they would not take this
+    optimizer's."""
+    if step.state.idle is None and attributes.get(IDLE_ROWS):
+        warn_once(
+            "SW409",
+            f"table {step.table.name!r} was trained with idle_rows='dense', but {type(optimizer).__name__} is attached "
+            "without it: rows outside the batch will no longer take its steps; call speedswap.attach(optimizer, model, "
+            "idle_rows='dense') before load_checkpoint and the first step, or with idle_rows='lazy' if they should not",
+        )
 
 
 def _add_hooks(optimizer: Optimizer) -> None:

@@ -179,6 +179,15 @@ class BatchRows:
         self.of_all.append(gradient)
         self._own = None if was_changed or grad is None else (grad, grad.clone())
 
+    def gradient_of_all(self, block: Block) -> Tensor:
+        """Return the gradient of some rows from the gradients of every row."""
+        weight = block.columns["weight"].detach()
+        ids = block.rows.to(weight.device)
+        total = torch.zeros_like(weight)
+        for each in self.of_all:
+            each.add_to(total, ids, weight)
+        return total
+
     def require_of_all(self, grad: Tensor) -> None:
         """Raise LostUpdateError if gradients of every row do not belong to the current rows and gradient.
 

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap._words import warn_once
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
 from speedswap.swapping.optimizers import RowState, probe
-from speedswap.swapping.weight import TableWeight, is_one_value
+from speedswap.swapping.scalars import (
+    Scalars,
+    is_made_of_weight,
+    noted_scalars,
+    recall,
+)
+from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages, averages_of
@@ -30,38 +35,6 @@ from speedswap.tables.idle import ClosedSteps, IdleStore
 from speedswap.tables.store import AVERAGES, IDLE_ROWS
 
 _log = logging.getLogger("speedswap")
-
-# The key of the scalars in a table's attributes.
-_ATTRIBUTE = "optimizer"
-_DTYPES = {str(each): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-
-
-@dataclass(eq=False)
-class Scalars:
-    """Scalars that belong to the rows' state, read when the table is saved and, for a table in files, after each step.
-
-    By then the training function may have returned and its optimizer been freed. So this holds the state by reference:
-    optimizers count their steps in place, and no step has to copy anything. It holds neither the table nor the
-    optimizer, so it does not keep them alive.
-
-    Attributes:
-        optimizer: the name of the optimizer's class.
-        names: the names of the scalar state.
-        state: the state that belongs to the table's current rows; None if they have only their initial state.
-    """
-
-    optimizer: str
-    names: Collection[str] = ()
-    state: dict[str, Any] | None = None
-
-    def __call__(self) -> dict[str, Any] | None:
-        """Return the scalars as plain data; None before the first step."""
-        if self.state is None:
-            return None
-        found = {name: self.state[name] for name in self.names if name in self.state}
-        plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in found.items()}
-        dtypes = {name: str(value.dtype) for name, value in found.items() if isinstance(value, Tensor)}
-        return {"class": self.optimizer, "scalars": plain, "dtypes": dtypes}
 
 
 class FoundState(NamedTuple):
@@ -341,7 +314,7 @@ class OptimizerState:
         if self.idle is not None:
             self.twin_of(optimizer, found)
         held = optimizer.state.get(self.weight, {})
-        self._columns_in({key: value for key, value in held.items() if not _is_made_of_weight(value)}, found.row_state)
+        self._columns_in({key: value for key, value in held.items() if not is_made_of_weight(value)}, found.row_state)
         return found
 
     def attach(self, optimizer: Optimizer, found: FoundState, loaded: dict[str, Any] | None = None) -> None:
@@ -354,7 +327,7 @@ class OptimizerState:
         """
         replaced, is_first = self.optimizer, self.attached is _nobody
         existing = self.add(found, optimizer)
-        noted = self._noted_scalars()
+        noted = noted_scalars(self.table)
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
         if self._is_copied:  # as in torch, a new optimizer of a copied model starts over; a copied one continues
             is_first = resumes = resumes and self.goes_on(optimizer)
@@ -362,14 +335,14 @@ class OptimizerState:
         starts_over = not resumes and not self._is_whole(state)
         if starts_over:
             # An interrupted attach does not count, and the next one repeats this.
-            self._note_scalars_of(optimizer)  # none yet; recorded before the old state is gone
+            self._scalars = Scalars.kept_by(self.table, optimizer)  # none yet; recorded before the old state is gone
             self.table.reset_columns(existing)
         with deferred_interrupts():
             self.attached = weakref.ref(optimizer)
             self.weight.may_be_taken = False  # this optimizer is the only one that may hold it
             if replaced is not None:
                 self._former.add(replaced)
-            self._note_scalars_of(optimizer)
+            self._scalars = Scalars.kept_by(self.table, optimizer)
             self._is_initial = not resumes
             self.warning = None
             if starts_over and is_first and existing and self.table.writes:
@@ -379,7 +352,8 @@ class OptimizerState:
                     f"{type(optimizer).__name__}: the state starts over; the weights are kept"
                 )
             if resumes:
-                self._recall_scalars(optimizer, noted)
+                recall(noted, optimizer.state[self.weight], self._row_state.scalars)
+                self._remember(optimizer.state[self.weight])
             self._take_state_of(optimizer)
 
     def add(self, found: FoundState, optimizer: Optimizer | None = None) -> list[Column]:
@@ -439,19 +413,6 @@ class OptimizerState:
             self.table.live_attributes.pop(IDLE_ROWS, None)
             self.table.attributes.pop(IDLE_ROWS, None)
 
-    def warn_of_idle_rows(self, optimizer: Optimizer, attributes: dict[str, Any]) -> None:
-        """Warn if a table's attributes say that idle rows took every step so far, but they would not take this
-        optimizer's."""
-        if self.idle is None and attributes.get(IDLE_ROWS):
-            name = type(optimizer).__name__
-            warn_once(
-                "SW409",
-                f"table {self.table.name!r} was trained with idle_rows='dense', but {name} is attached without it: "
-                "rows outside the batch will no longer take its steps; call speedswap.attach(optimizer, model, "
-                "idle_rows='dense') before load_checkpoint and the first step, or with idle_rows='lazy' if they should "
-                "not",
-            )
-
     def _probe(self, optimizer: Optimizer) -> FoundState:
         """Find the optimizer's row state, and the columns to hold it.
 
@@ -461,14 +422,14 @@ class OptimizerState:
         held = optimizer.state.get(self.weight, {})
         # A copy of an attached optimizer has scalars but no rows, and loaded state is not initial state.
         left = held.keys() <= self._row_state.scalars.keys()
-        is_loaded = bool(held) and not any(_is_made_of_weight(value) for value in held.values())
+        is_loaded = bool(held) and not any(is_made_of_weight(value) for value in held.values())
         asked = optimizer, self.weight, self.table.embedding_dim, self.table.dtype
         try:
             row_state = probe(*asked, fresh=left or is_loaded)
         except OptimizerError:  # only the constructor makes state (Adagrad before torch 2.13)
             if not left and is_loaded:
                 row_state = probe(*asked)
-            elif left and held and self._noted_scalars().get("class") == type(optimizer).__name__:
+            elif left and held and noted_scalars(self.table).get("class") == type(optimizer).__name__:
                 row_state = self._row_state  # found when the original was examined
             else:
                 raise
@@ -502,30 +463,6 @@ class OptimizerState:
         rounding = rounding or ("stochastic" if state_dtype != torch.float32 else "nearest")
         return replace(column, stored=state_dtype, rounding=rounding)
 
-    def _noted_scalars(self) -> dict[str, Any]:
-        """Return the optimizer scalars that the table has kept so far."""
-        source = self.table.live_attributes.get(_ATTRIBUTE)
-        noted = (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})
-        return noted if _are_scalars(noted) else {}  # a file may contain anything
-
-    def _note_scalars_of(self, optimizer: Optimizer) -> None:
-        """Make the table keep this optimizer's scalars from now on; there are none yet."""
-        self.table.attributes.pop(_ATTRIBUTE, None)
-        self._scalars = Scalars(type(optimizer).__name__)
-        self.table.live_attributes[_ATTRIBUTE] = self._scalars
-
-    def _recall_scalars(self, optimizer: Optimizer, noted: dict[str, Any]) -> None:
-        state = optimizer.state[self.weight]
-        fresh = any(_is_made_of_weight(value) for value in state.values())  # by the optimizer's constructor
-        for key, value in noted["scalars"].items():
-            if key in self._row_state.scalars and (fresh or key not in state):
-                initial = self._row_state.scalars[key]
-                if isinstance(initial, Tensor):  # load_state_dict may have cast it
-                    dtype = _DTYPES.get(str(noted.get("dtypes", {}).get(key)), initial.dtype)
-                    value = torch.full_like(initial, value, dtype=dtype)
-                state[key] = value
-        self._remember(state)
-
     def _take_state_of(self, optimizer: Optimizer) -> None:
         """Leave only scalars in the optimizer: its row state moves to the table, or was the placeholder's."""
         if not optimizer.state.get(self.weight):
@@ -533,7 +470,7 @@ class OptimizerState:
         # A state_dict, before or after loading, may share the dictionary and the tensors.
         state = optimizer.state[self.weight] = with_own_scalars(optimizer.state[self.weight])
         for column in self._row_state.columns:
-            if _is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
+            if is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
                 del state[column.name]
                 self._is_initial = False
                 self._remember(state)
@@ -541,10 +478,10 @@ class OptimizerState:
 
     def goes_on(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer was copied with the table: it has the scalars that belong to the state."""
-        if not self._is_copied or self._noted_scalars().get("class") != type(optimizer).__name__:
+        if not self._is_copied or noted_scalars(self.table).get("class") != type(optimizer).__name__:
             return False
         state = optimizer.state.get(self.weight)
-        if state is None or any(_is_made_of_weight(value) for value in state.values()):
+        if state is None or any(is_made_of_weight(value) for value in state.values()):
             return False
         return all(name in state for name in self._row_state.scalars)
 
@@ -552,7 +489,7 @@ class OptimizerState:
         """Return whether a parameter's state has every column for the whole table."""
         for column in self._row_state.columns:
             value, wanted = state.get(column.name), (self.whole.num_embeddings, *column.row_shape)
-            if not isinstance(value, Tensor) or tuple(value.shape) != wanted or _is_made_of_weight(value):
+            if not isinstance(value, Tensor) or tuple(value.shape) != wanted or is_made_of_weight(value):
                 return False
         return True
 
@@ -631,7 +568,7 @@ class OptimizerState:
         if state is not None:
             self._write(state)
         elif not self._is_initial:
-            self._forget_scalars()
+            self._scalars.forget(self.table)
             self.table.reset_columns(self._row_state.columns)
             self._is_initial = True
 
@@ -648,7 +585,7 @@ class OptimizerState:
     def is_loaded(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer, attached or not, has state of these rows other than its constructor's."""
         held = optimizer.state.get(self.weight, {})
-        return bool(held) and self.is_trainable and not any(map(_is_made_of_weight, held.values()))
+        return bool(held) and self.is_trainable and not any(map(is_made_of_weight, held.values()))
 
     def resume(self, optimizer: Optimizer, *, initial: bool) -> None:
         """Resume from the columns and scalars that table and optimizer have loaded from a checkpoint.
@@ -660,11 +597,10 @@ class OptimizerState:
         row_state = self._row_state
         if initial and row_state.columns and not row_state.from_gradient:  # the constructor does not make it again
             optimizer.state[self.weight], initial = with_own_scalars(row_state.scalars), False
-        self.table.attributes.pop(_ATTRIBUTE, None)
+        self._scalars.forget(self.table)
         self._is_initial = initial
         self.warning = None
         self._before = {}
-        self._scalars.state = None
         if not initial:
             self._remember(optimizer.state[self.weight])  # an entry, even if empty
         self.table.commit()
@@ -675,7 +611,7 @@ class OptimizerState:
         if not found:
             return
         self.table.reserve([column.name for column in found])
-        self._forget_scalars()
+        self._scalars.forget(self.table)
         for column, value in found.items():
             write_all(self.whole, value, column.name)
             del state[column.name]
@@ -686,11 +622,6 @@ class OptimizerState:
     def _remember(self, state: dict[str, Any]) -> None:
         """Make the table keep the scalars of the state of its current rows."""
         self._scalars.names, self._scalars.state = self._row_state.scalars, state
-
-    def _forget_scalars(self) -> None:
-        """Make the table forget its scalars, before the state they belong to changes."""
-        self.table.attributes.pop(_ATTRIBUTE, None)
-        self._scalars.state = None
 
     def _columns_in(self, state: dict[str, Any], row_state: RowState) -> dict[Column, Tensor]:
         """Return the columns in a parameter's state, for the whole table.
@@ -719,16 +650,6 @@ def _dense() -> str:
     return "dense"
 
 
-def _are_scalars(value: object) -> bool:
-    """Return whether an attribute has the form of a table's kept scalars."""
-    if not isinstance(value, dict) or not isinstance(value.get("class"), str):
-        return False
-    scalars = value.get("scalars")
-    if not isinstance(scalars, dict) or not isinstance(value.get("dtypes", {}), dict):
-        return False
-    return all(each is None or isinstance(each, int | float) for each in scalars.values())
-
-
 def _replace_parameter(optimizer: Optimizer, held: nn.Parameter, new: nn.Parameter) -> None:
     """Replace a parameter in an optimizer's groups, if they contain it."""
     for group in optimizer.param_groups:
@@ -749,8 +670,3 @@ def with_own_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a parameter's state, but not its columns: optimizers count their steps in place."""
     is_column = {key: isinstance(value, Tensor) and value.numel() > 1 for key, value in state.items()}
     return {key: value if is_column[key] else _copy(value) for key, value in state.items()}
-
-
-def _is_made_of_weight(value: object) -> bool:
-    """Return whether an optimizer's constructor made this state, as Adagrad's does with ``full_like(weight)``."""
-    return isinstance(value, Tensor) and is_one_value(value)

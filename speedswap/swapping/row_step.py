@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
@@ -40,7 +40,6 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, GradientOfAll, Padding, drop
 from speedswap.swapping.keyed import KeyedRows, KeyPass
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
-from speedswap.swapping.optimizers import holds, parameters_of
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
@@ -118,7 +117,6 @@ class RowStep(Locked):
         self.key_pass = KeyPass()
         self.key_passes = weakref.WeakSet([self.key_pass])
         self.counted: dict[KeyedRows, Tensor] = {}
-        self._replaced: weakref.ref[Tensor] | None = None
         for parameter in (self.weight, self.batch):
             parameter._keeper = weakref.ref(self)  # type: ignore[attr-defined]
             _by_parameter[id(parameter)] = self
@@ -378,21 +376,10 @@ class RowStep(Locked):
             if gradient.version == before:
                 gradient.version = self.table.version
 
-    def replace(self, weight: Tensor) -> None:
-        """Record that the rows have replaced a parameter, which an optimizer may still hold."""
-        key = id(weight)
-        self._replaced = weakref.ref(weight, lambda _: replaced_weights.pop(key, None))
-        replaced_weights[key] = weakref.ref(self)
-
-    def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        """Raise LostUpdateError if an optimizer still holds the parameter that these rows have replaced."""
-        is_waiting = self._status is _Status.READY and self._replaced is not None and self._replaced() is parameter
-        if is_waiting and not self._rows.may_be_stepped(self.state.optimizer):
-            raise LostUpdateError(
-                f"this {type(optimizer).__name__} holds the weight that table {self.table.name!r} has replaced, and no "
-                "optimizer holds the new one, so the rows' gradient reaches no table; make the optimizer after "
-                "speedswap.convert"
-            )
+    @property
+    def awaits_nobody(self) -> bool:
+        """True if a gradient awaits a step that no optimizer will take."""
+        return self._status is _Status.READY and not self._rows.may_be_stepped(self.state.optimizer)
 
     def takes_part(self) -> bool:
         """Return whether rows await the optimizer's step. A gradient that came from no lookup is removed from it.
@@ -468,7 +455,7 @@ class RowStep(Locked):
                 if self.in_files:
                     self.reserve()
                 if rows.of_all:
-                    batch.grad = grad + self._gradient_of_all(block)
+                    batch.grad = grad + self._rows.gradient_of_all(block)
             except BaseException:
                 self.undo()
                 raise
@@ -614,15 +601,6 @@ class RowStep(Locked):
             self._status = _Status.STEPPED
             self.counted = {}
 
-    def _gradient_of_all(self, block: Block) -> Tensor:
-        """Return the gradient of some rows from the gradients of every row."""
-        weight = block.columns["weight"].detach()
-        ids = block.rows.to(weight.device)
-        total = torch.zeros_like(weight)
-        for each in self._rows.of_all:
-            each.add_to(total, ids, weight)
-        return total
-
     def _step_others(self, stepped: Tensor) -> None:
         """Step, in pieces, every row that has a gradient and that the optimizer has not stepped itself."""
         table, device, gradients = self.table, self.weight.device, self._rows.of_all
@@ -632,7 +610,7 @@ class RowStep(Locked):
                 for start in rows[::chunk]:
                     ids = torch.arange(start, min(start + chunk, rows.stop), device=stepped.device)
                     block = table.lease(ids[~torch.isin(ids, stepped, assume_unique=True)], device=device)
-                    self.state.step_others(block, self._gradient_of_all(block))
+                    self.state.step_others(block, self._rows.gradient_of_all(block))
                     table.give_back(block, block.columns)
         except BaseException:
             if table.store.files is not None:
@@ -700,41 +678,6 @@ class RowStep(Locked):
 
 _WEIGHT = ("weight",)
 _by_parameter: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
-# What replaced a weight, by the weight's id; empty in nearly every program.
-replaced_weights: dict[int, Callable[[], RowStep | ReplacedByPlain | None]] = {}
-
-
-class ReplacedByPlain:
-    """A table's weight that a plain parameter has replaced while an optimizer may still hold it.
-
-    Args:
-        weight: the table's weight; this record lives as long as it.
-        plain: the parameter.
-        table: the table's name.
-    """
-
-    def __init__(self, weight: Tensor, plain: nn.Parameter, table: str) -> None:
-        key = id(weight)
-        self._weight = weakref.ref(weight, lambda _: replaced_weights.pop(key, None))
-        self._plain, self._table = weakref.ref(plain), table
-        replaced_weights[key] = lambda: self
-
-    def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        """Raise LostUpdateError if an optimizer holds the table's weight and the plain parameter awaits its step."""
-        plain = self._plain()
-        if plain is not None and plain.grad is not None and not holds(optimizer, plain):
-            raise LostUpdateError(
-                f"this {type(optimizer).__name__} holds the weight of table {self._table!r}, which a plain embedding "
-                "has replaced, so it does not train the new weight; make the optimizer after speedswap.convert"
-            )
-
-
-def require_no_replaced(optimizer: Optimizer) -> None:
-    """Raise LostUpdateError if an optimizer holds a parameter that was replaced by a table's rows awaiting a step."""
-    for parameter in parameters_of(optimizer):
-        reference = replaced_weights.get(id(parameter))
-        if reference is not None and (step := reference()) is not None:
-            step.require_held(optimizer, parameter)
 
 
 def step_of(parameter: Tensor) -> RowStep | None:

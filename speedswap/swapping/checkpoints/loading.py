@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
+from speedswap.swapping.attach import warn_of_idle_rows
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
     check_model,
@@ -381,7 +382,7 @@ class TableToLoad:
                 f"{saved.num_embeddings}; make the model with that number"
             )
         if self.trainer is not None:
-            self.module._step.state.warn_of_idle_rows(self.trainer, self._sources[0].saved.attributes)
+            warn_of_idle_rows(self.trainer, self.module._step, self._sources[0].saved.attributes)
         has_state = not saved.is_initial or not self.columns.keys().isdisjoint(self.module._step.state.names)
         goes_on = self.trainer is not None and has_state  # else the table was frozen, and starts with initial state
         self.check_columns(each for each in table.columns.values() if goes_on or each.name in self.columns)

@@ -31,9 +31,10 @@ from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.graphs import leaving_transforms, outside_graphs
 from speedswap.swapping.keyed import KeyedRows, of_one_commit
 from speedswap.swapping.lookup import look_up
+from speedswap.swapping.over_table import load_assigned, not_assigned
 from speedswap.swapping.prefetched import PrefetchedLookup
 from speedswap.swapping.row_step import Loop, RowStep
-from speedswap.swapping.table_module import TableModule, load_assigned, not_assigned
+from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableRows, TableWeight
 from speedswap.swapping.whole_rows import HandedOut
 from speedswap.tables import IdMap, Storage, Table, as_storage
