@@ -1,8 +1,8 @@
 """Tables whose rows are partitioned over the ranks of a job, which train them together."""
 
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
-from speedswap.ranks.key_route import owners_of_keys
 from speedswap.ranks.keys import ShardedIdMap
+from speedswap.ranks.route import owners_of_keys
 from speedswap.ranks.sharded import ShardedStore
 from speedswap.ranks.storage import Ranks
 

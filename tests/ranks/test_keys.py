@@ -14,7 +14,7 @@ from rank_pool import RankPool
 
 import speedswap
 from speedswap.ranks import owners_of_keys
-from speedswap.ranks.key_route import shares_of
+from speedswap.ranks.route import shares_of
 
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
