@@ -28,7 +28,7 @@ from disk.reads import RandomReads
 from disk.stores import CONTESTANTS, Contestant, Limits, present
 from disk.workload import KINDS, ZIPF_EXPONENT, Shape
 
-from speedswap.apps.bench import cli, swap
+from speedswap.apps.bench import cli, step
 from speedswap.apps.bench.measure import in_ms, show_peers
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import scratch_folder
@@ -221,7 +221,7 @@ def overlap(plan: Plan, folder: Path) -> list[dict[str, Any]]:
         compute=plan.compute,
         repeats=plan.repeats,
     )
-    swap.show(found)
+    step.show_overlap(found)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import speedswap
-from speedswap.apps.bench import swap
+from speedswap.apps.bench import step
 from speedswap.apps.bench.measure import IdBatch, random_batches, zipf_batches
 from speedswap.apps.bench.trainers import Ours
 from speedswap.apps.errors import WrongResultError
@@ -133,12 +133,12 @@ def overlap(
     """Time steps with Adam on a partly cached table, with and without concurrent computation.
 
     Returns:
-        As :func:`speedswap.apps.bench.swap.overlap`, whose ``swap`` is what the disk takes.
+        As :func:`speedswap.apps.bench.step.overlapped`, whose ``swap`` is what the disk takes.
     """
     with _trainer(rows, dim, folder / "ahead", cache_bytes=cache_bytes, commit_seconds=10.0) as trainer:
         _fill(trainer, rows)
         batches = random_batches(rows, lookups, dim * 4, "cpu")
-        found = swap.overlapped(trainer, batches, dim, "cpu", compute, repeats=repeats)
+        found = step.overlapped(trainer, batches, compute, repeats=repeats)
         trainer.embedding.table.remove()
     return found
 

@@ -1,4 +1,4 @@
-"""The step benchmark: the time of a training step, ours, torch's and FBGEMM's, and over the size of the table.
+"""The step benchmark: a training step's time, ours, torch's and FBGEMM's; over the table's size; and beside compute.
 
 The same ids and the same gradient for all: a lookup of 65,536 ids with Zipf's frequencies, 1.05, out of a million rows
 of 128; a gradient for the rows found; the optimizer's step. docs/design/benchmarks.md says more.
@@ -6,22 +6,35 @@ of 128; a gradient for the rows found; the optimizer's step. docs/design/benchma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import speedswap
 from speedswap import kernels
-from speedswap.apps.bench import swap
-from speedswap.apps.bench.measure import IdBatch, Peer, in_ms, lacking, show_peers, steps_in_turn, zipf_batches
-from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
+from speedswap.apps.bench import measure
+from speedswap.apps.bench.measure import IdBatch, Peer, in_ms, lacking, steps_in_turn, zipf_batches
+from speedswap.apps.bench.trainers import (
+    COLUMNS,
+    LEARNING_RATE,
+    OPTIMIZERS,
+    Ours,
+    Trainer,
+    contestants,
+    step_peers,
+    verify,
+)
 from speedswap.apps.errors import BenchmarkError, WrongResultError
+from speedswap.swapping.lookup import look_up
 
 _LOOPS = 8  # loops with different ids
 _DENSE_STEPS = 4
+_OVERLAPPED_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,7 @@ def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> di
     if missing := lacking(4 * plan.num_rows * plan.dim):
         raise BenchmarkError(f"{missing}; use --quick")
     peers = step_peers(device)
-    show_peers(peers)
+    measure.show_peers(peers)
     batches = zipf_batches(plan.num_rows, plan.lookups, _LOOPS * plan.steps, device)
     workload = {"rows": plan.num_rows, "dim": plan.dim, "lookups": plan.lookups, "zipf_exponent": 1.05}
     optimizers = {}
@@ -82,8 +95,10 @@ def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> di
         with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # torch warns unless told
             optimizers[optimizer] = compare(optimizer, device, plan, peers, batches)
         show_steps(optimizer, optimizers[optimizer])
-    overlap = swap.overlap(device, plan.num_rows, plan.dim, plan.lookups // 2, plan.compute)
-    swap.show(overlap)
+    distinct = measure.random_batches(plan.num_rows, plan.lookups // 2, plan.dim * 4, device)
+    with closing(Ours(plan.num_rows, plan.dim, "adam", device, fused=device == "cpu")) as trainer:
+        overlap = overlapped(trainer, distinct, plan.compute)
+    show_overlap(overlap)
     sizes = []
     for dim, rows in plan.sizes.items():
         for optimizer in plan.size_optimizers:
@@ -210,3 +225,133 @@ def _loop(trainer: Trainer, batches: Sequence[IdBatch], steps: int, grad: Tensor
 
 def _unique_rows(batches: Sequence[IdBatch]) -> int:
     return round(sum(len(kernels.unique(batch.host)[0]) for batch in batches[:4]) / len(batches[:4]))
+
+
+# ---- the share of the swap that lookahead hides behind compute -------------------------------------------------------
+
+
+def overlapped(
+    trainer: Ours, batches: Sequence[IdBatch], compute: Sequence[float], *, repeats: int = 5
+) -> list[dict[str, Any]]:
+    """Time a step with Adam and a tunable amount of compute, plain and with lookahead.
+
+    On the CPU torch computes on one thread and the swap runs on another, which has another core.
+
+    Args:
+        trainer: the table with Adam.
+        batches: distinct rows of each step; no two steps in a row have one in common.
+        compute: the step's compute over the swap's time, one measurement each. The lookup, its gradient and the
+            optimizer belong to the compute; products of matrices make up the rest.
+        repeats: timed loops of each.
+
+    Returns:
+        For each: ``compute_asked_for`` over the swap, ``matmuls`` a step; the seconds of a step ``compute`` alone
+        (the same work on rows that stay on the device), ``swap`` alone (unique, gather, scatter), ``plain`` and
+        ``lookahead``; ``lookahead_over_larger``: over the larger of compute and swap.
+    """
+    found = []
+    threads, (ids, near) = torch.get_num_threads(), batches[0]
+    if not near.is_cuda:
+        torch.set_num_threads(1)
+    try:
+        work = _Work(torch.randn(len(ids), trainer.embedding.embedding_dim, device=near.device))
+        loops = _overlap_loops(trainer, batches, work)
+        measure.synchronize()
+        swap, least = (
+            steps_in_turn({one: loops[one]}, steps=_OVERLAPPED_STEPS, repeats=1)[one] for one in ("swap", "compute")
+        )
+        one = work.time_matmul()
+        for asked in compute:
+            work.matmuls = max(0, round((asked * swap - least) / one))
+            seconds = steps_in_turn(loops, steps=_OVERLAPPED_STEPS, repeats=repeats)
+            larger = max(seconds["compute"], seconds["swap"])
+            found.append(
+                {
+                    "compute_asked_for": asked,
+                    "matmuls": work.matmuls,
+                    "threads": torch.get_num_threads(),
+                    "seconds": seconds,
+                    "plain_over_larger": seconds["plain"] / larger,
+                    "lookahead_over_larger": seconds["lookahead"] / larger,
+                }
+            )
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+class _Work:
+    """The compute of a step besides the embedding's own: products of square matrices; and the gradient of its rows."""
+
+    def __init__(self, grad: Tensor) -> None:
+        size = 2048 if grad.is_cuda else 256
+        self.matmuls = 0
+        self.grad = grad
+        self._matrix = torch.randn(size, size, device=grad.device) / size**0.5
+        self._product = torch.empty_like(self._matrix)
+
+    def do(self) -> None:
+        for _ in range(self.matmuls):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+
+    def time_matmul(self) -> float:
+        self.matmuls = 20
+        return measure.in_turn({"matmuls": lambda _: self.do()}, repeats=1, warm_up=0)["matmuls"] / self.matmuls
+
+
+def _overlap_loops(
+    trainer: Ours, batches: Sequence[IdBatch], work: _Work
+) -> dict[str, Callable[[int], Iterator[None]]]:
+    rest = itertools.cycle(batches)
+
+    def taken() -> Iterator[IdBatch]:  # none that another loop has just brought into a cache
+        return itertools.islice(rest, _OVERLAPPED_STEPS)
+
+    def train(depth: int) -> Iterator[None]:
+        prefetched = speedswap.lookahead([*taken()], {trainer.embedding: lambda batch: batch.near}, depth=depth)
+        for batch in prefetched:
+            rows = trainer.embedding(batch.near)
+            work.do()
+            rows.backward(work.grad)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            yield
+
+    def swap() -> Iterator[None]:
+        table = trainer.embedding.table
+        for batch in taken():
+            rows, _ = kernels.unique(batch.near)
+            block = table.lease(rows, device=batch.near.device)
+            table.give_back(block, block.columns)
+            yield
+
+    def compute() -> Iterator[None]:
+        """Run the steps of a batch whose rows stay on the device."""
+        rows, local = kernels.unique(batches[0].near)
+        weight = nn.Parameter(trainer.embedding.table.gather(rows, columns=["weight"], device=local.device).weight)
+        optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE["adam"], fused=not weight.is_cuda)
+        for _ in range(_OVERLAPPED_STEPS):
+            found = look_up(weight, local)
+            work.do()
+            found.backward(work.grad)  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+    return {
+        "swap": lambda repeat: swap(),
+        "compute": lambda repeat: compute(),
+        "plain": lambda repeat: train(0),
+        "lookahead": lambda repeat: train(1),
+    }
+
+
+def show_overlap(found: list[dict[str, Any]]) -> None:
+    """Print a line per amount of compute."""
+    if found:
+        print("\nCompute and swap alone, and a step with both:")
+        print(f"  {'compute':>11} {'swap':>11} {'plain':>11} {'lookahead':>11}   over the larger of the two")
+    for entry in found:
+        cells = " ".join(in_ms(entry["seconds"][name]) for name in ("compute", "swap", "plain", "lookahead"))
+        over = f"{entry['plain_over_larger']:.2f} plain, {entry['lookahead_over_larger']:.2f} with lookahead"
+        print(f"  {cells}   {over}", flush=True)

@@ -7,8 +7,11 @@ docs/design/benchmarks.md says more.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import speedswap
 from speedswap import kernels
-from speedswap._machine import cache_bytes
-from speedswap.apps.bench import memory
+from speedswap._machine import available_bytes, cache_bytes, process_bytes
 from speedswap.apps.bench.measure import (
     IdBatch,
     Peer,
@@ -176,6 +179,8 @@ def show(point: Mapping[str, Any]) -> None:
 
 
 OUR_STORAGES = {"cpu": ("device", "pageable", "disk"), "cuda": ("device", "pinned", "pageable", "disk")}
+_MEMORY_DIM = 128  # of the table whose memory is measured
+_MEMORY_ROW_BYTES = 4 * _MEMORY_DIM
 _COPIES = 6  # of the values, at once: themselves and in every store, mapped files included
 
 
@@ -237,8 +242,8 @@ def run(
     with ExitStack() as stack:
         scratch, remove = scratch_folder(stack, folder)
         stack.callback(remove)
-        taken = memory.run(device, plan.memory_rows, scratch)
-        memory.show(taken)
+        taken = memory_taken(device, plan.memory_rows, scratch)
+        show_memory(taken)
         fitting = [size for size in plan.sweeps["table_bytes"] if not lacking(_COPIES * size)]
         largest = max([plan.table_bytes, *fitting])
         points = _Points(device, plan.repeats, scratch, peers, _random_values(largest, device))
@@ -319,3 +324,98 @@ def _floors(rows: Tensor, buffers: RowBuffers) -> dict[str, Floor]:
         copy = torch.empty_like(out)
         floors["device"] = {"to_device": lambda call: out.copy_(values), "from_device": lambda call: copy.copy_(values)}
     return floors
+
+
+# ---- the memory that a table takes, storage by storage ---------------------------------------------------------------
+
+
+def memory_taken(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
+    """Measure the memory of tables in a new process, so that none of this one's freed memory is reused.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        num_rows: rows of 128 float32; none for no measurement.
+        folder: of the temporary table on disk.
+
+    Returns:
+        For each storage: ``table_bytes``; ``anonymous_bytes`` and ``file_bytes`` of the process' resident memory, as
+        Linux counts it; ``machine_bytes``, by which the machine's free memory fell, other processes included;
+        ``device_bytes``. Or the reason for leaving it out, as ``skipped``.
+    """
+    if num_rows == 0:
+        return []
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_memory_here, device, num_rows, folder).result()
+
+
+def _memory_here(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
+    """Measure in this process, one table after the other; each is filled, so that all its pages exist."""
+    if device == "cuda":
+        torch.ones(1, device="cuda")  # the context's own memory is not the tables', nor is that of the kernels
+        kernels.capabilities()
+    found: list[dict[str, Any]] = []
+    for what, make in _makers(device, num_rows, folder).items():
+        entry: dict[str, Any] = {"what": what}
+        found.append(entry)
+        if missing := lacking(num_rows * _MEMORY_ROW_BYTES):
+            entry["skipped"] = missing
+            continue
+        before = _taken(device)
+        try:
+            table = make()
+        except Exception as error:  # a pool that asks for more than is free is a finding too
+            entry["skipped"] = f"{type(error).__name__}: {error}"
+            continue
+        entry["table_bytes"] = num_rows * _MEMORY_ROW_BYTES
+        entry |= {key: after - before[key] for key, after in _taken(device).items()}
+        if isinstance(table, speedswap.Table):
+            table.close()
+        del table
+    return found
+
+
+def _makers(device: str, num_rows: int, folder: Path) -> dict[str, Callable[[], object]]:
+    """Return functions that make the tables, ours first: torch's pools keep their memory."""
+    kinds = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
+    places: dict[str, Any] = {**{kind: kind for kind in kinds}, "disk": speedswap.Disk(folder / "memory")}
+    torchs: dict[str, dict[str, Any]] = {"pageable": {}, "device": {"device": "cuda"}, "pinned": {"pin_memory": True}}
+    return {
+        **{f"speedswap, {name}": partial(_table, num_rows, place) for name, place in places.items()},
+        **{f"torch, {kind}": partial(torch.ones, num_rows, _MEMORY_DIM, **torchs[kind]) for kind in kinds[::-1]},
+    }
+
+
+def _table(num_rows: int, storage: Any) -> speedswap.Table:
+    table = speedswap.Table.create(num_rows, _MEMORY_DIM, storage=storage, init=speedswap.init.uniform(-1.0, 1.0))
+    table.read(0, 1)  # takes pinned memory, as the first write would
+    if table.storage == "disk":  # there until now are only the rows' seed and their number
+        for start in range(0, num_rows, 2**16):
+            table.write(start, table.read(start, min(start + 2**16, num_rows)))
+    return table
+
+
+def _taken(device: str) -> dict[str, int]:
+    """Return the bytes in use."""
+    gc.collect()
+    taken = {field: process_bytes(field) or 0 for field in ("RssAnon", "RssShmem", "RssFile")}
+    on_device = 0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # torch keeps freed memory, and would use it for the next table
+        free, total = torch.cuda.mem_get_info()
+        on_device = total - free
+    return {
+        "anonymous_bytes": taken["RssAnon"] + taken["RssShmem"],
+        "file_bytes": taken["RssFile"],
+        "machine_bytes": -available_bytes(),
+        "device_bytes": on_device,
+    }
+
+
+def show_memory(found: list[dict[str, Any]]) -> None:
+    """Print a line per table: its size, and the memory taken."""
+    if found:
+        print(f"\nMemory taken by a table, in GiB:\n  {'':<22}     table process as file machine     GPU")
+    for entry in found:
+        taken = [f"{value / 2**30:8.2f}" for key, value in entry.items() if key.endswith("_bytes")]
+        print(f"  {entry['what']:<22}", "".join(taken) or f"left out: {entry['skipped']}", flush=True)
