@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.dry_run import DryRun, Watcher
 from speedswap.batching.functions import key_of, kind_of, name_of
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
 from speedswap.batching.retry import Search
+from speedswap.batching.rollback import DryRun, Watcher
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
 _log = logging.getLogger("speedswap")

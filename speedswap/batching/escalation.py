@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from speedswap._words import size_in_words
-from speedswap.batching.dry_run import DryRun, Watcher
 from speedswap.batching.memory import storages
 from speedswap.batching.packing import SamplePacking
 from speedswap.batching.ranks import TrainingRanks
-from speedswap.batching.rollback import Buffers, Changes, RandomState, keeper_of
+from speedswap.batching.rollback import Buffers, Changes, DryRun, RandomState, Watcher, keeper_of
 
 _log = logging.getLogger("speedswap")
 

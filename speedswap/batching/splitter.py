@@ -19,7 +19,7 @@ from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches, TwoPasses, both_passes, differentiable, towers_of
 from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
 from speedswap.batching.packing import Alone, SamplePacking, costs_of
-from speedswap.batching.ranks import Replicated, TrainingRanks, owners_of, replicas
+from speedswap.batching.ranks import Replicated, Sharded, TrainingRanks, owners_of, replicas, shard_roots
 from speedswap.collectives import is_distributed, of_all_ranks
 from speedswap.errors import BatchError, CoupledLossError
 
@@ -518,9 +518,6 @@ def _ranks_of(modules: Sequence[nn.Module]) -> TrainingRanks:
     """
     if not is_distributed():
         return TrainingRanks()
-    # Imported here, since it needs a torch that was built with distributed.
-    from speedswap.batching.sharded import Sharded, shard_roots
-
     wrapped, roots, group = replicas(modules), shard_roots(modules), owners_of(modules)
     if wrapped and roots:
         raise BatchError("the modules are partly replicated and partly sharded; give each kind its own splitter")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.dry_run import DryRun, Watcher
+from speedswap.batching.rollback import DryRun, Watcher
 
 
 class Told(Watcher):

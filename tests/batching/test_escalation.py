@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import speedswap
-from speedswap.apps.digits.task import read_split
+from speedswap.apps.digits import read_split
 from speedswap.batching import LimitedMemory, Padded, escalation
-from speedswap.batching.dry_run import DryRun
 from speedswap.batching.escalation import Activations, Escalation, activations_on_host, checkpointed
-from speedswap.batching.rollback import has_memory
+from speedswap.batching.rollback import DryRun, has_memory
 from speedswap.errors import BatchError
 
 WORDS = 24

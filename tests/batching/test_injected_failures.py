@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import speedswap
 from speedswap.batching import Padded, PerSample
-from speedswap.batching.dry_run import DryRun
+from speedswap.batching.rollback import DryRun
 
 
 class FlakyDevice:
