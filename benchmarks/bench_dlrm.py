@@ -29,8 +29,8 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 import speedswap
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.dlrm import DLRM, DlrmSettings, GeneratedSamples, Samples
+from speedswap.apps.dlrm.criteo import MISSING
 from speedswap.apps.dlrm.model import COLUMNS, INIT_STD, Scores, interact_in_torch
-from speedswap.apps.dlrm.samples import MISSING
 from speedswap.apps.dlrm.stream import Data
 from speedswap.apps.dlrm.training import POINT_SAMPLES, train_step
 

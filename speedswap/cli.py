@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 
 from speedswap import __version__
-from speedswap.apps import tables
+from speedswap.apps import digits, doctor, tables
 from speedswap.apps.bench import cli as bench
-from speedswap.apps.digits import training as digits
 from speedswap.apps.dlrm import training as dlrm
-from speedswap.apps.doctor import cli as doctor
 from speedswap.apps.errors import AS_OPTIONS
 from speedswap.apps.ncf import training as ncf
 from speedswap.apps.ranks import another_has_spoken, is_first_to_say, is_launched

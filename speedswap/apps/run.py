@@ -127,33 +127,6 @@ def is_saved(output: Path) -> bool:
     return bool(Folders(output / FOLDER).found())
 
 
-def save_run(
-    output: Path, model: nn.Module, optimizer: Optimizer, *, step: int, best: int | None, content: dict[str, Any]
-) -> None:
-    """Write a checkpoint; of the earlier ones, also those of another run, only the best evaluation's stays.
-
-    Args:
-        output: the run's output directory.
-        model, optimizer: as for :func:`speedswap.save_checkpoint`.
-        step, content: as in :class:`SavedRun`.
-        best: the step of the best evaluation's checkpoint.
-
-    Raises:
-        OutputError: it cannot be written; the existing checkpoints stay.
-    """
-    with says_unwritable(f"checkpoint {output / FOLDER}", "make room and run again, which goes on from the last"):
-        try:
-            speedswap.save_checkpoint(
-                *(output / FOLDER, model, optimizer),
-                step=step,
-                extra={**content, "best": best},
-                keep=[best] if best not in (None, step) else [],
-                tables="copy",  # those on disk are temporary
-            )
-        except TableFullError as error:
-            raise OutputError(str(error)) from error
-
-
 def remove_checkpoints(output: Path) -> None:
     """Remove the checkpoints in an output directory."""
     Folders(output / FOLDER).remove()
@@ -541,17 +514,28 @@ class Run(Training[Settings, Batch]):
             return stop.status_of(run.interrupted)
 
     def save(self, output: Path | None) -> None:
-        """Write a checkpoint, if there is an output directory; the last one and that of the best evaluation stay.
+        """Write a checkpoint, if there is an output directory.
+
+        Of the earlier ones, also those of another run, only that of the best evaluation stays.
 
         Raises:
             OutputError: it cannot be written; the existing checkpoints stay.
         """
         if output is None:
             return
-        started, settings = time.perf_counter(), self.settings.to_json()
-        content = {"command": self.command, "settings": settings, "place": (self.epoch, self.step), **self.state()}
+        started, folder, best = time.perf_counter(), output / FOLDER, self.best_count
+        content = {"command": self.command, "settings": self.settings.to_json(), "place": (self.epoch, self.step)}
         try:
-            save_run(output, self.model, self.optimizer, step=self.count, best=self.best_count, content=content)
+            with says_unwritable(f"checkpoint {folder}", "make room and run again, which goes on from the last"):
+                speedswap.save_checkpoint(
+                    *(folder, self.model, self.optimizer),
+                    step=self.count,
+                    extra={**content, **self.state(), "best": best},
+                    keep=[best] if best not in (None, self.count) else [],
+                    tables="copy",  # those on disk are temporary
+                )
+        except TableFullError as error:
+            raise OutputError(str(error)) from error
         finally:
             self._saved_at = time.perf_counter()
             self._save_seconds = self._saved_at - started

@@ -31,6 +31,11 @@ from speedswap.tables.store import Checked, Files, StoreFacts
 from speedswap.tables.whole_table import as_numpy, numpy_dtype
 
 
+def result_of(method: str) -> Any:
+    """Return a property that calls a method."""
+    return property(lambda self: getattr(self, method)(), doc=f"The result of :meth:`{method}`.")
+
+
 class CupyMethods(Collection):
     """A collection with its memory as a CuPy array."""
 
@@ -38,10 +43,7 @@ class CupyMethods(Collection):
         """Return the collection itself, not a copy: a CuPy array with CuPy and a GPU, else a NumPy array."""
         return self.whole(lambda array: self._as_cupy(array.view()))
 
-    @property
-    def CUPYcorpus(self) -> Any:
-        """The result of :meth:`getCupyVar`."""
-        return self.getCupyVar()
+    CUPYcorpus = result_of("getCupyVar")
 
     def _as_cupy(self, view: Tensor) -> Any:
         if not kernels.cuda_ready()[0] or not (view.is_cuda or self.table.pinned):
@@ -86,10 +88,7 @@ class DiskMethods(Collection):
         """Return the collection itself as a NumPy array over its file."""
         return self.whole(lambda array: array.view().numpy())
 
-    @property
-    def CUPYmemmap(self) -> Any:
-        """The result of :meth:`getCupyMM`."""
-        return self.getCupyMM()
+    CUPYmemmap = result_of("getCupyMM")
 
 
 class TorchMethods(Collection):
@@ -448,10 +447,7 @@ class DataGadgetMM(DataGadget):
 
     getCupyVar = getCupyMM
 
-    @property
-    def CUPYmemmap(self) -> npt.NDArray[Any]:
-        """The result of :meth:`getCupyMM`."""
-        return self.getCupyMM()
+    CUPYmemmap = result_of("getCupyMM")
 
     def getData(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> Tensor:
         """Copy a part of the data out of the file.

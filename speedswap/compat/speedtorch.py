@@ -56,7 +56,7 @@ from torch.optim import Optimizer
 
 from speedswap import swapping
 from speedswap._words import warn_once
-from speedswap.compat.gadgets import CupyMethods, DataGadget, DataGadgetMM, DiskMethods, TorchMethods
+from speedswap.compat.gadgets import CupyMethods, DataGadget, DataGadgetMM, DiskMethods, TorchMethods, result_of
 from speedswap.swapping.switchers.arrays import as_dtype
 from speedswap.swapping.switchers.collection import Collection, RowField
 from speedswap.tables import Device, Pageable, Pinned, Storage
@@ -285,10 +285,7 @@ class COM(CupyMethods, _Matrix):
             self.storage = Pinned()
         self.make()
 
-    @property
-    def CUPYCom(self) -> Any:
-        """The result of :meth:`getCupyVar`."""
-        return self.getCupyVar()
+    CUPYCom = result_of("getCupyVar")
 
 
 class COMMM(DiskMethods, COM):

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import speedswap
-from speedswap.apps.digits import DigitsNet
-from speedswap.apps.digits.task import Images
-from speedswap.apps.digits.training import measure_footprint
+from speedswap.apps.digits import DigitsNet, Images, measure_footprint
 from speedswap.batching import Callback, LimitedMemory
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.digits import DigitsNet, Settings, train
-from speedswap.apps.digits.task import read_split
+from speedswap.apps.digits import DigitsNet, Settings, read_split, train
 from speedswap.apps.errors import ImagesError, SettingsError
 from speedswap.errors import MemoryBudgetError
 

@@ -18,13 +18,12 @@ from torch.distributed import HashStore
 
 import speedswap
 from speedswap import _machine
-from speedswap.apps.doctor import Finding, Rates, TableAdvice, TableSpec, advise, examine, lines
-from speedswap.apps.doctor import cli as doctor
-from speedswap.apps.doctor.places import estimate, measured
+from speedswap.apps import doctor
+from speedswap.apps.doctor import Finding, Rates, TableAdvice, TableSpec, advise, estimate, examine, lines, measured
 from speedswap.cli import main
 
 GIB = 2**30
-FINDINGS = "speedswap.apps.doctor.findings"
+DOCTOR = "speedswap.apps.doctor"
 RATES = Rates(768, {"pageable": 1e-3}, reads=500.0, writes=1e5)
 ON_GPU = RATES._replace(step_seconds={"device": 1e-4, "pinned": 5e-4, "pageable": 1e-3})
 SPEC = TableSpec(1000, 64, "adam", 1)  # 768,000 bytes
@@ -41,13 +40,13 @@ def short(monkeypatch):
         "_CACHE_BYTES": 2**16,
         "_READ_SECONDS": 0.01,
     }.items():
-        monkeypatch.setattr(f"speedswap.apps.doctor.places.{name}", value)
+        monkeypatch.setattr(f"{DOCTOR}.{name}", value)
 
 
 def found(monkeypatch, nbytes=0, **machine) -> dict[str, Finding]:
     """Return the findings of a machine of which some facts are others."""
     for name, value in machine.items():
-        owner = "speedswap._machine" if hasattr(_machine, name) else FINDINGS
+        owner = "speedswap._machine" if hasattr(_machine, name) else DOCTOR
         monkeypatch.setattr(f"{owner}.{name}", value)
     return {each.what: each for each in examine(nbytes)}
 
@@ -61,7 +60,7 @@ def test_only_what_is_not_well_has_a_remedy(monkeypatch):
 
 
 def test_more_threads_than_a_containers_cores_are_slow(monkeypatch):
-    monkeypatch.setattr(f"{FINDINGS}.kernels.get_num_threads", lambda: 8)
+    monkeypatch.setattr(f"{DOCTOR}.kernels.get_num_threads", lambda: 8)
     each = found(monkeypatch, cores=lambda: 2.5)["threads"]
     assert each == ("slow", "threads", "8 on 2.5 cores: they wait for each other", "export OMP_NUM_THREADS=2")
     assert found(monkeypatch, cores=lambda: 0.5)["threads"].remedy == "export OMP_NUM_THREADS=1"
@@ -122,7 +121,7 @@ def test_with_a_gpu_cupy_kernels_and_locked_memory_are_looked_at(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     kernels = {"CUDA kernels": "none: the kernels cannot be compiled with NVRTC: libnvrtc.so.13 is missing"}
-    monkeypatch.setattr(f"{FINDINGS}.kernels.capabilities", lambda: kernels)
+    monkeypatch.setattr(f"{DOCTOR}.kernels.capabilities", lambda: kernels)
     machine = {"driver_version": lambda: "580.65", "installed_cupys": lambda: ["cupy-cuda12x"]}
     seen = found(monkeypatch, lockable_bytes=lambda: 2**16, **machine)
     assert seen["CuPy"].level == "broken"
@@ -164,8 +163,8 @@ def test_a_rows_bytes_are_those_of_a_trained_table(optimizer, dim):
 
 def advised(monkeypatch, tmp_path, memory=10**7, disk=10**7, rates=RATES, near=None, spec=SPEC):
     """Return the places of a table by name, on a machine with some bytes free."""
-    monkeypatch.setattr("speedswap.apps.doctor.places.available_bytes", lambda: memory)
-    monkeypatch.setattr("speedswap.apps.doctor.places.cache_bytes_for", lambda nbytes, asked: nbytes // 4)
+    monkeypatch.setattr("speedswap._machine.available_bytes", lambda: memory)
+    monkeypatch.setattr(f"{DOCTOR}.cache_bytes_for", lambda nbytes, asked: nbytes // 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (near, near))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": disk}))
     return {each.name: each for each in estimate(spec, rates, tmp_path, Counter())}
@@ -458,7 +457,7 @@ def test_a_model_that_is_none_is_one_line(short, model, target, said, capsys):
 def test_tables_share_their_places(monkeypatch, tmp_path):
     """Three tables of about 768,000 bytes, of which two fit into memory: the last has a place on the disk."""
     seen = []
-    monkeypatch.setattr("speedswap.apps.doctor.places.measured", lambda spec, folder: seen.append(spec) or RATES)
+    monkeypatch.setattr(f"{DOCTOR}.measured", lambda spec, folder: seen.append(spec) or RATES)
     advised(monkeypatch, tmp_path, 2_000_000)
     specs = [TableSpec(rows, 64, "adam", 1, name=f"t{rows}") for rows in (1002, 1000, 998)]
     tables, rates = advise(specs, tmp_path)
@@ -529,8 +528,8 @@ def test_estimates_are_those_of_a_measured_step(tmp_path, optimizer, dim, place)
     cache = spec.rows * record // 8
     storage = "pageable" if place == "pageable" else speedswap.Disk(tmp_path / "items", cache_bytes=cache)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("speedswap.apps.doctor.places.cache_bytes_for", lambda nbytes, asked: cache)
-        patch.setattr("speedswap.apps.doctor.places._TIMES_ON_DISK", 0)  # however little of the disk is free
+        patch.setattr(f"{DOCTOR}.cache_bytes_for", lambda nbytes, asked: cache)
+        patch.setattr(f"{DOCTOR}._TIMES_ON_DISK", 0)  # however little of the disk is free
         estimated = {each.name: each for each in estimate(spec, measured(spec, tmp_path), tmp_path, Counter())}
     items, stepping = spec.training(spec.rows, storage, "cpu")
     values = torch.rand(8192, dim)

@@ -10,13 +10,12 @@ As a command, ``speedswap dlrm 'day_*.gz' --output DIR``; as a function::
 and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROWS``.
 
 A run streams samples from files in Criteo's format (``criteo``) or generates them, draws batches and sets samples apart
-(``samples``, ``stream``), trains tables and layers, predicts the samples set apart (``model``, ``training``) and keeps
+(``stream``), trains tables and layers, predicts the samples set apart (``model``, ``training``) and keeps
 the last and the best state.
 """
 
-from speedswap.apps.dlrm.criteo import SampleFiles
+from speedswap.apps.dlrm.criteo import SampleFiles, Samples
 from speedswap.apps.dlrm.model import DLRM
-from speedswap.apps.dlrm.samples import Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.dlrm.stream import GeneratedSamples
 from speedswap.apps.dlrm.training import DlrmRun, load, train

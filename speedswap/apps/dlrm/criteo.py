@@ -1,5 +1,6 @@
-"""Files in Criteo's format: a label, 13 integers and 26 hexadecimal categories, divided by tabs, empty where missing.
+"""Samples as Criteo's display advertising set has them, and files of them.
 
+A sample is a label, 13 integers and 26 hexadecimal categories; in text they are divided by tabs, empty where missing.
 Plain and gzip text is read in pieces of 4 MiB, each by one call of the compiled part, and Parquet column by column.
 """
 
@@ -11,17 +12,23 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
-from speedswap.apps.errors import SamplesError
+from speedswap.apps.errors import CheckpointError, SamplesError, named
 from speedswap.apps.files import PARQUET, bytes_on_disk, matching, opened, parquet_opened
+from speedswap.apps.layers import moved
 from speedswap.kernels import read_lines
 
+INTEGERS = 13
+CATEGORIES = 26
+NAMES = ("label", *(f"I{n}" for n in range(1, INTEGERS + 1)), *(f"C{n}" for n in range(1, CATEGORIES + 1)))
+"""The columns, in their order."""
+MISSING = -1
+"""The id of an empty category, an id like others: that it is missing says something too."""
 CHUNK_BYTES = 1 << 22
 LINE_BYTES = 1 << 16
 ROWS_AT_ONCE = 1 << 14
@@ -41,6 +48,63 @@ FORMS = {
 SHOWN_BYTES = 40
 WEIGHTS = torch.randint(-(2**62), 2**62, (len(NAMES),), generator=torch.Generator().manual_seed(0))
 """Of the columns in the checksum of samples."""
+
+
+class Samples(NamedTuple):
+    """Some samples, column by column.
+
+    Attributes:
+        labels: float32, shape (n,): 1 for a click, 0 for none; shape (0,) for rows without a label.
+        integers: int64, shape (13, n); 0 where missing.
+        ids: int64, shape (26, n); ``MISSING`` where missing.
+    """
+
+    labels: Tensor
+    integers: Tensor
+    ids: Tensor
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        return self.integers.shape[1]
+
+    def take(self, places: Tensor | slice) -> Samples:
+        """Return the samples at some places."""
+        labels = self.labels[places] if len(self.labels) else self.labels
+        return Samples(labels, self.integers[:, places], self.ids[:, places])
+
+    def to(self, device: torch.device) -> Samples:
+        """Copy the samples to a device."""
+        return Samples(*(moved(tensor, device) for tensor in self))
+
+
+class SamplePosition(NamedTuple):
+    """A place in a source, between two samples.
+
+    Attributes:
+        file: files read to their end.
+        samples: samples read of the next one.
+        checksum: of the sizes of the former and the values of the latter.
+    """
+
+    file: int = 0
+    samples: int = 0
+    checksum: int = 0
+
+    def require(self, found: SamplePosition) -> None:
+        """Refuse to go on from this position where reading as far as it has found a different one.
+
+        Raises:
+            CheckpointError: the samples are others.
+        """
+        if found != self:
+            raise CheckpointError(
+                f"the samples are not those of the checkpoint, which had read {self.samples:,} of file "
+                f"{self.file + 1}: give the same, or start without {named('resume')}"
+            )
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 Pieces = Iterator[tuple[Tensor, int]]
 """Values of some lines, int64, shape (40 or 39, n), and the bytes read of the file so far, as they are on disk."""

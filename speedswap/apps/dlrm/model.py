@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import speedswap
-from speedswap.apps.dlrm.samples import CATEGORIES, NAMES, Samples
+from speedswap.apps.dlrm.criteo import CATEGORIES, NAMES, Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.layers import LayeredModel, ModelWithTables, layers_of
 from speedswap.apps.ranks import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from speedswap.apps import options
-from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
+from speedswap.apps.dlrm.criteo import CATEGORIES, INTEGERS
 from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.options import TableSettings, check_memory, check_widths, one_of, option, whole, widths
 from speedswap.apps.ranks import share_of_machine

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from speedswap.apps.dlrm.criteo import SampleFiles, find_files
-from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, SamplePosition, Samples
+from speedswap.apps.dlrm.criteo import CATEGORIES, INTEGERS, MISSING, SampleFiles, SamplePosition, Samples, find_files
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import SamplesError, named
 from speedswap.apps.ranks import Job
@@ -133,12 +132,15 @@ SampleSource = SampleFiles | GeneratedSamples
 
 
 class StreamPlace(NamedTuple):
-    """A place in an epoch's stream, between two batches."""
+    """A place in an epoch's stream, between two batches.
+
+    Attributes:
+        read: samples read, with those set apart.
+        done: the part of the source's ``total``.
+    """
 
     read: int = 0
-    """Samples read, with those set apart."""
     done: int = 0
-    """The part of the source's ``total``."""
     position: SamplePosition = SamplePosition()
 
 
@@ -146,13 +148,16 @@ START = StreamPlace()
 
 
 class ClickBatch(NamedTuple):
-    """Samples of one step, or a rank's share of them."""
+    """Samples of one step, or a rank's share of them.
+
+    Attributes:
+        size: samples of all shares.
+        place: the place after them.
+    """
 
     samples: Samples
     size: int
-    """Samples of all shares."""
     place: StreamPlace
-    """The place after them."""
 
     def to(self, device: torch.device) -> ClickBatch:
         """Copy the samples to a device."""

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedswap.apps.dlrm.criteo import SampleFiles, find_files
+from speedswap.apps.dlrm.criteo import SampleFiles, SamplePosition, Samples, find_files
 from speedswap.apps.dlrm.model import DLRM, Scores
-from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.dlrm.stream import START, ClickBatch, Data, StreamPlace
 from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError, named
@@ -41,27 +40,33 @@ SHAPE = ("dim", "capacity", "admit_after", "evict", "seed", "state_dtype", "bott
 
 
 class Point(NamedTuple):
-    """The quality of some successive training samples, each predicted before it was trained on."""
+    """The quality of some successive training samples, each predicted before it was trained on.
+
+    Attributes:
+        samples: samples trained on until then.
+    """
 
     samples: int
-    """Samples trained on until then."""
     loss: float
     auc: float
 
 
 class Evaluation(NamedTuple):
-    """The quality on the samples to test on."""
+    """The quality on the samples to test on.
+
+    Attributes:
+        epoch: completed epochs.
+        step: steps taken in the next one.
+        samples: samples trained on until then.
+        seconds: of training until then, with reading, without testing.
+    """
 
     epoch: int
-    """Completed epochs."""
     step: int
-    """Steps taken in the next one."""
     samples: int
-    """Samples trained on until then."""
     auc: float
     log_loss: float
     seconds: float
-    """Of training until then, with reading, without testing."""
 
     def __str__(self) -> str:
         place = f"epoch {self.epoch + 1:3}, step {self.step:,}" if self.step else f"epoch {self.epoch:3}"

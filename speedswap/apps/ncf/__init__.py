@@ -9,7 +9,7 @@ As a command, ``speedswap ncf RATINGS --output DIR``; as a function::
 
 and afterwards ``load(output).recommend(user_ids)``, or ``speedswap recommend DIR --user ID``.
 
-A run reads ratings (``ratings``, ``form``, ``columns``) or generates them, sets each user's latest one apart, draws
+A run reads ratings (``form``, ``ratings``) or generates them, sets each user's latest one apart, draws
 batches with negatives (``interactions``), trains two embeddings and a small network, ranks the items set apart
 (``model``, ``training``) and keeps the last and the best epoch. A saved model names the best items for users by their
 own ids.

@@ -148,18 +148,21 @@ class OwnIds:
 
 @dataclass(frozen=True)
 class NcfSplit:
-    """Interactions to train on, and one per user to test with."""
+    """Interactions to train on, and one per user to test with.
+
+    Attributes:
+        test_users: ascending.
+        test_items: one per test user; the pair is not in ``train``.
+        user_ids: the users' ids in the ratings; None where they are simply numbered.
+        source: the file that it was read from, if any.
+    """
 
     train: Interactions
     test_users: Ids
-    """Ascending."""
     test_items: Ids
-    """One per test user; the pair is not in ``train``."""
     user_ids: OwnIds | None = None
-    """The users' ids in the ratings; None where they are simply numbered."""
     item_ids: OwnIds | None = None
     source: RatingsSource | None = None
-    """The file that it was read from, if any."""
 
     def __str__(self) -> str:
         kinds = [
@@ -237,16 +240,19 @@ def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items:
 
 
 class NcfBatch(NamedTuple):
-    """Users with the items that they are scored against."""
+    """Users with the items that they are scored against.
+
+    Attributes:
+        users: int64, shape (users,).
+        items: int64, shape (users, 1 + negatives): an item that the user interacted with, then negatives.
+        labels: float32, as ``items``: 1 for the first, 0 for the others.
+        size: users of the whole batch, of which these are a rank's share.
+    """
 
     users: Tensor
-    """int64, shape (users,)."""
     items: Tensor
-    """int64, shape (users, 1 + negatives): an item that the user interacted with, then negatives."""
     labels: Tensor
-    """float32, as ``items``: 1 for the first, 0 for the others."""
     size: int
-    """Users of the whole batch, of which these are a rank's share."""
 
     def to(self, device: torch.device) -> NcfBatch:
         """Copy the batch to a device."""

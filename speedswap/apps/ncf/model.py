@@ -30,12 +30,15 @@ MOST_SHOWN = 100
 
 
 class Recommendations(NamedTuple):
-    """Items and their scores for each user, in the order of the query, best first."""
+    """Items and their scores for each user, in the order of the query, best first.
+
+    Attributes:
+        items: the items' own ids; ``k`` per user, or all where fewer are left.
+        scores: the model's scores before the sigmoid.
+    """
 
     items: list[list[int | str]]
-    """The items' own ids; ``k`` per user, or all where fewer are left."""
     scores: list[list[float]]
-    """The model's scores before the sigmoid."""
 
 
 class NCF(LayeredModel):
@@ -215,20 +218,9 @@ def top_rows(model: NCF, users: Ids, k: int, seen: NcfSplit | None) -> tuple[Ten
             raise CheckpointError(f"the model's scores are not numbers: train it again, with a lower {named('lr')}")
         here = (first <= items) & (items < first + len(ids))
         scores[torch.from_numpy(places[here]), torch.from_numpy(items[here] - first)] = -torch.inf
-        best, at = highest(torch.cat([best, scores], dim=1), k)
-        rows = torch.cat([rows, ids.expand(len(users), -1)], dim=1).gather(1, at)
+        best, at = torch.cat([best, scores], dim=1).sort(dim=1, descending=True, stable=True)  # of ties the first wins
+        best, rows = best[:, :k], torch.cat([rows, ids.expand(len(users), -1)], dim=1).gather(1, at[:, :k])
     return best.cpu(), rows.cpu()
-
-
-def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest of each row in order, and their places; of ties the first, unlike ``Tensor.topk``."""
-    k = min(k, scores.shape[1])
-    least = scores.topk(k, dim=1).values[:, -1:]
-    above, equal = scores > least, scores == least
-    chosen = above | (equal & (equal.cumsum(dim=1) <= k - above.sum(dim=1, keepdim=True)))
-    at = chosen.nonzero()[:, 1].view(len(scores), k)
-    values, order = scores.gather(1, at).sort(dim=1, descending=True, stable=True)
-    return values, at.gather(1, order)
 
 
 TOP = 10
@@ -238,22 +230,28 @@ FEW = 1_000
 
 
 class Ranking(NamedTuple):
-    """Means over the tested users."""
+    """Means over the tested users.
+
+    Attributes:
+        hr: ``HR@10``: the share of users whose item is among the ten highest scores.
+        ndcg: ``NDCG@10``: the same, counting 1 / log2(place + 1), with 1 for the first place.
+    """
 
     hr: float
-    """``HR@10``: the share of users whose item is among the ten highest scores."""
     ndcg: float
-    """``NDCG@10``: the same, counting 1 / log2(place + 1), with 1 for the first place."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Users to test, each with the item that they took and items that they never took."""
+    """Users to test, each with the item that they took and items that they never took.
+
+    Attributes:
+        users: int64, shape (users,).
+        items: int64, shape (users, 1 + negatives); the first is the user's.
+    """
 
     users: Tensor
-    """int64, shape (users,)."""
     items: Tensor
-    """int64, shape (users, 1 + negatives); the first is the user's."""
 
     @classmethod
     def draw(cls, split: NcfSplit, *, negatives: int, at_most: int, seed: int) -> Candidates:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from speedswap.apps.errors import CheckpointError, named
 from speedswap.apps.ncf.interactions import NcfBatch, NcfSplit, draw_batches, generate_split
 from speedswap.apps.ncf.model import NCF, Candidates, evaluate, popularity_baseline, rows_of
-from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import NcfSettings, parse_columns
 from speedswap.apps.options import add_command, add_model_options, loaded_model
 from speedswap.apps.ranks import Job
@@ -30,16 +29,19 @@ if TYPE_CHECKING:
 
 
 class NcfEpoch(NamedTuple):
-    """The outcome of one epoch."""
+    """The outcome of one epoch.
+
+    Attributes:
+        number: from 1.
+        loss: mean binary cross-entropy of its interactions and negatives (equation 7).
+        seconds: of training, with making the batches, without testing.
+    """
 
     number: int
-    """From 1."""
     loss: float
-    """Mean binary cross-entropy of its interactions and negatives (equation 7)."""
     hr: float
     ndcg: float
     seconds: float
-    """Of training, with making the batches, without testing."""
 
     def __str__(self) -> str:
         return (
@@ -88,11 +90,12 @@ class NcfRun(Run[NcfSettings, NcfBatch]):
 
     def read(self) -> None:
         settings = self.settings
-        self.split = (
-            read_split(settings.ratings, settings.columns, missing=settings.missing)
-            if settings.ratings is not None
-            else generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
-        )
+        if settings.ratings is None:
+            self.split = generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
+        else:
+            from speedswap.apps.ncf.ratings import read_split  # with pyarrow, which other runs do without
+
+            self.split = read_split(settings.ratings, settings.columns, missing=settings.missing)
         if self.shows and self.split.source is not None:
             print(f"{self.split.source}; {self.split}", flush=True)
         settings.check_step(len(self.split.train))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from speedswap.apps.dlrm import DlrmSettings, GeneratedSamples, train
-from speedswap.apps.dlrm.samples import MISSING
+from speedswap.apps.dlrm.criteo import MISSING
 
 SIZES = {"generate": 3_000, "ids": 300, "dim": 4, "bottom": (8,), "top": (8,), "capacity": 200, "batch": 128}
 

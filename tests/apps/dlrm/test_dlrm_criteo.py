@@ -10,8 +10,7 @@ import torch
 
 from speedswap.apps.dlrm import SampleFiles
 from speedswap.apps.dlrm import criteo as module
-from speedswap.apps.dlrm.criteo import find_files
-from speedswap.apps.dlrm.samples import MISSING, NAMES, SamplePosition
+from speedswap.apps.dlrm.criteo import MISSING, NAMES, SamplePosition, find_files
 from speedswap.apps.errors import CheckpointError, SamplesError
 
 

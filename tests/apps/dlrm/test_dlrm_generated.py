@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from speedswap.apps.dlrm import GeneratedSamples
+from speedswap.apps.dlrm.criteo import MISSING, SamplePosition
 from speedswap.apps.dlrm.model import Scores
-from speedswap.apps.dlrm.samples import MISSING, SamplePosition
 from speedswap.apps.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speedswap.apps.errors import RatingsError, SettingsError
-from speedswap.apps.ncf import columns as module
+from speedswap.apps.ncf import ratings as module
 from speedswap.apps.ncf.ratings import read_split
 
 ORDERS = """order,customer,sku,stars,ts

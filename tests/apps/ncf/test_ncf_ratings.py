@@ -15,7 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from speedswap.apps.errors import RatingsError
-from speedswap.apps.ncf import columns as module
+from speedswap.apps.ncf import NcfSettings, train
+from speedswap.apps.ncf import ratings as module
 from speedswap.apps.ncf.ratings import read_split
 
 ROWS = [(196, 242, 3, 881250949), (7, 2**40, 5, 5), (196, 9, 1, 881250950), (7, 9, 4.5, 6), (7, 242, 2, 4)]
@@ -268,9 +269,10 @@ def test_spaces_and_carriage_returns(content, message, tmp_path):
 
 
 def test_without_pyarrow_the_message_names_the_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "speedswap.apps.ncf.columns", None)
+    monkeypatch.delitem(sys.modules, "speedswap.apps.ncf.ratings")
+    monkeypatch.setitem(sys.modules, "pyarrow.compute", None)
     with pytest.raises(RatingsError, match=r"ratings are read by pyarrow: pip install .*pyarrow"):
-        read_split(tmp_path / "ratings")
+        train(NcfSettings(ratings=tmp_path / "ratings"), progress=False)
 
 
 def test_movielens_100k_is_read_whole(shared_data):

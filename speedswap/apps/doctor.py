@@ -1,43 +1,147 @@
-"""The places that a table can live in on this machine, with what each costs; the first that fits is the best.
+"""A diagnosis of this machine, and the best places for tables, estimated from rates measured here.
 
-Rates are measured in seconds on samples of a table; tables are those that a user describes, or a model's embeddings.
+``speedswap doctor`` runs it; docs/doctor.md explains its output. From Python::
+
+    from speedswap.apps.doctor import TableSpec, advise, lines
+
+    tables, rates = advise([TableSpec(10**8, 128, "adam", batch=65_536)], Path("."))
+    for place in tables[0].options:
+        print(place.name, place.fits, place.seconds)
+    print(lines(tables))
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import inspect
+import json
 import math
 import runpy
 import shutil
 import sys
+import textwrap
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap import kernels
-from speedswap._machine import available_bytes
+from speedswap import _machine, kernels
 from speedswap._words import a_kind, size_in_words
 from speedswap.apps.bench.measure import in_turn
-from speedswap.apps.doctor.findings import Finding
 from speedswap.apps.errors import SettingsError, named
-from speedswap.apps.files import scratch_folder
-from speedswap.apps.options import WIDEST, in_gib, named_optimizer, whole
+from speedswap.apps.files import check_scratch, scratch_folder
+from speedswap.apps.info import cupy_problems, driver_version, installed_cupys, without_gpu
+from speedswap.apps.options import ROW_BY_ROW, WIDEST, in_gib, named_optimizer, whole
+from speedswap.apps.ranks import is_launched
 from speedswap.errors import ConversionError
 from speedswap.swapping.collections.group import TableInGroup
 from speedswap.tables import Storage
 from speedswap.tables.disk.cache import cache_bytes_for
+
+__all__ = ["Finding", "PlaceEstimate", "Rates", "TableAdvice", "TableSpec", "advise", "examine", "lines"]
+
+
+# ---- what slows or breaks tables here --------------------------------------------------------------------------------
+
+_SLOW_READS = 5000  # rows per second; an NVMe disk has hundreds of thousands
+_IN_MEMORY, _NETWORK = ("tmpfs", "ramfs"), ("nfs", "cifs", "smb", "9p", "fuse", "ceph", "afs")
+_NODES = Path("/sys/devices/system/node")
+
+
+class Finding(NamedTuple):
+    """One fact of the machine.
+
+    Attributes:
+        level: ``broken``: something that was asked for does not work; ``slow``: it could be faster; or ``ok``.
+        what: its subject.
+        says: what was found.
+        remedy: the line that mends it; empty if all is well.
+    """
+
+    level: Literal["broken", "slow", "ok"]
+    what: str
+    says: str
+    remedy: str = ""
+
+
+def examine(nbytes: int = 0) -> Iterator[Finding]:
+    """Yield the findings about processors, memory and GPU.
+
+    Args:
+        nbytes: of the tables that are to be trained.
+    """
+    cores, used = _machine.cores(), kernels.get_num_threads()
+    idle = 2 * used < cores and not is_launched()  # half of them may be hyperthreads
+    why = "they wait for each other" if used > math.ceil(cores) else "the others are idle" if idle else ""
+    yield _slow_if(why, "threads", f"{used} on {cores:g} cores", f"export OMP_NUM_THREADS={int(cores) or 1}")
+    nodes = len(list(_NODES.glob("node[0-9]*")))
+    why = "that of another node is slower" if nodes > 1 else ""
+    yield _slow_if(why, "NUMA", f"nodes of memory: {nodes or 1}", "numactl --interleave=all python train.py")
+    pages = _machine.pages().rpartition(": ")[2]
+    why = "random rows take two accesses to memory in place of one" if pages == "never" else ""
+    remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    yield _slow_if(why, "huge pages", pages, remedy)
+    free, is_limited = _machine.available_bytes(), _machine.group_bytes() is not None
+    says = f"{size_in_words(free)} free of {size_in_words(_machine.physical_bytes())}"
+    why = f"the tables take {size_in_words(nbytes)}" if nbytes > free else ""
+    remedy = "stored_dtype=torch.bfloat16, state_dtype=torch.bfloat16 (half the bytes), or a place below"
+    yield _slow_if(why, "memory", says + (", all that the container's limit leaves" if is_limited else ""), remedy)
+    yield from _gpu(free)
+
+
+def _slow_if(why: str, what: str, says: str, remedy: str) -> Finding:
+    """Return a finding that is slow for a reason, or ok without one."""
+    return Finding("slow", what, f"{says}: {why}", remedy) if why else Finding("ok", what, says)
+
+
+def _gpu(free: int) -> Iterator[Finding]:
+    driver = driver_version()
+    if not torch.cuda.is_available():
+        says, _, remedy = without_gpu(driver).partition("; ")
+        yield Finding("ok", "GPU", f"{says}; {remedy}") if driver is None else Finding("broken", "GPU", says, remedy)
+        return
+    yield Finding("ok", "GPU", f"{torch.cuda.get_device_name()}, driver {driver or 'unknown'}")
+    problems = cupy_problems(installed_cupys(), torch.version.cuda)
+    for says, _, remedy in (problem.partition("; ") for problem in problems):
+        yield Finding("broken", "CuPy", says, remedy)
+    reason = kernels.capabilities()["CUDA kernels"]
+    if not reason.startswith("none: "):
+        yield Finding("ok", "CUDA kernels", reason)
+    elif not problems:
+        says, _, remedy = reason.removeprefix("none: ").rpartition("; ")
+        yield Finding("broken", "CUDA kernels", says or remedy, remedy if says else "speedswap info")
+    limit = _machine.lockable_bytes()
+    why = "some systems pin no more, and the table is staged then" if limit is not None and limit < free else ""
+    says = "no limit" if limit is None else f"up to {size_in_words(limit)}"
+    yield _slow_if(why, "locked memory", says, "ulimit -l unlimited (docker run --ulimit memlock=-1 …)")
+
+
+def of_disk(path: Path, reads: float) -> Finding:
+    """Return the finding about a directory for tables.
+
+    Args:
+        path: the directory.
+        reads: random rows per second of a table on disk that were read there.
+    """
+    kind, free = _machine.file_system(path), size_in_words(shutil.disk_usage(path).free)
+    says = f"{path}: {kind or 'unknown file system'}, {free} free, {reads:,.0f} random rows/s"
+    why = "this is memory" if kind in _IN_MEMORY else "over a network" if kind.startswith(_NETWORK) else ""
+    remedy = "--path DIR on a local NVMe disk, or a cache as large as the table: cache_bytes=…"
+    return _slow_if(why or ("few" if reads < _SLOW_READS else ""), "disk", says, remedy)
+
+
+# ---- the places of a table, by rates measured on samples of it ------------------------------------------------------
 
 _MEMORY_SAMPLE, _DISK_SAMPLE, _LEAST_FREE = 1 << 29, 1 << 26, 1 << 28  # bytes
 _CACHE_BYTES = 4 << 20  # of the table on disk, most of whose rows are not in it
@@ -129,13 +233,13 @@ def measured(spec: TableSpec, folder: Path) -> Rates:
     has_gpu = kernels.cuda_ready()[0] and not kernels.capabilities()["CUDA kernels"].startswith("none")
     places = ("device", "pinned", "pageable") if has_gpu else ("pageable",)
     seconds = {place: _step_seconds(spec, place, "cuda" if has_gpu else "cpu") for place in places}
-    return Rates(spec.record_bytes, seconds, *_of_disk(spec, folder))
+    return Rates(spec.record_bytes, seconds, *_disk_rates(spec, folder))
 
 
 def _step_seconds(spec: TableSpec, place: str, device: str) -> float:
     """Return the seconds per id of steps with random ids, on a sample that has as many ids per row as the table."""
     lookups = max(1, min(spec.batch, _MOST_LOOKUPS, _MEMORY_SAMPLE // 4 // spec.record_bytes))
-    most = min(_MEMORY_SAMPLE, available_bytes() // 8) // spec.record_bytes
+    most = min(_MEMORY_SAMPLE, _machine.available_bytes() // 8) // spec.record_bytes
     rows = max(1, min(spec.rows * lookups // spec.batch, most))
     items, optimizer = spec.training(rows, place, device)
     batches = torch.randint(rows, (_BATCHES, lookups), device=device)
@@ -150,7 +254,7 @@ def _step_seconds(spec: TableSpec, place: str, device: str) -> float:
     return seconds / lookups
 
 
-def _of_disk(spec: TableSpec, folder: Path) -> tuple[float, float]:
+def _disk_rates(spec: TableSpec, folder: Path) -> tuple[float, float]:
     """Write rows of a table on disk, then read some of them at random, for a while."""
     rows = max(1, _DISK_SAMPLE // spec.record_bytes)
     with ExitStack() as stack:
@@ -237,7 +341,7 @@ def estimate(spec: TableSpec, rates: Rates, folder: Path, taken: Counter[str]) -
         folder: where a table on disk would be made.
         taken: bytes of other tables, by the name of their place.
     """
-    host, on_host = available_bytes(), taken["pinned"] + taken["pageable"]
+    host, on_host = _machine.available_bytes(), taken["pinned"] + taken["pageable"]
     path = folder.absolute() / (spec.name or "embedding")
     room = {
         "device": (torch.cuda.mem_get_info()[0] if "device" in rates.step_seconds else 0, taken["device"]),
@@ -346,3 +450,119 @@ def embeddings(model: nn.Module, like: TableSpec) -> tuple[list[TableSpec], Find
             return specs, Finding("broken", "model", " ".join(says.split()), remedy)
     says = f"{len(specs)} of {len(found)} tables have {_MIN_ROWS:,} rows or more; convert leaves smaller ones"
     return specs, Finding("ok", "model", says)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+_WIDTH = 80
+_ROWS = "1e7"  # of the samples' table, if none is asked about
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser's commands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what slows or breaks tables on this machine, and the best places for a table or a model's embeddings",
+        description="Say in about ten seconds what slows or breaks tables on this machine, each with the line that "
+        "mends it. With --rows or --model, recommend places for a table or a model's embeddings, estimate bytes and "
+        "the time of a step, and print the code. Exit status 0: nothing is broken; 1: something is; 2: an argument is "
+        "wrong.",
+    )
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument("--rows", metavar="N", help="rows of the table, such as 1e8")
+    tables.add_argument("--model", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION, which returns the model")
+    parser.add_argument("--dim", default="128", metavar="N", help="numbers in a row (default: %(default)s)")
+    parser.add_argument("--optimizer", default="adam", help=f"{ROW_BY_ROW} (default: %(default)s)")
+    parser.add_argument("--batch", default="65536", metavar="N", help="ids in a step (default: %(default)s)")
+    parser.add_argument(
+        "--path", type=Path, default=Path(), metavar="DIR", help="for tables on disk (default: the current directory)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, measure, print; return the exit status."""
+    given = {"rows": _ROWS if args.rows is None else args.rows, "dim": args.dim, "batch": args.batch}
+    rows, dim, batch = (_whole(name, text) for name, text in given.items())
+    sample = TableSpec(rows, dim, args.optimizer, batch)
+    check_scratch(args.path, "path")
+    specs, found, code = [sample] if args.rows else [], list[Finding](), ""
+    if args.model is not None:
+        specs, finding = embeddings(built(args.model), sample)
+        found.append(finding)
+    tables, rates = advise(specs or [sample], args.path)
+    if specs and not (found and found[0].remedy):
+        code = lines(tables, is_model=args.model is not None)
+    found += [of_disk(args.path, rates.reads), *examine(sum(spec.nbytes for spec in specs))]
+    if args.json:
+        document: dict[str, Any] = {"findings": [each._asdict() for each in found], "rates": rates._asdict()}
+        if specs:
+            document |= {"tables": [*map(_as_json, tables)], "code": code}
+        print(json.dumps(document, indent=1, default=str))
+    else:
+        advice = () if not specs else _of_places(tables[0]) if len(tables) == 1 else _of_tables(tables)
+        print("\n".join([*_of_findings(found), *_of_rates(tables, rates), *advice, code]).rstrip())
+    return int(any(each.level == "broken" for each in found))
+
+
+def _whole(name: str, text: str) -> int:
+    """Read a whole number, also as 1e8."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise SettingsError(f"{named(name)} is {text[:40]!r}: give a whole number, such as 100000000 or 1e8")
+    return int(number)
+
+
+def _as_json(table: TableAdvice) -> dict[str, Any]:
+    places = [each._asdict() for each in table.options]
+    return {**asdict(table.spec), "bytes": table.spec.nbytes, "places": places, "recommended": table.best.name}
+
+
+def _of_findings(found: Sequence[Finding]) -> Iterator[str]:
+    for each in sorted(found, key=lambda each: ("broken", "slow", "ok").index(each.level)):
+        yield textwrap.fill(f"{each.level:<8}{each.what:<15}{each.says}", _WIDTH, subsequent_indent=" " * 23)
+        if each.remedy:
+            yield f"{'':<23}→ {each.remedy}"
+    counts = Counter(each.level for each in found)
+    yield f"\n{counts['broken']} broken, {counts['slow']} slow, {counts['ok']} ok\n"
+
+
+def _of_rates(tables: Sequence[TableAdvice], rates: Rates) -> Iterator[str]:
+    spec = tables[-1].spec
+    yield f"Measured with rows of {rates.record_bytes:,} bytes ({spec.dim} numbers and the state of {spec.optimizer}):"
+    for place, seconds in rates.step_seconds.items():
+        yield f"  {f'{place}, ids of a step':<26}{1 / seconds:12,.0f} per second"
+    yield f"  {'disk, random rows read':<26}{rates.reads:12,.0f} per second"
+    yield f"  {'disk, rows written':<26}{rates.writes / rates.record_bytes:12,.0f} per second"
+    if others := {table.spec.record_bytes for table in tables} - {rates.record_bytes}:
+        yield textwrap.fill(f"Scaled from these: rows of {', '.join(map(str, sorted(others)))} bytes.", _WIDTH)
+
+
+def _of_places(table: TableAdvice) -> Iterator[str]:
+    spec = table.spec
+    weights = spec.dim * spec.dtype.itemsize
+    parts = f"{weights:,} bytes of weights + {spec.record_bytes - weights:,} of {spec.optimizer}'s state"
+    size = f"{spec.rows:,} rows × ({parts}) = {in_gib(spec.nbytes)} GiB"
+    yield "\n" + textwrap.fill(f"{size}; a step of {spec.batch:,} ids:", _WIDTH)
+    for each in table.options:
+        mark = "→" if each is table.best else " "
+        yield f"{mark} {each.name:<10}{'yes' if each.fits else 'no':<5}{_in_ms(each.seconds):>18}  {each.why}"
+    yield ""
+
+
+def _of_tables(tables: Sequence[TableAdvice]) -> Iterator[str]:
+    yield f"\nTables, their places, and a step of {tables[0].spec.batch:,} ids in each:"
+    for spec, best in ((each.spec, each.best) for each in tables):
+        rows = f"{spec.rows:,} × {spec.dim}"
+        yield f"{rows:>20}{in_gib(spec.nbytes):>9} GiB  {best.name:<9}{_in_ms(best.seconds):>18}  {spec.name}"
+    seconds, nbytes = [each.best.seconds for each in tables], in_gib(sum(each.spec.nbytes for each in tables))
+    in_all = None if None in seconds else sum(filter(None, seconds))
+    yield f"{'in all':>20}{nbytes:>9} GiB  {'':<9}{_in_ms(in_all):>18}\n"
+
+
+def _in_ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"about {1000 * seconds:,.1f} ms"
