@@ -58,7 +58,7 @@ class Checks:
         self._times: Counter[Hashable] = Counter()
 
     def refuse_mistakes(self, loss_fn: Callable[..., Any], batch: Batch, size: int) -> None:
-        """Check a loss function that has not been split before.
+        """Check a loss function that has not been split before, on fewer samples where memory runs out.
 
         Args:
             loss_fn: the user's.
@@ -72,18 +72,6 @@ class Checks:
         kind, code = kind_of(loss_fn), key_of(loss_fn)
         if kind in self._kinds or self._times[code] >= _MOST_CHECKS:
             return
-        mistake = self._find_mistake(loss_fn, batch, size)
-        if mistake is not None:
-            raise mistake
-        self._times[code] += 1
-        self._kinds.add(kind)
-
-    def _find_mistake(self, loss_fn: Callable[..., Any], batch: Batch, size: int) -> SpeedswapError | None:
-        """Compare the loss of a few samples with those of their parts, of fewer where memory runs out.
-
-        Returns:
-            An error that names the mistake and the remedy; None without a certain mistake.
-        """
 
         def compare(count: int) -> SpeedswapError | None:
             if count < 2:
@@ -92,15 +80,19 @@ class Checks:
             with DryRun(seen, self._modules) as run:
                 return _Comparison(self, loss_fn, batch, count, run, seen).mistake()
 
+        mistake = None
         try:
-            return Search(name_of(loss_fn), min(batch.size, SAMPLES, max(2, size))).run_batch(compare)
+            mistake = Search(name_of(loss_fn), min(batch.size, SAMPLES, max(2, size))).run_batch(compare)
         except Collective:
-            return None
+            pass
         except PeerError:
             raise
         except Exception as error:
             _log.debug("the loss function was not checked, as it fails for a few samples: %r", error)
-            return None
+        if mistake is not None:
+            raise mistake
+        self._times[code] += 1
+        self._kinds.add(kind)
 
 
 @dataclass(eq=False)

@@ -56,7 +56,7 @@ def stacked(samples: Iterator[tuple[Any, Any]], size: int) -> Any:
     for place in range(size):
         identity, sample = next(samples)
         if form is None:
-            values, form = tree_flatten(sample, is_leaf=_is_leaf)
+            values, form = tree_flatten(sample, is_leaf=lambda value: not isinstance(value, (dict, tuple)))
             for value in values:
                 require_strided(f"sample {identity!r}", value, remedy="or give a collate function")
             columns = [_room_for(value, size) for value in values]
@@ -75,10 +75,6 @@ def stacked(samples: Iterator[tuple[Any, Any]], size: int) -> Any:
         del sample, values, value
     assert form is not None
     return tree_unflatten(columns, form)
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (dict, tuple))
 
 
 def _room_for(value: Any, size: int) -> Any:

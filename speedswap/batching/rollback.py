@@ -514,7 +514,6 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> DryRun:
         with ExitStack() as stack:
-            stack.callback(self._restore_generators)
             for each in (self._random, self._buffers.kept(), _not_compiled(), warnings.catch_warnings()):
                 stack.enter_context(each)
             stack.enter_context(torch.set_grad_enabled(self._keeps_graph))
@@ -532,12 +531,9 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stack.close()
-        torch.clear_autocast_cache()  # of weights that were cast without a graph
-
-    def _restore_generators(self) -> None:
-        """Restore the generators that were used by name."""
-        for generator, state in self._generators.items():
+        for generator, state in self._generators.items():  # those that were used by name
             generator.set_state(state)
+        torch.clear_autocast_cache()  # of weights that were cast without a graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -163,8 +163,9 @@ class RankGroup:
             raise TypeError(
                 f"group is {process_group!r}; give torch.distributed.group.WORLD, or a group that new_group returned"
             )
-        for known in [each for each in _groups if not _is_alive(each)]:
-            del _groups[known]
+        alive = dist.distributed_c10d._world.pg_map
+        for ended in [each for each in _groups if each not in alive]:
+            del _groups[ended]
         if process_group not in _groups:
             _groups[process_group] = cls(process_group, host)
         found = _groups[process_group]
@@ -221,11 +222,6 @@ def begin_batch(number: int) -> None:
 def _end_all() -> None:
     for group in list(_all):
         group.end()
-
-
-def _is_alive(process_group: dist.ProcessGroup) -> bool:
-    """Return whether a process group still exists."""
-    return dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map
 
 
 def _backend_of(process_group: dist.ProcessGroup, device: str) -> Any:

@@ -364,10 +364,7 @@ def batch(func: Function | None = None, *, initial_batchsize: int | None = None,
     (512, 64)
     """
 
-    def run(func: Function, search: Batchsize, /, *args: Any, **kwargs: Any) -> Any:
-        return search.run_batch(func, *args, **kwargs)
-
-    return _decorated(func, run, "initial_batchsize", initial_batchsize, **where)
+    return _decorated(func, Batchsize.run_batch, "initial_batchsize", initial_batchsize, **where)
 
 
 def range(func: Function | None = None, *, initial_step: int | None = None, **where: Any) -> Any:
@@ -376,7 +373,7 @@ def range(func: Function | None = None, *, initial_step: int | None = None, **wh
     Call-time: ``toma_initial_step=``, ``toma_context=``. The arguments are those of :func:`batch`.
     """
 
-    def run(func: Function, search: Batchsize, /, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
+    def run(search: Batchsize, func: Function, /, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
         return search.run_range(func, start, end, *args, **kwargs)
 
     return _decorated(func, run, "initial_step", initial_step, **where)
@@ -391,7 +388,7 @@ def chunked(
     and the ``dimension`` that is cut, 0 by default.
     """
 
-    def run(func: Function, search: Batchsize, /, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(search: Batchsize, func: Function, /, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop("toma_dimension", None)
         return search.run_chunks(func, tensor, (dimension if given is None else given) or 0, *args, **kwargs)
 
@@ -434,7 +431,7 @@ def _decorated(
 
     Args:
         func: the user's function.
-        run: called with the function, a search, and the arguments of each call.
+        run: called with a search, the function, and the arguments of each call.
         name: the name of the initial size.
         initial, cache_type, context: as of the decorators.
         more: names of further arguments, for the docstring.
@@ -447,7 +444,7 @@ def _decorated(
     def wrapped(*args: Any, toma_context: Any = None, **kwargs: Any) -> Any:
         given = kwargs.pop(f"toma_{name}", None)
         chosen = context if toma_context is None else toma_context
-        return run(func, _search(func, name, initial if given is None else given, cache_type, chosen), *args, **kwargs)
+        return run(_search(func, name, initial if given is None else given, cache_type, chosen), func, *args, **kwargs)
 
     wrapped.__doc__ = f"{func.__doc__ or ''}\n\nEach call may give toma_{name}, toma_context{more} too.\n"
     return wrapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,10 +76,8 @@ class RowsOnDisk:
         self.table.scatter(ids, {"weight": values})
 
 
-class StoreMaker(Protocol):
-    """A maker of stores that hold a copy of these rows (or the rows themselves), with files in folder."""
-
-    def __call__(self, rows: Tensor, buffers: RowBuffers, folder: Path) -> Store: ...
+StoreMaker = Callable[[Tensor, RowBuffers, Path], Store]
+"""Makes a store that holds a copy of rows, or the rows themselves, with files in a folder."""
 
 
 def ours(storage: str) -> StoreMaker:
