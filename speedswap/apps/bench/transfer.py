@@ -354,27 +354,27 @@ def _memory_here(device: str, num_rows: int, folder: Path) -> list[dict[str, Any
         torch.ones(1, device="cuda")  # the context's own memory is not the tables', nor is that of the kernels
         kernels.capabilities()
     found: list[dict[str, Any]] = []
-    for what, make in _makers(device, num_rows, folder).items():
+    for what, make in _table_makers(device, num_rows, folder).items():
         entry: dict[str, Any] = {"what": what}
         found.append(entry)
         if missing := lacking(num_rows * _MEMORY_ROW_BYTES):
             entry["skipped"] = missing
             continue
-        before = _taken(device)
+        before = _bytes_in_use(device)
         try:
             table = make()
         except Exception as error:  # a pool that asks for more than is free is a finding too
             entry["skipped"] = f"{type(error).__name__}: {error}"
             continue
         entry["table_bytes"] = num_rows * _MEMORY_ROW_BYTES
-        entry |= {key: after - before[key] for key, after in _taken(device).items()}
+        entry |= {key: after - before[key] for key, after in _bytes_in_use(device).items()}
         if isinstance(table, speedswap.Table):
             table.close()
         del table
     return found
 
 
-def _makers(device: str, num_rows: int, folder: Path) -> dict[str, Callable[[], object]]:
+def _table_makers(device: str, num_rows: int, folder: Path) -> dict[str, Callable[[], object]]:
     """Return functions that make the tables, ours first: torch's pools keep their memory."""
     kinds = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
     places: dict[str, Any] = {**{kind: kind for kind in kinds}, "disk": speedswap.Disk(folder / "memory")}
@@ -394,7 +394,7 @@ def _table(num_rows: int, storage: Any) -> speedswap.Table:
     return table
 
 
-def _taken(device: str) -> dict[str, int]:
+def _bytes_in_use(device: str) -> dict[str, int]:
     """Return the bytes in use."""
     gc.collect()
     taken = {field: process_bytes(field) or 0 for field in ("RssAnon", "RssShmem", "RssFile")}
