@@ -26,8 +26,7 @@ from speedswap._words import pip_install
 from speedswap.apps.errors import OutputError, SettingsError, named
 from speedswap.errors import SpeedswapError
 from speedswap.tables.files import whole
-from speedswap.tables.files.whole import UNFINISHED as UNFINISHED
-from speedswap.tables.files.whole import remove_leftovers as remove_leftovers
+from speedswap.tables.files.whole import remove_leftovers
 
 SCRATCH = "speedswap-scratch-"
 """The prefix of the names of temporary folders."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, OutputError, SettingsError, named
-from speedswap.apps.files import check_output, remove_leftovers, says_unwritable, versions, write_whole
+from speedswap.apps.files import check_output, says_unwritable, versions, write_whole
 from speedswap.apps.layers import ModelWithTables
 from speedswap.apps.options import AppSettings
 from speedswap.apps.ranks import Job
@@ -32,6 +32,7 @@ from speedswap.apps.running import Shown, Stop, begun, listening, show_progress
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import SpeedswapError, TableFullError
 from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.tables.files.whole import remove_leftovers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,13 +15,12 @@ from children import run_script
 from speedswap.apps.errors import OutputError
 from speedswap.apps.files import (
     SCRATCH,
-    UNFINISHED,
-    remove_leftovers,
     save_somewhere,
     scratch_folder,
     write_given,
     write_whole,
 )
+from speedswap.tables.files.whole import UNFINISHED, remove_leftovers
 
 
 @pytest.fixture
