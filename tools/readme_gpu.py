@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 import textwrap
 from collections import defaultdict
 from pathlib import Path
@@ -22,19 +24,30 @@ DIRECTIONS = {"to_device": "to the device", "from_device": "from it"}
 
 
 class Ratio(NamedTuple):
-    """A ratio of the ceilings benchmark: its key, a description, its goal, and the narrowest rows it is for."""
+    """A ratio of the ceilings benchmark: its key, a description, its goal, and the rows and peers it is for."""
 
     key: str
     what: str
     asked: float
-    least_row_bytes: int = 0
+    row_bytes: range = range(sys.maxsize)
+    most_of_copies: float = math.inf  # the other method's share of the copy engine
 
 
 RATIOS = (
     Ratio("zero_copy_over_kernel", "`zero_copy` over plain kernels that read and write the same rows", 0.9),
-    Ratio("best_over_copy_engine", "the best engine over the copy engine, rows of 512 B and more", 0.9, 512),
-    Ratio("split_over_either", "`split` over the better of the other two", 1.0),
-    Ratio("best_over_speedtorch", "the best engine over SpeedTorch's method", 1.5),
+    Ratio(
+        "best_over_copy_engine",
+        "the best engine over the copy engine, rows of 1.5 KiB and more",
+        0.85,
+        range(1536, sys.maxsize),
+    ),
+    Ratio("best_over_copy_engine", "the same, narrower rows of 512 B and more", 0.75, range(512, 1536)),
+    Ratio(
+        "best_over_speedtorch",
+        "the best engine over SpeedTorch's method, where that has less than 0.6 of the copy engine",
+        1.5,
+        most_of_copies=0.6,
+    ),
     Ratio("best_over_torch", "the best engine over torch, by way of a pinned buffer", 2.0),
 )
 
@@ -162,11 +175,12 @@ def ceilings_lines(found: dict[str, Any], source: str) -> list[Line]:
     for ratio in RATIOS:
         worst: dict[str, dict[int, float]] = defaultdict(dict)
         for point in found.get("rows", []):
-            if point["row_bytes"] < ratio.least_row_bytes:
+            if point["row_bytes"] not in ratio.row_bytes:
                 continue
             for direction in DIRECTIONS:
-                reached = point["ratios"][direction].get(ratio.key)
-                if reached is not None:
+                ratios = point["ratios"][direction]
+                reached = ratios.get(ratio.key)
+                if reached is not None and ratios.get("best_over_copy_engine", 0) / reached < ratio.most_of_copies:
                     size = point["footprint_bytes"]
                     worst[direction][size] = min(reached, worst[direction].get(size, reached))
         if not worst:
@@ -188,6 +202,7 @@ def tables_lines(found: dict[str, Any], source: str) -> list[Line]:
     lines = []
     for line in found["acceptance"]:
         asked = f"{'≤' if line['at_most'] else '≥'} {line['asked']:g} {line['unit']}"
+        asked += f" (computed: {line['computed']:g})" if "computed" in line else ""
         if line["reached"] is None:
             lines.append(Line(line["what"], asked, "not measured", False, source))
             continue
