@@ -25,8 +25,8 @@ import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import OutputError, SettingsError, named
 from speedswap.errors import SpeedswapError
-from speedswap.tables.files import whole
-from speedswap.tables.files.whole import remove_leftovers
+from speedswap.tables.files import place
+from speedswap.tables.files.place import remove_leftovers
 
 SCRATCH = "speedswap-scratch-"
 """The prefix of the names of temporary folders."""
@@ -176,12 +176,12 @@ def says_unwritable(what: str, remedy: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file as :func:`speedswap.tables.files.whole.write_whole` does.
+    """Open a new file as :func:`speedswap.tables.files.place.write_whole` does.
 
     Raises:
         OutputError: the file cannot be created or written. An existing one stays.
     """
-    with says_unwritable(str(path), "make room or give another directory"), whole.write_whole(path) as file:
+    with says_unwritable(str(path), "make room or give another directory"), place.write_whole(path) as file:
         yield file
 
 
@@ -219,7 +219,7 @@ def scratch_folder(owner: object, scratch: Path | None) -> tuple[Path, Callable[
     parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
     remove_leftovers(parent, SCRATCH)
     with says_unwritable(f"{named('scratch')} {parent}"):
-        folder, lock = whole.locked_folder(parent, SCRATCH)
+        folder, lock = place.locked_folder(parent, SCRATCH)
     return folder, weakref.finalize(owner, _remove_scratch, folder, lock, os.getpid())
 
 

@@ -32,7 +32,7 @@ from speedswap.apps.running import Shown, Stop, begun, listening, show_progress
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import SpeedswapError, TableFullError
 from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.tables.files.whole import remove_leftovers
+from speedswap.tables.files.place import remove_leftovers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

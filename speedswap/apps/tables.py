@@ -22,7 +22,7 @@ from speedswap.errors import SpeedswapError, TableFormatError
 from speedswap.tables import Column, Disk, Table, merge_rows
 from speedswap.tables.files.directory import facts_of
 from speedswap.tables.files.manifest import part_of_ranks
-from speedswap.tables.files.whole import write_whole
+from speedswap.tables.files.place import write_whole
 from speedswap.tables.formats import FORMATS
 from speedswap.tables.store import Checked
 

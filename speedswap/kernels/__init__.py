@@ -8,17 +8,17 @@ from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
 from speedswap.kernels.copies import (
     gather_on_cpu,
     gather_records,
+    gather_rows,
     round_rows,
     rounding_key,
     scatter_block,
     scatter_records,
+    scatter_rows,
 )
 from speedswap.kernels.cuda.engines import copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.cuda.launch import Fence
 from speedswap.kernels.cuda.shares import best_shares
-from speedswap.kernels.file_rows import decode_rows, read_ahead
-from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,
     as_read,
@@ -42,7 +42,6 @@ from speedswap.kernels.id_map import (
     texts_of,
     texts_of_fixed,
 )
-from speedswap.kernels.idle_rows import CURVE_TERMS, MissedSteps, take_missed_steps
 from speedswap.kernels.ids import (
     FeatureIds,
     JoinedBags,
@@ -63,7 +62,6 @@ from speedswap.kernels.ids import (
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
 from speedswap.kernels.lines import Lines, read_lines, read_vectors, write_vectors
-from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
     Part,
     Records,
@@ -74,17 +72,27 @@ from speedswap.kernels.records import (
     stored_bytes,
 )
 from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, allocate, are_intact
-from speedswap.kernels.segment_sum import (
+from speedswap.kernels.rows import (
+    CURVE_TERMS,
+    MissedSteps,
+    decode_rows,
+    fill_normal,
+    fill_uniform,
+    read_ahead,
+    take_missed_steps,
+)
+from speedswap.kernels.sums import (
     dot_segments,
     expand,
     group,
     max_segments,
+    pair_gradients,
+    pair_products,
     sum_rows,
     sum_segments,
     sum_segments_back,
     sum_taken,
 )
-from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
 from speedswap.kernels.transfers import (
     FoundBlocks,
     Lookup,

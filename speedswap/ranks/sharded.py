@@ -24,11 +24,11 @@ from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.reading import alone, read_part, save_shards, write_part
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, bring
 from speedswap.tables import Block, Column, Prefetched, RowStore, Table, WrappedStore
-from speedswap.tables.changed import changed_rows
 from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.owners import Owners, owned_column, whole_columns
+from speedswap.tables.rows_file import changed_rows
 from speedswap.tables.storage import lives_there
 from speedswap.tables.store import Files, JointRows
 

@@ -30,8 +30,8 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart, rows_are_apart
 from speedswap.tables import TensorFiles, TensorSource, as_storage
+from speedswap.tables.files.place import write_whole
 from speedswap.tables.files.tensor_files import absolute_paths
-from speedswap.tables.files.whole import write_whole
 from speedswap.tables.init import OfTensors, found_in, of_tensors, saved_in
 from speedswap.tables.rows_file import load_rows, save_rows
 

@@ -10,12 +10,11 @@ from speedswap.tables import init
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.tensor_files import TensorFiles, TensorSource
 from speedswap.tables.id_map import AskedAhead, IdMap
-from speedswap.tables.keys import Keys, as_keys, is_single_key, select_texts
+from speedswap.tables.keys import Keys, as_keys, is_single_key, ngram_rows, select_texts, token_classes
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import gather_rows, prefetch, scatter_rows
-from speedswap.tables.mapped import FileStore
 from speedswap.tables.merging import merge_rows, save_trainable_tokens
-from speedswap.tables.ngrams import ngram_rows, token_classes
+from speedswap.tables.opening import FileStore
 from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place

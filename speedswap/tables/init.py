@@ -11,10 +11,12 @@ import json
 import math
 import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.errors import TableFormatError
-from speedswap.tables.base import TensorRows
-from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
+from speedswap.tables.files.damage import is_int
+from speedswap.tables.files.tensor_files import TensorRows, TensorSource, absolute_paths
 
 CHUNK_ROWS = 65_536
 _CPU = torch.device("cpu")
@@ -381,6 +383,121 @@ class Unknown(Initializer):
 
     def to_json(self) -> dict[str, Any]:
         return cast("dict[str, Any]", json.loads(self.description))
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of a column's rows with separate initial values.
+
+    Args:
+        num_rows: number of rows, at least 1.
+        init: their initial values, a function of the row's number within the range.
+        seed: their seed.
+        zero_row: a row, numbered within the range, that starts as zeros, whatever ``init`` is.
+    """
+
+    num_rows: int
+    init: Initializer
+    seed: int = 0
+    zero_row: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the range as plain data."""
+        return {
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "zero_row": self.zero_row,
+            "init": self.init.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class InRanges(Initializer):
+    """The initial values of several tables whose rows are stored consecutively in one store.
+
+    Each range has the same bits as a separate table of that size and seed.
+
+    Args:
+        ranges: the ranges, from the first row to the last.
+
+    Example:
+        >>> import speedswap
+        >>> from speedswap.tables.init import InRanges, Range
+        >>> normal = speedswap.init.normal()
+        >>> both = InRanges((Range(3, speedswap.init.zeros()), Range(5, normal, seed=7)))
+        >>> table = speedswap.Table.create(8, 4, init=both)
+        >>> alone = speedswap.Table.create(5, 4, init=normal, seed=7)
+        >>> bool((table.read(3) == alone.read()).all())
+        True
+    """
+
+    ranges: tuple[Range, ...]
+    kind: ClassVar[str] = "ranges"
+    _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_firsts", tuple(accumulate((each.num_rows for each in self.ranges), initial=0)))
+
+    def __hash__(self) -> int:
+        return hash((self._firsts[-1], len(self.ranges)))  # every step hashes this, so keep it cheap for many ranges
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows in all ranges."""
+        return self._firsts[-1]
+
+    @property
+    def parts(self) -> Sequence[Initializer]:
+        return [each.init for each in self.ranges]
+
+    def at(self, first_row: int) -> Range | None:
+        """Return the range that begins at a row, or None."""
+        index = bisect_right(self._firsts, first_row) - 1
+        begins = index < len(self.ranges) and self._firsts[index] == first_row
+        return self.ranges[index] if begins else None
+
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        if isinstance(rows, range):
+            edges = [min(max(first - rows.start, 0), len(rows)) for first in self._firsts]
+        else:
+            edges = torch.searchsorted(rows, torch.tensor(self._firsts, device=_CPU)).tolist()
+        for each, first, (begin, end) in zip(self.ranges, self._firsts, pairwise(edges), strict=False):
+            if begin < end:
+                some = rows[begin:end]
+                within = range(some.start - first, some.stop - first) if isinstance(some, range) else some - first
+                each.init.fill(into[begin:end], within, spec._replace(num_embeddings=each.num_rows, seed=each.seed))
+                if not each.init.keeps_zero_row:
+                    zero_row_in(into[begin:end], within, each.zero_row)
+
+    def require_shape(self, num_embeddings: int, row_shape: tuple[int, ...]) -> None:
+        for each in self.ranges:
+            each.init.require_shape(each.num_rows, row_shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ranges": [each.to_json() for each in self.ranges]}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ranges": [each.to_json() | {"init": each.init.identity} for each in self.ranges]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> InRanges | None:
+        if not isinstance(data["ranges"], list) or not data["ranges"]:
+            raise TypeError(f"init has ranges {data['ranges']!r}; a list of them was expected")
+        known, ranges = True, []
+        for each in data["ranges"]:
+            num_rows, seed, zero_row = each["num_rows"], each["seed"], each["zero_row"]
+            is_range = is_int(num_rows, 1, 2**62) and is_int(seed, 0, 2**64 - 1)
+            if not is_range or not (zero_row is None or is_int(zero_row, 0, num_rows - 1)):
+                raise ValueError(f"init has a range of {num_rows!r} rows, with seed {seed!r}, row {zero_row!r} zero")
+            init = from_json(each["init"])
+            if init is None:
+                known = False
+            elif isinstance(init, cls):
+                raise ValueError("init has ranges within a range")
+            else:
+                ranges.append(Range(num_rows, init, seed, zero_row))
+        return cls(tuple(ranges)) if known else None
 
 
 class _RowsOfTable(torch.Tensor):

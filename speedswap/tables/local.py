@@ -14,7 +14,6 @@ from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
-from speedswap.tables.initial import initial_values, is_lazy
 from speedswap.tables.memory import (
     HotBytes,
     MemoryKind,
@@ -25,7 +24,7 @@ from speedswap.tables.memory import (
     says_too_large,
 )
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
-from speedswap.tables.record import Block, Column, RecordLayout
+from speedswap.tables.record import Block, Column, RecordLayout, initial_values, is_lazy
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
 
 _CPU = torch.device("cpu")

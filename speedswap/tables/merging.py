@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from speedswap.tables.files.open_directory import OpenFile, says_if_full, sync_names, write_all
-from speedswap.tables.files.place import rename_without_replacing
-from speedswap.tables.files.tensor_file import TensorPlace, TensorWriter
-from speedswap.tables.files.tensor_files import TensorFiles
-from speedswap.tables.files.whole import fresh_folder, remove_leftovers
-from speedswap.tables.formats.tables import NOTHING_LEFT, require_folder
+from speedswap.tables.files.place import fresh_folder, remove_leftovers, rename_without_replacing
+from speedswap.tables.files.tensor_files import TensorFiles, TensorPlace, TensorWriter
+from speedswap.tables.formats import NOTHING_LEFT, require_folder
 from speedswap.tables.init import of_tensors
 from speedswap.tables.rows_file import RowsFile
 

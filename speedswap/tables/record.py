@@ -1,21 +1,21 @@
-"""Columns, their records in a table's memory, and blocks: a batch's rows on the compute device."""
+"""Columns and their initial values, records in a table's memory, and blocks: a batch's rows on the compute device."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.tables.init import ColumnSpec, Initializer, zero_row_in
+from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, zero_row_in
 
 # A record is aligned to a cache line if that costs at most an eighth of the table, otherwise to the largest smaller
 # power of two that does.
@@ -176,6 +176,121 @@ class Column:
     def key(self) -> int:
         """A 64-bit hash of the name, so a table's columns draw different initial values."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+
+
+class Origin(NamedTuple):
+    """The columns from which a column's untouched rows got their values.
+
+    Attributes:
+        start: the column whose initial values they are; for a copy, the copied column at that time.
+        through: the chain of columns from the copy of ``start`` to this one, as they were created; each copied its
+            predecessor. Empty for a column that is not a copy.
+    """
+
+    start: Column
+    through: tuple[Column, ...] = ()
+
+    @classmethod
+    def of(cls, column: Column, known: Mapping[str, Origin]) -> Origin:
+        """Return the origin of a column that is added now, after others."""
+        if not isinstance(column.init, CopyOf):
+            return cls(column)
+        source = known[column.init.column]
+        return cls(source.start, (*source.through, column))
+
+
+def origins_of(columns: Mapping[str, Column]) -> dict[str, Origin]:
+    """Return the origins of columns, none of which was reset after it was copied."""
+    found: dict[str, Origin] = {}
+    for name, column in columns.items():
+        found[name] = Origin.of(column, found)
+    return found
+
+
+def is_lazy(column: Column) -> bool:
+    """Return whether the initial values of untouched rows can be computed whenever the table is opened again."""
+    return isinstance(column.init, CopyOf) or from_json(column.init.to_json()) is not None
+
+
+def require_bases(origins: Iterable[Origin]) -> int:
+    """Raise TableFormatError if files that untouched rows are read from are missing, or have other rows.
+
+    Returns:
+        The number of bases.
+    """
+    return len([base.rows for origin in origins for base in origin.start.init.bases])
+
+
+def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
+    """Raise ValueError if a column's initial values cannot be computed again."""
+    for name, column in columns.items():
+        if not column.init.is_function_of_row:
+            kind = column.init.to_json().get("kind")
+            raise ValueError(
+                f"column {name!r} of table {table!r} has initial values of kind {kind!r}, which cannot be computed "
+                "again for reset rows; make the table with one of speedswap.init"
+            )
+
+
+def require_sources(columns: Sequence[Column], present: Mapping[str, Column], table: str) -> None:
+    """Raise ValueError if a column starts as a copy of one that does not exist or has another row shape.
+
+    Args:
+        columns: the columns to be added or reset, in this order.
+        present: the table's columns.
+        table: the table's name, for the message.
+    """
+    known = {name: column.row_shape for name, column in present.items()}
+    for column in columns:
+        if isinstance(column.init, CopyOf):
+            source, shape = column.init.column, known.get(column.name, column.row_shape)
+            if source == column.name or known.get(source) != shape:
+                fitting = ", ".join(name for name in known if known[name] == shape and name != column.name)
+                raise ValueError(
+                    f"column {column.name!r} of table {table!r} was to begin as a copy of {source!r}, which is not "
+                    f"another column with rows of shape {shape}; copy one of {fitting or 'no column'}"
+                )
+        known.setdefault(column.name, column.row_shape)
+
+
+def with_sources(columns: Mapping[str, Column], names: Collection[str]) -> dict[str, Column]:
+    """Return some columns, and those that they start as copies of."""
+    found = {name: each for name, each in columns.items() if name in names}
+    more = {each.init.column for each in found.values() if isinstance(each.init, CopyOf)} - found.keys()
+    return with_sources(columns, found.keys() | more) if more else found
+
+
+def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_embeddings: int) -> dict[str, Tensor]:
+    """Return the values of rows at the creation of their columns.
+
+    Args:
+        columns: columns of the table, :func:`with_sources`; a copy of another column gets that column's initial values.
+        rows: int64, shape (n,), ascending, in host memory.
+        seed: the table's.
+        num_embeddings: the table's.
+
+    Returns:
+        Tensors (n, ...) in host memory by column, in the blocks' dtype. Values of columns stored in fewer bytes are
+        already rounded to nearest, so storing them changes nothing.
+    """
+    values: dict[str, Tensor] = {}
+
+    def of(name: str) -> Tensor:
+        if name not in values:
+            values[name] = _of_column(columns[name])
+        return values[name]
+
+    def _of_column(column: Column) -> Tensor:
+        if isinstance(column.init, CopyOf):
+            source = columns[column.init.column]
+            found = column.begun_as(source.as_read(of(source.name)), rows)
+        else:
+            found = column.initial(rows, num_embeddings, seed)
+        if column.compact and column.stored_dtype.is_floating_point:
+            found = found.to(column.stored_dtype).to(column.dtype)
+        return found
+
+    return {name: of(name) for name in columns}
 
 
 def records_over(held: torch.Tensor) -> kernels.Records:

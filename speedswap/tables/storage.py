@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import torch
 
@@ -24,11 +23,11 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.idle import LAST_STEP
-from speedswap.tables.initial import is_lazy, require_bases
+from speedswap.tables.init import Initializer, resolve
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import HotBytes, MemoryKind, WantedShares, default_kind, require_hot_bytes
 from speedswap.tables.opening import open_store
-from speedswap.tables.record import Column
+from speedswap.tables.record import Column, count, is_lazy, require_bases, require_name, row_of, seed_of
 from speedswap.tables.store import RowStore, StoreFacts, origins_in
 
 if TYPE_CHECKING:
@@ -332,7 +331,34 @@ def opened_place(path: Storage | str | os.PathLike[str]) -> Storage:
     return path if isinstance(path, Storage) else as_storage("disk", path)
 
 
-_log = logging.getLogger("speedswap")
+def create_store(
+    place: Storage,
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    init: Initializer | Callable[..., Any] | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    zero_row: int | None = None,
+    stored_dtype: torch.dtype | None = None,
+    rounding: str = "nearest",
+) -> RowStore:
+    """Create the store of a table in a place; the other arguments and errors are those of :meth:`Table.create`."""
+    num_embeddings = count("num_embeddings", num_embeddings)
+    embedding_dim = count("embedding_dim", embedding_dim)
+    seed = seed_of(seed)
+    require_name(name)
+    zero_row = row_of(zero_row, num_embeddings)
+    if str(dtype).startswith("torch.q"):
+        raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and store scales apart")
+    weight = Column("weight", (embedding_dim,), dtype, resolve(init), zero_row, stored_dtype, rounding)
+    weight.init.require_shape(num_embeddings, weight.row_shape)
+    for rows in weight.init.given():
+        weight.require_storable(rows)
+    return place.create(num_embeddings, weight, seed=seed, name=name)
+
+
 _SAVE_BYTES = 64 * 2**20
 
 

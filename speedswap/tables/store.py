@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from speedswap import kernels
 from speedswap._process import Locked
-from speedswap.tables.init import CopyOf, chunks_of
-from speedswap.tables.initial import InRanges, Origin, origins_of
-from speedswap.tables.record import Block, Column, fitting
+from speedswap.tables.init import CopyOf, InRanges, chunks_of
+from speedswap.tables.record import Block, Column, Origin, fitting, origins_of, require_functions_of_row
 
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
@@ -799,6 +798,30 @@ def begin_alike(
         ]
 
     return one.facts.seed == other.facts.seed and all(start(one, name) == start(other, name) for name in columns)
+
+
+def map_for(store: RowStore, id_map: IdMap) -> IdMap:
+    """Return the map to keep with a store's rows for a given map; errors are those of `Table.set_id_map`."""
+    facts = store.facts
+    if id_map.num_rows != facts.num_embeddings:
+        raise ValueError(
+            f"id_map has rows 0 to {id_map.capacity}, and table {facts.name!r} rows 0 to {facts.num_embeddings - 1}; "
+            "make the table with id_map.num_rows rows"
+        )
+    require_functions_of_row(store.columns, facts.name)
+    id_map = store.notes.map_of(id_map)
+    if id_map.evict is not None and id_map.holder() not in (None, store):
+        raise ValueError(
+            f"id_map evicts and belongs to another table, where evicted rows are reset; give table {facts.name!r} a "
+            "separate map, or one with evict=None"
+        )
+    return id_map
+
+
+def keep_map(store: RowStore, id_map: IdMap) -> None:
+    """Keep a map that :func:`map_for` returned with a store's rows."""
+    id_map.holder = weakref.ref(store)
+    store.notes.id_maps[store.facts.part_name] = id_map
 
 
 class PartStore(WrappedStore):

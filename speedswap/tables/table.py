@@ -18,7 +18,6 @@ from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
 from speedswap.tables import whole_table
-from speedswap.tables.changed import changed_rows, commits_of, take_missed_steps
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
@@ -26,12 +25,29 @@ from speedswap.tables.formats import export_rows, import_rows
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import Initializer, chunks_of
-from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
-from speedswap.tables.making import create_store, keep_map, map_for
 from speedswap.tables.pending import Commit
-from speedswap.tables.record import Block, Column, RecordLayout, column_among, fitting, row_of
-from speedswap.tables.rows_file import load_rows, save_rows
-from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
+from speedswap.tables.record import (
+    Block,
+    Column,
+    RecordLayout,
+    column_among,
+    fitting,
+    initial_values,
+    require_functions_of_row,
+    require_sources,
+    row_of,
+)
+from speedswap.tables.rows_file import changed_rows, commits_of, load_rows, save_rows, take_missed_steps
+from speedswap.tables.storage import (
+    Disk,
+    Storage,
+    as_storage,
+    copy_rows,
+    create_store,
+    lives_there,
+    opened_place,
+    save_copy,
+)
 from speedswap.tables.store import (
     AVERAGES,
     CHECKPOINT,
@@ -39,7 +55,9 @@ from speedswap.tables.store import (
     Commits,
     JointRows,
     RowStore,
+    keep_map,
     leave,
+    map_for,
     note_change,
     require_out,
 )

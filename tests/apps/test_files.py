@@ -20,7 +20,7 @@ from speedswap.apps.files import (
     write_given,
     write_whole,
 )
-from speedswap.tables.files.whole import UNFINISHED, remove_leftovers
+from speedswap.tables.files.place import UNFINISHED, remove_leftovers
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speedswap.kernels import CURVE_TERMS, MissedSteps, take_missed_steps
-from speedswap.kernels.idle_rows import _by_torch
+from speedswap.kernels.rows import _by_torch
 
 STEPS = 9
 BEFORE = 100

@@ -24,7 +24,7 @@ from torch import Tensor
 import speedswap
 from speedswap import Column, Disk, Table, init
 from speedswap.errors import TableClosedError, TableFormatError
-from speedswap.tables.initial import InRanges, Range
+from speedswap.tables.init import InRanges, Range
 
 ROWS, DIM, SHARDS = 250, 128, 12  # rows are wide enough to be stored one by one
 NAME = "model.ngram.shard_*.weight"

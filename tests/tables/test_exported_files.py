@@ -12,8 +12,8 @@ import torch
 import speedswap
 from speedswap import Column, IdMap, Table, init
 from speedswap.errors import TableFormatError, TableFullError
-from speedswap.tables.formats import FORMATS, pieces
-from speedswap.tables.formats.tables import format_of, least_bytes, outgoing
+from speedswap.tables import pieces
+from speedswap.tables.formats import FORMATS, format_of, least_bytes, outgoing
 
 VALUES = [[0.1, -2.0], [1e-7, 4.0], [3.0, 0.0]]
 SUFFIXES = [form.suffixes[0] for form in FORMATS.values()]

@@ -14,7 +14,7 @@ import torch
 import speedswap
 from speedswap import Column, Table, init
 from speedswap.errors import IdError, TableClosedError
-from speedswap.tables.initial import InRanges, Range
+from speedswap.tables.init import InRanges, Range
 from speedswap.tables.store import PartStore
 
 DIM = 3

@@ -18,7 +18,7 @@ import speedswap
 from speedswap.tables import Block, Column, RowStore, Table
 from speedswap.tables.files.manifest import column_json, parse_column
 from speedswap.tables.init import CopyOf, chunks_of
-from speedswap.tables.initial import initial_values, is_lazy
+from speedswap.tables.record import initial_values, is_lazy
 from speedswap.tables.storage import Storage
 from speedswap.tables.store import StoreFacts
 

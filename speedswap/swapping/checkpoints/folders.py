@@ -42,7 +42,7 @@ from speedswap.tables.files.damage import require
 from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full, sync_names
 from speedswap.tables.files.place import refuse_within_table
-from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
+from speedswap.tables.files.tensor_files import TensorReader, TensorWriter
 from speedswap.tables.store import CHECKPOINT, CHECKPOINT_FOLDER
 
 _log = logging.getLogger("speedswap")

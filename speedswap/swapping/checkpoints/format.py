@@ -29,7 +29,7 @@ from speedswap._words import a_kind
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.tables.files.damage import Damage, is_int, require
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, write_all
-from speedswap.tables.files.tensor_file import DTYPES
+from speedswap.tables.files.tensor_files import DTYPES
 
 MANIFEST = "CHECKPOINT"
 FORMAT, VERSION = "speedswap-checkpoint", 1

@@ -43,7 +43,7 @@ from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.locks import locked
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
 from speedswap.tables.files.place import Place, refuse_within_table
-from speedswap.tables.initial import InRanges, Range
+from speedswap.tables.init import InRanges, Range
 from speedswap.tables.many import discard
 from speedswap.tables.store import PARTS, PartStore
 

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from speedswap import kernels
 from speedswap.errors import IdError
 from speedswap.tables import Table
-from speedswap.tables.files.whole import write_whole
+from speedswap.tables.files.place import write_whole
 from speedswap.tables.whole_table import as_numpy
 
 _ID_DTYPES = (torch.int32, torch.int64)

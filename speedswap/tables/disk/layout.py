@@ -18,8 +18,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.tables.init import CopyOf, Unknown
-from speedswap.tables.initial import Origin, initial_values
-from speedswap.tables.record import Column, RecordLayout, records_over
+from speedswap.tables.record import Column, Origin, RecordLayout, initial_values, records_over
 
 GROUP_BYTES, _MAX_GROUPS = 256, 2**32 - 1
 

@@ -21,8 +21,7 @@ from speedswap.tables.files.damage import ranges_of
 from speedswap.tables.files.directory import LogFiles, TableDirectory, at_time
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
-from speedswap.tables.initial import Origin
-from speedswap.tables.record import Column
+from speedswap.tables.record import Column, Origin
 from speedswap.tables.store import Checked, Files, Notes, RowStore, StoreFacts
 
 _NEARLY_FULL = 64 * 2**20  # bytes that a log may take at once as it grows, and more than it keeps to spare

@@ -34,10 +34,9 @@ from speedswap.tables.files.keys_file import assembled, pieces_left
 from speedswap.tables.files.locks import WriterLock
 from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ShardsManifest, parse, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
-from speedswap.tables.files.place import Place
-from speedswap.tables.files.whole import open_regular
+from speedswap.tables.files.place import Place, open_regular
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.initial import is_lazy
+from speedswap.tables.record import is_lazy
 
 _BLOCK, _MOST, _MOST_SEQ, _ADDRESSES = 4096, 1008, 2**62, 2**31
 _HEADER = struct.Struct("<4sIQQIIIIQ")  # magic, checksum, salt, seq, layout, count, first place, segment, stamp

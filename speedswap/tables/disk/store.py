@@ -27,8 +27,7 @@ from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import CHUNK_ROWS, CopyOf, chunks_of
-from speedswap.tables.initial import is_lazy
-from speedswap.tables.record import Block, Column
+from speedswap.tables.record import Block, Column, is_lazy
 from speedswap.tables.store import Commits, RowStore, begin_alike, innermost
 from speedswap.tables.whole_table import progress
 

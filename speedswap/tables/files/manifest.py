@@ -20,9 +20,8 @@ from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
-from speedswap.tables.init import CopyOf, Unknown, found_in, from_json, saved_in
-from speedswap.tables.initial import InRanges, Origin
-from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
+from speedswap.tables.init import CopyOf, InRanges, Unknown, found_in, from_json, saved_in
+from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, Origin, RecordLayout, is_column_name
 
 FORMAT, VERSION = "speedswap-table", 1
 MANIFEST = "MANIFEST"

@@ -1,24 +1,229 @@
-"""The tensors of safetensors files by name, and their bytes in place."""
+"""Safetensors files: written, read by name, and read in place, as tensors or as the rows of a table.
+
+Source: https://github.com/huggingface/safetensors, section "Format". Nothing is pickled.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.kernels.cuda import pinning
-from speedswap.tables.files.open_directory import OpenFile
-from speedswap.tables.files.tensor_file import TensorPlace, TensorReader
-from speedswap.tables.files.whole import open_regular
+from speedswap.tables.files.damage import is_int
+from speedswap.tables.files.open_directory import OpenFile, write_all
+from speedswap.tables.files.place import open_regular
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_ONLY_READ = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()} | _ONLY_READ
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _OF_NAME["F8_E8M0"] = torch.float8_e8m0fnu
+_MAX_HEADER = 8 << 20
+_MAX_DIMS = 64
+_PIECE = 4 << 20
+
+
+class TensorPlace(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Of its first byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> TensorPlace:
+        """Return some of its rows."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return TensorPlace(self.dtype, (stop - start, *self.shape[1:]), self.start + start * row_bytes)
+
+
+class TensorWriter:
+    """A file being filled with tensors, whole or in pieces of rows, in any order.
+
+    Args:
+        file: a new and empty file, open for writing.
+        shapes: dtype (one of ``DTYPES``) and shape of every tensor, by name.
+        metadata: texts by name.
+
+    Example:
+        >>> import tempfile
+        >>> file = OpenFile(tempfile.mkstemp()[0])
+        >>> writer = TensorWriter(file, {"ids": (torch.int64, (3,))})
+        >>> writer.write("ids", torch.tensor([7, 8, 9]))
+        >>> TensorReader(file, "an example").read("ids")
+        tensor([7, 8, 9])
+    """
+
+    def __init__(
+        self,
+        file: OpenFile,
+        shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._file = file
+        entries: dict[str, Any] = {}
+        places: dict[str, TensorPlace] = {}
+        end = 0
+        # Widest items first, so that every tensor is aligned.
+        for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
+            places[name] = TensorPlace(dtype, tuple(shape), end)
+            begin, end = end, end + places[name].nbytes
+            entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        self._entries = entries
+        header = self._header(metadata)
+        if len(header) > _MAX_HEADER:
+            raise ValueError(f"{len(shapes)} tensors are more than one file describes; join some of them")
+        first = len(header)
+        self.places = {name: place._replace(start=place.start + first) for name, place in places.items()}
+        self._first, self.nbytes = first, first + end
+        os.ftruncate(file.fd, self.nbytes)
+        write_all(file.fd, header, 0)
+
+    def _header(self, metadata: Mapping[str, str] | None) -> bytes:
+        header = json.dumps(({"__metadata__": metadata} if metadata else {}) | self._entries).encode()
+        header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header
+
+    def describe(self, metadata: Mapping[str, str]) -> None:
+        """Replace the metadata by as many bytes."""
+        header = self._header(metadata)
+        assert len(header) == self._first
+        write_all(self._file.fd, header, 0)
+
+    def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
+        """Write a tensor on any device, or some of its rows from ``first_row`` on."""
+        place = self.places[name]
+        if first_row or values.shape != place.shape:
+            place = place.rows(first_row, first_row + len(values))
+        assert (values.dtype, tuple(values.shape)) == (place.dtype, place.shape)
+        raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        write_all(self._file.fd, raw.numpy().data, place.start)
+
+
+class TensorReader:
+    """The tensors of an untrusted file: sizes and shapes are checked before anything is allocated.
+
+    Args:
+        file: the file, open for reading.
+        what: the file, for messages.
+
+    Attributes:
+        places: the tensors by name.
+        others: the dtypes, by name, of tensors that torch has no dtype for, which are not read.
+        metadata: texts by name.
+        nbytes: the file's size.
+        digest: a hash of its header.
+
+    Raises:
+        TableFormatError: it is damaged.
+    """
+
+    def __init__(self, file: OpenFile, what: str) -> None:
+        self.file = file
+        self._what = what
+        self.nbytes = os.fstat(file.fd).st_size
+        self.others: dict[str, str] = {}
+        try:
+            self.places = self._read_header()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise TableFormatError(f"{what} is damaged: {error}") from None
+
+    def _read_header(self) -> dict[str, TensorPlace]:
+        length = int.from_bytes(os.pread(self.file.fd, 8, 0), "little")
+        if not 2 <= length <= min(_MAX_HEADER, self.nbytes - 8):
+            raise ValueError(f"its header would have {length} bytes")
+        header = os.pread(self.file.fd, length, 8)
+        self.digest = hashlib.blake2b(header, digest_size=16).hexdigest()
+        entries = json.loads(header)
+        self.metadata = {str(name): str(text) for name, text in entries.pop("__metadata__", {}).items()}
+        places = dict[str, TensorPlace]()
+        for name, entry in entries.items():
+            if (place := _place(name, entry, 8 + length)) is None:
+                self.others[name] = str(entry["dtype"])[:20]
+            else:
+                places[name] = place
+        end = 8 + length
+        for (begin, last), name in sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items()):
+            size = places[name].nbytes if name in places else last - begin
+            if begin + 8 + length != end or last - begin != size or size < 0:
+                raise ValueError(f"tensor {name[:100]!r} is not where the one before ends, or not of its size")
+            end += size
+        if end != self.nbytes:
+            raise ValueError(f"it has {self.nbytes} bytes, and its tensors end at {end}")
+        return places
+
+    def unread(self, name: str) -> str:
+        """Return the message for a tensor that is not read."""
+        return f"{self._what}: tensor {name[:100]!r} has dtype {self.others[name]!r}, which is not read; save another"
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in ordinary memory."""
+        return self._read(self.places[name])
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows ``start`` to ``stop`` of a tensor in ordinary memory."""
+        return self._read(self.places[name].rows(start, stop))
+
+    def _read(self, place: TensorPlace) -> Tensor:
+        raw = torch.empty(place.nbytes, dtype=torch.uint8)
+        rest, offset = raw.numpy().data, place.start
+        while rest:
+            count = os.preadv(self.file.fd, [rest[:_PIECE]], offset)
+            if not count:
+                raise TableFormatError(f"{self._what} is damaged: it was cut short as it was read")
+            rest, offset = rest[count:], offset + count
+        return raw.view(place.dtype).view(place.shape)
+
+
+def _place(name: str, entry: Any, first: int) -> TensorPlace | None:
+    """Check a tensor's entry in the header; return its place, or None if torch has no such dtype."""
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    sizes = [begin, end, *shape]
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"tensor {name[:100]!r} has {len(shape)} dimensions")
+    if not all(is_int(size, 0, 2**63 - 1) for size in sizes):
+        raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
+    return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin) if dtype in _OF_NAME else None
+
 
 TensorSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A safetensors file, an index (``*.safetensors.index.json``), a folder with either, or several files."""
@@ -213,3 +418,216 @@ class MappedTensor:
         self._file.close()
         with suppress(BufferError):  # unmapped with the last tensor over it
             self._mapping.close()
+
+
+_CPU = torch.device("cpu")
+_PIECE_BYTES = 16 << 20  # of rows on their way to another dtype or device
+_TILES = tuple(1 << power for power in range(3, 11))
+_SAMPLES, _SAMPLE_BYTES = 4, 64  # of a tensor's values, for the fingerprint
+_SCALE_DTYPES = (torch.float32, getattr(torch, "float8_e8m0fnu", None))
+
+
+class _Scales(NamedTuple):
+    """The scales of a tensor's values.
+
+    Attributes:
+        tensor: the file's.
+        values: float32, or uint8 for exponents, shape (row tiles, column tiles).
+        tile: rows and columns that have one scale.
+    """
+
+    tensor: MappedTensor
+    values: Tensor
+    tile: tuple[int, int]
+
+
+class _Segment(NamedTuple):
+    """One of the tensors.
+
+    Attributes:
+        tensor: the file's.
+        rows: uint8, shape (n, row_bytes).
+        scales: of float8.
+    """
+
+    tensor: MappedTensor
+    rows: Tensor
+    scales: _Scales | None
+
+    @property
+    def tensors(self) -> list[MappedTensor]:
+        return [self.tensor] if self.scales is None else [self.tensor, self.scales.tensor]
+
+    def read_ahead(self, ids: Tensor) -> None:
+        kernels.read_ahead(self.rows, ids)
+        if self.scales is not None:
+            _, values, (tile_rows, _) = self.scales
+            kernels.read_ahead(values.view(torch.uint8), ids // tile_rows)
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        if self.scales is not None:
+            kernels.decode_rows(self.rows, self.scales.values, self.scales.tile, ids, out)
+            return
+        place = self.rows.data_ptr(), self.rows.shape[1], len(self.rows)
+        kernels.gather_records(kernels.Records(*place, self.rows.device, False, self.rows), ids, [kernels.Part(0, out)])
+
+
+class TensorRows:
+    """The rows of tensors in safetensors files, read in place; decoded with their scales if they are float8.
+
+    Args:
+        source: the files.
+        names: names or patterns of the tensors, in the order of their rows.
+        scales: names or patterns of as many tensors of scales; none for other dtypes than float8.
+        block: the number of columns that have one scale, and of rows if scales are of tiles, where shapes do not say.
+
+    Attributes:
+        what: the files and tensors, for messages.
+        num_embeddings: rows.
+        embedding_dim: values in a row.
+        dtype: the dtype on file.
+        fingerprint: a hash of names, dtypes, shapes, the files' sizes and headers, and a sample of the values.
+
+    Raises:
+        ValueError: no tensor has a name, scales are missing or too many, or their shapes do not fit.
+        TypeError: the tensors are not matrices of one width and floating-point dtype, or scales have another dtype.
+        FileNotFoundError: a file does not exist.
+        TableFormatError: a file is damaged, truncated, or not as its index says.
+    """
+
+    def __init__(
+        self, source: TensorSource, names: Sequence[str], scales: Sequence[str] = (), block: int | None = None
+    ) -> None:
+        files = TensorFiles(source)
+        found = [each for name in names for each in files.matching(name)]
+        found_scales = [each for name in scales for each in files.matching(name)]
+        if not found:
+            raise ValueError(f"names is {names!r}; give the name of a tensor, several, or a pattern")
+        places = [files.place(name) for name in found]
+        self.what = f"{found[0]!r} of {files.what}" + (f" and {len(found) - 1} more tensors" if len(found) > 1 else "")
+        self.dtype = _require_alike(places, found, files.what)
+        is_float8 = self.dtype == torch.float8_e4m3fn
+        if len(found_scales) != (len(found) if is_float8 else 0):
+            wanted = "each needs one of scales: give scale=, their names" if is_float8 else "they have no scales"
+            raise ValueError(
+                f"scale is {found_scales[:3]}, {len(found_scales)} tensors, but {self.what} are {self.dtype}, and "
+                f"{wanted}"
+            )
+        self.embedding_dim = places[0].shape[1]
+        self._segments = [
+            _segment(files, name, scale, block)
+            for name, scale in zip_longest(found, found_scales)
+            if files.place(name).nbytes
+        ]
+        self._tensors = [tensor for each in self._segments for tensor in each.tensors]
+        firsts = [*accumulate((len(each.rows) for each in self._segments), initial=0)]
+        self.num_embeddings, self._firsts = firsts[-1], torch.tensor(firsts, device=_CPU)
+        self.fingerprint = self._fingerprint(files, [*found, *found_scales])
+
+    def _fingerprint(self, files: TensorFiles, names: list[str]) -> str:
+        readers = {name: files.reader(name) for name in names}
+        described = [(name, str(place.dtype), place.shape) for name in names for place in [files.place(name)]]
+        sizes = [(reader.nbytes, reader.digest) for reader in dict.fromkeys(readers.values())]
+        digest = hashlib.blake2b(json.dumps([described, sizes]).encode(), digest_size=16)
+        mapped = [tensor.bytes for tensor in self._tensors]
+        samples = [
+            each[at : at + _SAMPLE_BYTES] for each in mapped for at in range(0, len(each), -(-len(each) // _SAMPLES))
+        ]
+        for sample in samples:
+            kernels.read_ahead(sample.unsqueeze(0), torch.zeros(1, dtype=torch.int64, device=_CPU))
+        for sample in samples:
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()
+
+    def fill(self, into: Tensor, ids: Tensor) -> None:
+        """Copy some of the rows, converted to another dtype where that is wanted.
+
+        Args:
+            into: shape (m, embedding_dim), floating-point, each row contiguous, on any device.
+            ids: int64, shape (m,), ascending, in range, in host memory.
+
+        Raises:
+            TableClosedError: a file has been written since it was opened.
+        """
+        for tensor in self._tensors:
+            tensor.check()
+        for segment, some, _ in self._split(ids):
+            segment.read_ahead(some)
+        wanted = self.dtype
+        if wanted == torch.float8_e4m3fn:
+            wanted = into.dtype if into.dtype == torch.bfloat16 else torch.float32
+        is_direct = into.is_cpu and into.is_contiguous() and into.dtype == wanted
+        step = max(1, _PIECE_BYTES // (self.embedding_dim * wanted.itemsize))
+        for some, rows in zip(torch.split(ids, step), torch.split(into, step), strict=True):
+            out = rows if is_direct else torch.empty(len(some), self.embedding_dim, dtype=wanted, device=_CPU)
+            for segment, local, places in self._split(some):
+                segment.read(local, out[places])
+            if not is_direct:
+                rows.copy_(out)
+
+    def _split(self, ids: Tensor) -> Iterator[tuple[_Segment, Tensor, slice]]:
+        """Yield the segments that have some of the ids: the rows' numbers in it, and their places among the ids."""
+        edges = torch.searchsorted(ids, self._firsts).tolist()
+        for segment, first, (begin, end) in zip(self._segments, self._firsts.tolist(), pairwise(edges), strict=False):
+            if begin < end:
+                yield segment, ids[begin:end] - first, slice(begin, end)
+
+
+def _require_alike(places: Sequence[TensorPlace], names: Sequence[str], what: str) -> torch.dtype:
+    """Return the dtype of tensors whose rows can follow one another.
+
+    Raises:
+        TypeError: they are not matrices of one width and dtype, or the dtype is not a floating-point one.
+    """
+    first = places[0]
+    for name, place in zip(names, places, strict=True):
+        is_rows = place.dtype.is_floating_point and (place.dtype.itemsize > 1 or place.dtype == torch.float8_e4m3fn)
+        if not is_rows or len(place.shape) != 2 or not place.shape[1]:
+            raise TypeError(
+                f"tensor {name!r} of {what} is {place.shape} of {place.dtype}; give names of matrices of "
+                "floating-point numbers of 16 bits or more, or of float8_e4m3fn with scale="
+            )
+        if (place.dtype, place.shape[1]) != (first.dtype, first.shape[1]):
+            raise TypeError(
+                f"tensor {name!r} of {what} has rows of {place.shape[1]} × {place.dtype}, but those of {names[0]!r} "
+                f"are {first.shape[1]} × {first.dtype}; give names of tensors of one width and dtype"
+            )
+    if not any(place.shape[0] for place in places):
+        raise TypeError(f"tensor {names[0]!r} of {what} has no rows; give names of tensors that have some")
+    return first.dtype
+
+
+def _segment(files: TensorFiles, name: str, scale: str | None, block: int | None) -> _Segment:
+    tensor = files.mapped(name)
+    rows = tensor.bytes.view(tensor.place.shape[0], -1)
+    if scale is None:
+        return _Segment(tensor, rows, None)
+    dtype, shape, _ = files.place(scale)
+    if dtype not in _SCALE_DTYPES:
+        raise TypeError(f"scale {scale!r} of {files.what} is {dtype}; scales are float32, or exponents (F8_E8M0)")
+    tile = _tile(rows.shape[0], rows.shape[1], shape, block, f"scale {scale!r} of {files.what}")
+    scales = files.mapped(scale)
+    values = scales.bytes.view(torch.float32) if dtype == torch.float32 else scales.bytes
+    return _Segment(tensor, rows, _Scales(scales, values.view((*shape, 1, 1)[:2]), tile))
+
+
+def _tile(rows: int, width: int, shape: tuple[int, ...], block: int | None, what: str) -> tuple[int, int]:
+    """Return how many rows and columns have one scale.
+
+    Raises:
+        ValueError: no number fits the shape of the scales, or several do.
+    """
+    known = [(1, width), (rows, width)]
+    if block is None:
+        known += [(tile, tile) for tile in _TILES]
+        known += [(1, width // shape[1])] if len(shape) == 2 and shape[1] and width % shape[1] == 0 else []
+    elif block > 0:
+        known += [(1, block), (block, block)]
+    grid = (*shape, 1, 1)[:2]
+    fits = {(min(a, rows), min(b, width)) for a, b in known if (-(-rows // a), -(-width // b)) == grid}
+    if len(shape) > 2 or len(fits) != 1:
+        raise ValueError(
+            f"{what} is of shape {shape}, and block is {block}, but the rows are {rows} × {width}; give block=, the "
+            "number of columns that have one scale, or of rows and columns in a tile"
+        )
+    return fits.pop()

@@ -19,7 +19,7 @@ from torture.hostile import VALUES, fields, replaced, write
 from speedswap.errors import CheckpointError
 from speedswap.swapping.checkpoints.folders import NewFiles, digest_of
 from speedswap.tables.files.open_directory import OpenFile
-from speedswap.tables.files.tensor_file import TensorReader
+from speedswap.tables.files.tensor_files import TensorReader
 
 
 class Attacked:

@@ -22,7 +22,7 @@ from speedswap._words import a_kind
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files.whole import open_regular
+from speedswap.tables.files.place import open_regular
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.keys import Keys
 from speedswap.tables.record import Column

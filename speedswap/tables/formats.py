@@ -1,4 +1,18 @@
-"""Export and import of tables in other programs' formats, and the formats by name."""
+"""Tables in other programs' formats, written and read in bounded pieces of rows.
+
+========================  =====================  ==========================================================
+format                    suffix                 holds
+========================  =====================  ==========================================================
+``npy``                   ``.npy``               one column as an array
+``safetensors``           ``.safetensors``       columns as tensors of their names
+``word2vec``              ``.txt``, ``.vec``     keys, and one column as text that reads back to its bits
+``word2vec-binary``       ``.bin``               keys, and one float32 column
+``parquet``               ``.parquet``, ``.pq``  columns as lists, and keys
+========================  =====================  ==========================================================
+
+Only Parquet needs another package (pyarrow). A column that is stored in fewer bytes is written as the values that a
+lookup returns. bfloat16 and float8 are written as float32, which is exact, if a format lacks them.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +30,19 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableClosedError, TableFormatError, TableFullError
-from speedswap.tables import init
+from speedswap.tables import init, parquet, plain
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.open_directory import says_if_full, sync_names
-from speedswap.tables.files.place import refuse_within_table, rename_without_replacing
-from speedswap.tables.files.whole import fresh_folder, open_regular, remove_leftovers, write_whole
-from speedswap.tables.formats import arrays, parquet, word2vec
-from speedswap.tables.formats.pieces import (
+from speedswap.tables.files.place import (
+    fresh_folder,
+    open_regular,
+    refuse_within_table,
+    remove_leftovers,
+    rename_without_replacing,
+    write_whole,
+)
+from speedswap.tables.id_map import IdMap
+from speedswap.tables.pieces import (
     Incoming,
     KeySink,
     KeySource,
@@ -31,11 +51,9 @@ from speedswap.tables.formats.pieces import (
     keys_of_map,
     opened_keys,
 )
-from speedswap.tables.id_map import IdMap
-from speedswap.tables.making import create_store, keep_map, map_for
 from speedswap.tables.record import Column, column_among
-from speedswap.tables.storage import Disk, Storage
-from speedswap.tables.store import RowStore, read_alone, require_alike
+from speedswap.tables.storage import Disk, Storage, create_store
+from speedswap.tables.store import RowStore, keep_map, map_for, read_alone, require_alike
 from speedswap.tables.whole_table import numpy_dtype
 
 
@@ -71,13 +89,15 @@ def _in_numpy(dtype: torch.dtype) -> int:
 
 
 FORMATS = {
-    "npy": Format((".npy",), arrays.write_npy, arrays.read_npy, False, "never", _in_numpy),
-    "safetensors": Format((".safetensors",), arrays.write_safetensors, arrays.read_safetensors, True, "never", _exact),
-    "word2vec": Format((".txt", ".vec"), word2vec.write, word2vec.read, False, "always", lambda _: len(" 0")),
+    "npy": Format((".npy",), plain.write_npy, plain.read_npy, False, "never", _in_numpy),
+    "safetensors": Format((".safetensors",), plain.write_safetensors, plain.read_safetensors, True, "never", _exact),
+    "word2vec": Format(
+        (".txt", ".vec"), plain.write_word2vec, plain.read_word2vec, False, "always", lambda _: len(" 0")
+    ),
     "word2vec-binary": Format(
         (".bin",),
-        partial(word2vec.write, binary=True),
-        partial(word2vec.read, binary=True),
+        partial(plain.write_word2vec, binary=True),
+        partial(plain.read_word2vec, binary=True),
         False,
         "always",
         lambda _: 4,

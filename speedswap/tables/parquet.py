@@ -17,8 +17,8 @@ from torch import Tensor
 from speedswap._words import pip_install
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts
-from speedswap.tables.formats.pieces import ColumnForm, FilePiece, Incoming, Outgoing, rows_in_piece
 from speedswap.tables.keys import as_keys
+from speedswap.tables.pieces import ColumnForm, FilePiece, Incoming, Outgoing, rows_in_piece
 from speedswap.tables.whole_table import as_numpy
 
 KEY = "key"
