@@ -32,16 +32,7 @@ from speedswap.kernels.host import (
     require_memory,
     set_num_threads,
 )
-from speedswap.kernels.id_map import (
-    Cursor,
-    KeyMap,
-    SavedKeys,
-    Texts,
-    add_to_maps,
-    hash_texts,
-    texts_of,
-    texts_of_fixed,
-)
+from speedswap.kernels.id_map import Cursor, KeyMap, SavedKeys, Texts, add_to_maps, hash_texts, texts_of, texts_of_fixed
 from speedswap.kernels.ids import (
     FeatureIds,
     JoinedBags,
@@ -62,15 +53,7 @@ from speedswap.kernels.ids import (
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
 from speedswap.kernels.lines import Lines, read_lines, read_vectors, write_vectors
-from speedswap.kernels.records import (
-    Part,
-    Records,
-    Shares,
-    Stored,
-    WantedColumn,
-    WantedColumns,
-    stored_bytes,
-)
+from speedswap.kernels.records import Part, Records, Shares, Stored, WantedColumn, WantedColumns, stored_bytes
 from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, allocate, are_intact
 from speedswap.kernels.rows import (
     CURVE_TERMS,

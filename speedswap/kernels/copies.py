@@ -236,12 +236,11 @@ def _gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
         ids = as_ids(ids)
         parts = [(0, _row_bytes(out), out.data_ptr(), out.stride(0) * out.element_size())]
         _C.gather(*_pitch(source), ids.data_ptr(), len(ids), parts, get_num_threads())
-    elif out.is_contiguous():
-        gather_records(_records(source), ids, [Part(0, out)])
     else:
-        rows = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        rows = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         gather_records(_records(source), ids, [Part(0, rows)])
-        out.detach().copy_(rows)
+        if rows is not out:
+            out.detach().copy_(rows)
 
 
 def _scatter(target: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -174,6 +174,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
     return result
 
 
+def from_buffer(buffer: _C.Buffer, dtype: torch.dtype) -> Tensor:
+    """Return a buffer as a tensor that shares its memory, shape (n,)."""
+    return torch.frombuffer(buffer, dtype=dtype) if memoryview(buffer).nbytes else torch.empty(0, dtype=dtype)
+
+
 def _rounded(count: int) -> int:
     """Round up to one of eight steps from each power of two to the next."""
     step = 1 << max(0, count.bit_length() - 4)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels._C import IdMapUndo
-from speedswap.kernels.host import address, get_num_threads
+from speedswap.kernels.host import address, from_buffer, get_num_threads
 
 _EVICT = {None: 0, "lru": 1, "lfu": 2}
 
@@ -98,7 +98,7 @@ class KeyMap:
     @property
     def renewed(self) -> Tensor:
         """The rows that the last batch took from other keys, int64, shape (n,)."""
-        return _tensor(self._map.renewed(), torch.int64)
+        return from_buffer(self._map.renewed(), torch.int64)
 
     def undo(self, undo: IdMapUndo) -> None:
         """Restore the map to its state before a batch, once; later batches must have been undone already."""
@@ -125,7 +125,7 @@ class KeyMap:
         Returns:
             int32, shape (n,), ascending.
         """
-        return _tensor(self._map.changed(on_probation, since, also.start, also.stop), torch.int32)
+        return from_buffer(self._map.changed(on_probation, since, also.start, also.stop), torch.int32)
 
     def save(self, on_probation: bool, cells: Tensor | None = None) -> SavedKeys:
         """Return the keys of rows, or those on probation: of all, or in some ``cells``, int32."""
@@ -183,11 +183,6 @@ def _keys(numbers: Tensor, texts: Texts | None) -> tuple[int, int, int, int]:
     return numbers.data_ptr(), len(numbers), text, offsets
 
 
-def _tensor(buffer: _C.Buffer, dtype: torch.dtype) -> Tensor:
-    nothing = not memoryview(buffer).nbytes
-    return torch.empty(0, dtype=dtype) if nothing else torch.frombuffer(buffer, dtype=dtype)
-
-
 # ---- strings ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +208,7 @@ def texts_of(strings: Sequence[str | bytes]) -> Texts:
     tensor([0, 2, 2, 3])
     """
     text, offsets = _C.texts_of(strings)
-    return _tensor(text, torch.uint8), _tensor(offsets, torch.int64)
+    return from_buffer(text, torch.uint8), from_buffer(offsets, torch.int64)
 
 
 def texts_of_fixed(strings: NDArray[Any]) -> Texts:
@@ -222,4 +217,4 @@ def texts_of_fixed(strings: NDArray[Any]) -> Texts:
     strings = np.ascontiguousarray(strings)
     width = strings.dtype.itemsize // (4 if ucs4 else 1)
     text, offsets = _C.texts_of_fixed(strings.ctypes.data, strings.size, width, ucs4)
-    return _tensor(text, torch.uint8), _tensor(offsets, torch.int64)
+    return from_buffer(text, torch.uint8), from_buffer(offsets, torch.int64)

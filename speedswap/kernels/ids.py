@@ -50,20 +50,16 @@ def check_ids(ids: Tensor, num_rows: int, what: str) -> None:
         TypeError: ids is not an int32 or int64 tensor.
     """
     require_id_dtype(ids)
-    position = _position_outside(ids, num_rows)
-    if position >= 0:
-        raise _outside(ids, position, num_rows, what)
-
-
-def _position_outside(ids: Tensor, num_rows: int) -> int:
-    """Return the position of the first id out of range, or -1."""
     if ids.numel() == 0:
-        return -1
+        return
     if ids.device.type == "cpu":
         flat = as_ids(ids)
-        return _C.check_ids(flat.data_ptr(), flat.numel(), num_rows, get_num_threads())
-    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
-    return -1 if lowest >= 0 and highest < num_rows else _first_outside(ids, num_rows)
+        position = _C.check_ids(flat.data_ptr(), flat.numel(), num_rows, get_num_threads())
+    else:
+        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
+        position = -1 if lowest >= 0 and highest < num_rows else _first_outside(ids, num_rows)
+    if position >= 0:
+        raise _outside(ids, position, num_rows, what)
 
 
 def _first_outside(ids: Tensor, num_rows: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from speedswap.kernels.cuda.hot import HotRecords
 from speedswap.kernels.cuda.launch import Fence
 from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
+from speedswap.kernels.host import empty
 
 What = Literal["gather", "scatter"]
 
@@ -144,6 +145,17 @@ class WantedColumns(dict[str, WantedColumn]):
         every = columns.values()
         is_copied = len(every) <= COLUMNS_PER_LAUNCH and all(not each.stored and each.row_bytes for each in every)
         self.copied = tuple((column.offset, column.row_bytes) for column in every) if is_copied else ()
+
+    def empty(self, count: int, device: torch.device | None) -> dict[str, Tensor]:
+        """Return uninitialized blocks of ``count`` rows, by name."""
+        return {name: empty((count, *each.row_shape), each.dtype, device) for name, each in self.items()}
+
+    def parts(self, blocks: Mapping[str, Tensor], forms: Mapping[str, Stored | None] | None = None) -> list[Part]:
+        """Return the columns with their blocks, converted as records hold them or in the given forms."""
+        return [
+            Part(each.offset, blocks[name], each.stored if forms is None else forms[name])
+            for name, each in self.items()
+        ]
 
 
 def stored_bytes(dtype: torch.dtype, items: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedswap.errors import TableBusyError
 from speedswap.kernels import _C
-from speedswap.kernels.host import as_ids
+from speedswap.kernels.host import as_ids, from_buffer
 
 allocate = _C.allocate
 """Allocate ``count`` bytes of an open file, which then cannot run out of disk; an error leaves the file as it was."""
@@ -81,7 +81,7 @@ class Bringing(_Released):
         """
         with says_if_busy():
             places, fresh = self.raw.wait()
-        return int64s(places), int64s(fresh).view(-1, 3)
+        return from_buffer(places, torch.int64), from_buffer(fresh, torch.int64).view(-1, 3)
 
     def filled(self) -> None:
         """Mark the fresh groups as filled."""
@@ -101,13 +101,6 @@ def says_if_busy() -> Iterator[None]:
             "another process wrote over the table's log each time that it was read here: try again, or let the writer "
             "commit less often",
         ) from error
-
-
-def int64s(buffer: _C.Buffer) -> Tensor:
-    """Return a buffer as an int64 tensor that shares its memory."""
-    if not len(memoryview(buffer)):
-        return torch.empty(0, dtype=torch.int64)
-    return torch.frombuffer(buffer, dtype=torch.int64)
 
 
 class RowLayout(NamedTuple):
@@ -306,7 +299,7 @@ class RowLog(_C.RowLog):
         Returns:
             Rows from ``start`` to ``stop``, int64, ascending.
         """
-        return int64s(self.written_rows(start, stop - start, unlike))
+        return from_buffer(self.written_rows(start, stop - start, unlike), torch.int64)
 
     def changed_since(self, commit: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the rows that were written since a held commit, in whole groups.
@@ -323,7 +316,7 @@ class RowLog(_C.RowLog):
             OSError: a read failed; ``errno.ESTALE`` if another process overwrote the data in the meantime.
         """
         changed, moved = super().changed_since(commit)
-        return int64s(changed), int64s(moved)
+        return from_buffer(changed, torch.int64), from_buffer(moved, torch.int64)
 
     def refresh(self) -> bool:
         """Follow another process to its last commit.
@@ -361,7 +354,7 @@ class RowLog(_C.RowLog):
                 piece = scan.next()
             if piece is None:
                 return
-            groups, records = int64s(piece[0]), torch.frombuffer(piece[1], dtype=torch.uint8)
+            groups, records = from_buffer(piece[0], torch.int64), torch.frombuffer(piece[1], dtype=torch.uint8)
             group_bytes = len(records) // groups_per_piece
             yield groups, records.view(groups_per_piece, group_bytes)[: len(groups)], piece[2]
 

@@ -112,25 +112,6 @@ def decode_rows(rows: Tensor, scales: Tensor, tile: tuple[int, int], ids: Tensor
     )  # fmt: skip
 
 
-def _on_gpu(columns: Sequence[Tensor], last: Tensor, now: int, numbers: Tensor, before: int, *, bends: bool) -> None:
-    """Queue the steps on torch's current stream, after a copy of their numbers.
-
-    Args:
-        columns: at most 4, float32 or float64, contiguous, of one shape (n, ...), on the GPU.
-        last, now, before: as for :func:`speedswap.kernels.take_missed_steps`.
-        numbers, bends: those of its ``steps``.
-    """
-    weight, device = columns[0], last.device
-    width = weight[:1].numel()
-    if threads := len(last) * width:
-        near = numbers[: now + 1].pin_memory().to(device, non_blocking=True)
-        argument = idle_argument(
-            [each.data_ptr() for each in columns], last=last.data_ptr(), steps=near.data_ptr(), num_rows=len(last),
-            width=width, now=now, before=before, bends=bends,
-        )  # fmt: skip
-        launch_threads(f"take_steps_{dtype_name(weight.dtype)}", device, threads, argument)
-
-
 CURVE_TERMS = 32
 
 
@@ -174,7 +155,14 @@ def take_missed_steps(columns: Sequence[Tensor], last: Tensor, now: int, steps: 
         _by_torch(columns, last, now, steps, before)
         return
     if weight.is_cuda:
-        _on_gpu(columns, last, now, steps.numbers, before, bends=steps.bends)
+        width = weight[:1].numel()
+        if threads := len(last) * width:
+            near = steps.numbers[: now + 1].pin_memory().to(weight.device, non_blocking=True)
+            argument = idle_argument(
+                [each.data_ptr() for each in columns], last=last.data_ptr(), steps=near.data_ptr(), num_rows=len(last),
+                width=width, now=now, before=before, bends=steps.bends,
+            )  # fmt: skip
+            launch_threads(f"take_steps_{dtype_name(weight.dtype)}", weight.device, threads, argument)
         return
     row, numbers = (weight[:1].numel(), weight.dtype.itemsize), steps.numbers.data_ptr()
     places, threads = [each.data_ptr() for each in columns], threads_for(weight.nbytes * len(columns))

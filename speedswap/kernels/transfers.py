@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,39 +32,15 @@ from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.moves import by_launch, copy
 from speedswap.kernels.host import as_ids, deferred_interrupts, get_num_threads
 from speedswap.kernels.ids import find_all, order_of
-from speedswap.kernels.records import (
-    Part,
-    Records,
-    Stored,
-    WantedColumn,
-    cpu_parts,
-)
+from speedswap.kernels.records import Part, Records, Stored, WantedColumn, cpu_parts
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Starts")
-T_co = TypeVar("T_co", covariant=True)
+S = TypeVar("S")
 
 
 def near(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without waiting for the transfer."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-class Work(Protocol[T_co]):
-    """The task behind a transfer: a job of the CPU loops' thread, or of a direction's thread."""
-
-    def result(self) -> T_co:
-        """Wait for the result and return it, or raise the work's error."""
-
-    def done(self) -> bool:
-        """Return whether there is a result."""
-
-
-class Starts(Protocol):
-    """Work of several transfers."""
-
-    def start(self) -> None:
-        """Start the work."""
 
 
 class Transfer(Generic[T]):
@@ -79,11 +55,11 @@ class Transfer(Generic[T]):
 
     def __init__(self) -> None:
         self.transfers: Transfers | None = None  # those that it was added to
-        self._work: Work[T] | None = None
+        self._work: _Entry[T] | _CpuWork[T] | None = None
         self.event: torch.cuda.Event | None = None
         self._device: torch.device | None = None
 
-    def give(self, work: Work[T]) -> None:
+    def give(self, work: _CpuWork[T]) -> None:
         """Set the transfer's work."""
         self._work = work
 
@@ -154,22 +130,20 @@ class Lookup:
     found: tuple[Tensor, Tensor] | None = None
 
 
+@dataclass(eq=False)
 class _Entry(Generic[T]):
-    """An added transfer: the function that begins it, and its inputs; then its result or error, as :class:`Work`."""
+    """An added transfer: the function that begins it, and its inputs; then its result or error."""
 
-    def __init__(
-        self,
-        transfer: Transfer[T],
-        begin: Callable[[], Callable[[], T]],
-        device: torch.device,
-        inputs: Sequence[Tensor],
-        lookup: Lookup | None,
-        follows: bool,
-        waits: bool,
-    ) -> None:
-        self.device, self.inputs, self.lookup, self.follows, self.waits = device, inputs, lookup, follows, waits
-        self.transfer, self.begin = transfer, begin
-        self.value: T | None = None
+    transfer: Transfer[T]
+    begin: Callable[[], Callable[[], T]]
+    device: torch.device
+    inputs: Sequence[Tensor]
+    lookup: Lookup | None
+    follows: bool
+    waits: bool
+    value: T | None = None
+
+    def __post_init__(self) -> None:
         self._error: BaseException | None = None
         self._is_done = False
         self._unfinished = threading.Lock()
@@ -205,7 +179,7 @@ class Transfers:
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
         self._waiting: deque[_Entry[Any]] = deque()
-        self._common: dict[object, Starts] = {}
+        self._common: dict[object, Any] = {}
 
     @property
     def is_started(self) -> bool:
@@ -217,11 +191,11 @@ class Transfers:
 
         Args:
             key: the work's key.
-            make: creates it for the first of these transfers.
+            make: creates it for the first of these transfers; its ``start`` is called without arguments.
         """
         if key not in self._common:
             self._common[key] = make()
-        return self._common[key]  # type: ignore[return-value]
+        return cast(S, self._common[key])
 
     def add(
         self,
@@ -305,7 +279,9 @@ def _run(
                     if entry.lookup is not None and entry.lookup.found is not None:
                         used_here(entry.lookup.found)
                 if lookups := [each.lookup for each in entries if each.lookup and each.lookup.found is None]:
-                    _find(lookups, device)
+                    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in lookups]
+                    for lookup, found in zip(lookups, find_all(near), strict=True):  # in one round trip
+                        lookup.found = found
                 # A lookup with an id out of range has no rows to move.
                 moves = [entry.begin() if entry.lookup is None or entry.lookup.found else None for entry in entries]
             if rows_stream is not None and ids_stream is not None and rows_stream is not ids_stream:
@@ -328,13 +304,6 @@ _NO_RANGE = nullcontext()
 def _range(name: str) -> AbstractContextManager[object]:
     """Name what a profile shows, which tells what overlaps the computation; without a profile that would take long."""
     return record_function(name) if profiler._is_profiler_enabled else _NO_RANGE
-
-
-def _find(lookups: Sequence[Lookup], device: torch.device) -> None:
-    """Find the rows of all lookups in one round trip."""
-    near = [(lookup.ids.to(device, non_blocking=True), lookup.num_rows) for lookup in lookups]
-    for lookup, found in zip(lookups, find_all(near), strict=True):
-        lookup.found = found
 
 
 def used_here(tensors: Iterable[Tensor]) -> None:
@@ -428,7 +397,7 @@ class FoundBlocks(NamedTuple):
 
 
 class _CpuWork(Generic[T]):
-    """A job of the background thread, as :class:`Work`.
+    """A job of the background thread.
 
     Args:
         job: the thread's job.

@@ -42,18 +42,10 @@ from speedswap.tables.files.place import (
     write_whole,
 )
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.pieces import (
-    Incoming,
-    KeySink,
-    KeySource,
-    Outgoing,
-    RowKeys,
-    keys_of_map,
-    opened_keys,
-)
+from speedswap.tables.pieces import Incoming, KeySink, KeySource, Outgoing, RowKeys, keys_of_map, opened_keys
 from speedswap.tables.record import Column, column_among
 from speedswap.tables.storage import Disk, Storage, create_store
-from speedswap.tables.store import RowStore, keep_map, map_for, read_alone, require_alike
+from speedswap.tables.store import RowStore, keep_map, read_alone, require_alike
 from speedswap.tables.whole_table import numpy_dtype
 
 
@@ -90,14 +82,14 @@ def _in_numpy(dtype: torch.dtype) -> int:
 
 FORMATS = {
     "npy": Format((".npy",), plain.write_npy, plain.read_npy, False, "never", _in_numpy),
-    "safetensors": Format((".safetensors",), plain.write_safetensors, plain.read_safetensors, True, "never", _exact),
+    "safetensors": Format((".safetensors",), plain.write_safetensors, plain.SafetensorsRows, True, "never", _exact),
     "word2vec": Format(
-        (".txt", ".vec"), plain.write_word2vec, plain.read_word2vec, False, "always", lambda _: len(" 0")
+        (".txt", ".vec"), plain.write_word2vec, plain.Word2vecRows, False, "always", lambda _: len(" 0")
     ),
     "word2vec-binary": Format(
         (".bin",),
         partial(plain.write_word2vec, binary=True),
-        partial(plain.read_word2vec, binary=True),
+        partial(plain.Word2vecRows, binary=True),
         False,
         "always",
         lambda _: 4,
@@ -141,31 +133,30 @@ def export_rows(
     overwrite: bool = False,
 ) -> None:
     """Write columns of a table's store to a file; see :meth:`speedswap.Table.export`."""
-    facts, files = store.facts, store.files
-    if (part := part_of_ranks(store.columns["weight"])) is not None:
-        remedy = remedy_for_part(None if files is None else files.path)
-        raise ValueError(f"table {facts.name!r} is {part}, which are not in its order; {remedy}")
+    facts = store.facts
+    require_in_order(store)
     name = format_of(Path(path), format)
     if facts.ranks is not None and FORMATS[name].keys != "never":  # each rank holds part of the keys
         id_map = _map_of(store) if keys is None else keys
         keys = keys_of_map(id_map, facts.num_embeddings) if isinstance(id_map, IdMap) else keys
     with read_alone(store) as alone:
         if alone is not None:
-            _write(alone, Path(path), name, columns, keys, overwrite)
+            real = target_file(path, overwrite)
+            with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
+                rows = written.enter_context(outgoing(alone, name, columns, keys))
+                require_room(least_bytes(FORMATS[name], rows), real)
+                FORMATS[name].write(written.enter_context(write_whole(real)), rows)
+
+
+def require_in_order(store: RowStore) -> None:
+    """Raise ValueError if a store holds one rank's part of a table, whose rows are not in the order of their ids."""
+    if (part := part_of_ranks(store.columns["weight"])) is not None:
+        remedy = remedy_for_part(None if store.files is None else store.files.path)
+        raise ValueError(f"table {store.facts.name!r} is {part}, which are not in its order; {remedy}")
 
 
 def _map_of(store: RowStore) -> IdMap | None:
     return store.notes.id_maps.get(store.facts.part_name)
-
-
-def _write(
-    store: RowStore, path: Path, format: str, columns: Sequence[str], keys: KeySource | RowKeys | None, overwrite: bool
-) -> None:
-    real = target_file(path, overwrite)
-    with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
-        rows = written.enter_context(outgoing(store, format, columns, keys))
-        require_room(least_bytes(FORMATS[format], rows), real)
-        FORMATS[format].write(written.enter_context(write_whole(real)), rows)
 
 
 def target_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
@@ -225,6 +216,26 @@ def require_folder(folder: Path) -> None:
     """Raise FileNotFoundError if a folder does not exist."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "this folder does not exist; make it first", str(folder))
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Provide the temporary path of a folder to be made, which takes its name when the block ends without an error.
+
+    Raises:
+        FileExistsError: the name is taken.
+        FileNotFoundError: the folder above it does not exist.
+        TableFullError: the disk has no room. In all cases nothing is left behind.
+    """
+    real = Path(os.path.realpath(path))
+    if os.path.lexists(real):
+        raise FileExistsError(f"path is {os.fspath(path)!r}, which exists; give another path, or remove it")
+    require_folder(real.parent)
+    remove_leftovers(real.parent)
+    with says_if_full(real, NOTHING_LEFT), fresh_folder(real.parent) as folder:
+        yield folder / real.name
+        rename_without_replacing(folder / real.name, real)
+        sync_names(real.parent)
 
 
 def require_room(nbytes: int, path: Path) -> None:
@@ -291,16 +302,9 @@ def import_rows(
 
         if place.folder is None:
             return filled(place)
-        real = Path(os.path.realpath(place.folder))
-        if os.path.lexists(real):
-            raise FileExistsError(f"path is {str(place.folder)!r}, which exists; give another path, or remove it")
-        require_folder(real.parent)
-        remove_leftovers(real.parent)
-        options |= {"name": options["name"] or real.name}
-        with says_if_full(real, NOTHING_LEFT), fresh_folder(real.parent) as folder:
-            filled(Disk(folder / "table", cache_bytes=_CACHE_BYTES, commit_seconds=None)).close()  # commits once
-            rename_without_replacing(folder / "table", real)
-            sync_names(real.parent)
+        with new_folder(place.folder) as folder:
+            options |= {"name": options["name"] or folder.name}
+            filled(Disk(folder, cache_bytes=_CACHE_BYTES, commit_seconds=None)).close()  # commits once
     return place.open("r+", None)
 
 
@@ -352,7 +356,7 @@ def _fill(
             assert piece.keys is not None
             sink.add(piece.start, piece.keys)
     if first_row and sink is not None:
-        keep_map(store, map_for(store, sink.id_map))
+        keep_map(store, sink.id_map)
 
 
 def _check_finite(values: Tensor, column: str, start: int, what: str) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._process import Locked
 from speedswap.errors import IdMapError, IdMapFullError
-from speedswap.kernels import IdMapUndo, KeyMap
+from speedswap.kernels import IdMapUndo
 from speedswap.tables.files import keys_file
 from speedswap.tables.files.damage import require, says_damaged
 from speedswap.tables.files.keys_file import Sweep, joined
 from speedswap.tables.keys import KINDS, Keys, as_keys
-from speedswap.tables.record import count
+from speedswap.tables.record import whole_number
 
 _EVICTS = (None, "lru", "lfu")
 _MOST_ROWS = 2**31 - 1
@@ -71,11 +71,9 @@ class IdMap(Locked):
 
     def __init__(self, capacity: int, *, keys: str = "int64", admit_after: int = 1, evict: str | None = None) -> None:
         super().__init__()
-        self.capacity = count("capacity", capacity)
-        self.admit_after = count("admit_after", admit_after)
-        for name, value in (("capacity", self.capacity), ("admit_after", self.admit_after)):
-            if value > _MOST_ROWS:
-                raise ValueError(f"{name} is {value}; give at most 2**31 - 1")
+        remedy = "give a whole number of at least 1, at most 2**31 - 1"
+        self.capacity = whole_number("capacity", capacity, 1, _MOST_ROWS, remedy=remedy)
+        self.admit_after = whole_number("admit_after", admit_after, 1, _MOST_ROWS, remedy=remedy)
         if keys not in KINDS:
             raise ValueError(f"keys is {keys!r}; choose one of {', '.join(map(repr, KINDS))}")
         if evict not in _EVICTS:
@@ -89,7 +87,7 @@ class IdMap(Locked):
         self.part: keys_file.SavedMap | None = None  # the keys that one of several ranks owned, as read
         self._map = self._empty()
         self._token = object()  # replaced when the keys are
-        self._ahead = BatchesAhead(self._add_ahead)
+        self._ahead: list[AskedAhead] = []  # batches before their turn, whose keys are in the map
         self._stale = torch.empty(0, dtype=torch.int64, device="cpu")  # rows to reset when the next keys are added
         self._free_rows_are_stale = False
         self._is_frozen = False
@@ -124,7 +122,7 @@ class IdMap(Locked):
     @property
     def waits(self) -> bool:
         """True while batches added ahead wait for their turn."""
-        return bool(len(self._ahead))
+        return bool(self._ahead)
 
     def __repr__(self) -> str:
         return (
@@ -191,7 +189,7 @@ class IdMap(Locked):
         with self._changing():
             if not len(found):
                 return _shaped(found.numbers, found), self._with_stale(found.numbers)
-            with self._ahead.left_out(self._map):
+            with self._left_out():
                 added = self._add(found)
                 if added is None:
                     self._raise_full(found)
@@ -217,7 +215,15 @@ class IdMap(Locked):
             IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`ask`.
         """
         if len({*maps}) < len(maps):
-            return _ask_in_turn(maps, keys)
+            asked = []
+            try:
+                for each, some in zip(maps, keys, strict=True):
+                    asked.append(each.ask(some))
+            except BaseException:
+                for each, one in zip(maps, asked, strict=False):
+                    each.take_back([one])
+                raise
+            return asked
         found = [as_keys(some, each.keys) for each, some in zip(maps, keys, strict=True)]
         asked = [AskedAhead(some, some.numbers.view(some.shape), some.numbers) for some in found]
         batches = [(each, one) for each, one in zip(maps, asked, strict=True) if len(one.keys)]
@@ -225,7 +231,7 @@ class IdMap(Locked):
             for each in sorted(maps, key=id):
                 held.enter_context(each._changing())
             for each, _ in batches:
-                each._ahead.bring_back()
+                each._bring_back()
             before = [each._map.cursor for each, _ in batches]
             try:
                 rows, full = kernels.add_to_maps(
@@ -240,7 +246,7 @@ class IdMap(Locked):
                     each._ahead.append(one)
             except BaseException:  # e.g. Ctrl-C, delivered as soon as the loops return
                 for each, one in batches:
-                    each._ahead.remove([one])
+                    each._drop([one])
                     each._map.undo(one.undo)
                 raise
         return asked
@@ -252,11 +258,11 @@ class IdMap(Locked):
             IdMapFullError: as for :meth:`add`, if keys added out of turn have taken the rows.
         """
         with self._changing():
-            if self._ahead.is_next(asked):
-                self._ahead.remove([asked])
+            if self._ahead[:1] == [asked] and asked.undo.applied:
+                self._drop([asked])
             elif len(asked.keys):
-                with self._ahead.left_out(self._map):
-                    self._ahead.remove([asked])
+                with self._left_out():
+                    self._drop([asked])
                     if not self._add_ahead(asked):
                         self._raise_full(asked.keys)
             return self._with_stale(asked.renewed)
@@ -264,8 +270,8 @@ class IdMap(Locked):
     def take_back(self, batches: Collection[AskedAhead]) -> None:
         """Undo batches that were added ahead and have not had their turn."""
         if batches:
-            with self._changing(), self._ahead.left_out(self._map):
-                self._ahead.remove(batches)
+            with self._changing(), self._left_out():
+                self._drop(batches)
 
     def renew_later(self, rows: Tensor) -> None:
         """Defer the reset of rows that could not be reset now until the next keys are added."""
@@ -297,6 +303,32 @@ class IdMap(Locked):
         if added is not None:
             asked.rows, asked.renewed = added[0].view(asked.keys.shape), added[1]
         return added is not None
+
+    def _drop(self, gone: Collection[AskedAhead]) -> None:
+        """Wait for some batches no longer; the others stay in the map."""
+        self._ahead = [each for each in self._ahead if each not in gone]
+
+    @contextmanager
+    def _left_out(self) -> Iterator[None]:
+        """Return the map to the current turn for the block; batches that wait are added again after it."""
+        for asked in reversed(self._ahead):
+            self._map.undo(asked.undo)
+        try:
+            yield
+        finally:
+            self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Add the batches that are not in the map back; they get the same rows if the map has not changed.
+
+        A batch that finds no rows stays out, and raises in its turn.
+        """
+        for asked in self._ahead:
+            if not asked.undo.applied:
+                before = asked.rows
+                self._add_ahead(asked)
+                if torch.equal(asked.rows, before):
+                    asked.rows = before
 
     def _with_stale(self, renewed: Tensor) -> Tensor:
         if len(self._stale):
@@ -355,12 +387,12 @@ class IdMap(Locked):
     @contextmanager
     def _as_of_now(self) -> Iterator[None]:
         """Leave out batches that have not had their turn, for the block."""
-        if not len(self._ahead):
+        if not self._ahead:
             yield
             return
         self._is_changing = True
         try:
-            with self._ahead.left_out(self._map):
+            with self._left_out():
                 yield
         finally:
             self._is_changing = False
@@ -369,11 +401,7 @@ class IdMap(Locked):
 
     def to_bytes(self) -> Tensor:
         """Return the map as bytes, uint8, shape (n,), without batches that have not had their turn."""
-        if self.part is not None:
-            return keys_file.encode(self.part)
-        with self._unbroken(), self._as_of_now():
-            saved = self._saved()
-        return keys_file.encode(saved)
+        return keys_file.encode(self.changes(None)[0])
 
     def changes(self, before: Sweep | None) -> tuple[keys_file.SavedMap, Sweep]:
         """Return the changes since an earlier call, whose result is in a file, and the map's new state.
@@ -490,7 +518,7 @@ class IdMap(Locked):
         return saved, keys_file.restored(saved, what)
 
     def _adopt(self, saved: keys_file.SavedMap, restored: kernels.KeyMap) -> None:
-        with self._ahead.left_out(self._map):
+        with self._left_out():
             self._map, self._token = restored, object()
             self._stale = saved.stale.clone()
             self._free_rows_are_stale = saved.free_rows_are_stale
@@ -499,7 +527,7 @@ class IdMap(Locked):
     def become(self, found: IdMap) -> None:
         """Take over the contents of a map that another process has since saved with this map's table."""
         with self.lock:
-            self._ahead, self._is_changing = BatchesAhead(self._add_ahead), False  # a fork may have interrupted them
+            self._ahead, self._is_changing = [], False  # a fork may have interrupted them
             for name in _OF_FILES:
                 setattr(self, name, getattr(found, name))
             self.version += 1
@@ -509,19 +537,6 @@ class IdMap(Locked):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_frozen, (self.to_bytes().numpy().tobytes(),))
-
-
-def _ask_in_turn(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
-    """Ask maps that are not all different, one after the other: all or none."""
-    asked: list[AskedAhead] = []
-    try:
-        for each, some in zip(maps, keys, strict=True):
-            asked.append(each.ask(some))
-    except BaseException:
-        for each, one in zip(maps, asked, strict=False):
-            each.take_back([one])
-        raise
-    return asked
 
 
 def _ascending(rows: list[Tensor]) -> Tensor:
@@ -553,54 +568,3 @@ class AskedAhead:
     rows: Tensor
     renewed: Tensor
     undo: IdMapUndo = field(default_factory=IdMapUndo)
-
-
-class BatchesAhead:
-    """The batches that have not had their turn, in order. Their keys are in the map, after all others.
-
-    A change out of turn goes first: the batches are removed from the map and added again.
-
-    Args:
-        add: adds a batch to the map; returns False if too few rows are free.
-    """
-
-    def __init__(self, add: Callable[[AskedAhead], bool]) -> None:
-        self._add = add
-        self._batches: list[AskedAhead] = []
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def append(self, asked: AskedAhead) -> None:
-        """Append the next batch, which is in the map."""
-        self._batches.append(asked)
-
-    def is_next(self, asked: AskedAhead) -> bool:
-        """Return whether this batch is the first waiting one, and its keys are in the map."""
-        return bool(self._batches) and self._batches[0] is asked and asked.undo.applied
-
-    def remove(self, gone: Collection[AskedAhead]) -> None:
-        """Remove batches; the others stay in the map."""
-        self._batches = [each for each in self._batches if each not in gone]
-
-    @contextmanager
-    def left_out(self, loops: KeyMap) -> Iterator[None]:
-        """Return the map to the current turn for the block."""
-        for asked in reversed(self._batches):
-            loops.undo(asked.undo)
-        try:
-            yield
-        finally:
-            self.bring_back()
-
-    def bring_back(self) -> None:
-        """Add the batches that are not in the map back; they get the same rows if the map has not changed.
-
-        A batch that finds no rows stays out, and raises in its turn.
-        """
-        for asked in self._batches:
-            if not asked.undo.applied:
-                before = asked.rows
-                self._add(asked)
-                if torch.equal(asked.rows, before):
-                    asked.rows = before

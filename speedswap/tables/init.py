@@ -140,10 +140,10 @@ class ColumnSpec(NamedTuple):
     key: int
 
 
-def chunks_of(num_rows: int) -> Iterator[range]:
-    """Yield all rows of a table, ``CHUNK_ROWS`` at a time."""
-    for start in range(0, num_rows, CHUNK_ROWS):
-        yield range(start, min(start + CHUNK_ROWS, num_rows))
+def chunks_of(num_rows: int, at_once: int = CHUNK_ROWS) -> Iterator[range]:
+    """Yield all rows of a table, or of something else, ``at_once`` at a time."""
+    for start in range(0, num_rows, at_once):
+        yield range(start, min(start + at_once, num_rows))
 
 
 def ids_of(rows: range | Tensor) -> Tensor:
@@ -161,7 +161,15 @@ def zero_row_in(into: Tensor, rows: range | Tensor, zero_row: int | None) -> Non
 
 
 class _OfNumbers(Initializer):
-    """Values that depend on numbers."""
+    """Values that depend on numbers, which :func:`constant` and the like have checked."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Initializer:
+        numbers = [data[each.name] for each in fields(cls)]
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise TypeError(f"init has {number!r}; a number was expected")
+        return _CHECKED[cls.kind](*numbers)
 
     def require_fits(self, dtype: torch.dtype) -> None:
         try:
@@ -181,10 +189,6 @@ class _Constant(_OfNumbers):
     @property
     def is_zero(self) -> bool:
         return self.value == 0 and math.copysign(1.0, self.value) > 0
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Initializer:
-        return constant(_number(data["value"]))
 
 
 @dataclass(frozen=True)
@@ -206,10 +210,6 @@ class _Uniform(_Random):
     kind: ClassVar[str] = "uniform"
     draw: ClassVar[Callable[..., None]] = staticmethod(kernels.fill_uniform)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Initializer:
-        return uniform(_number(data["low"]), _number(data["high"]))
-
 
 @dataclass(frozen=True)
 class _Normal(_Random):
@@ -218,10 +218,6 @@ class _Normal(_Random):
 
     kind: ClassVar[str] = "normal"
     draw: ClassVar[Callable[..., None]] = staticmethod(kernels.fill_normal)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Initializer:
-        return normal(_number(data["mean"]), _number(data["std"]))
 
 
 @dataclass(frozen=True)
@@ -484,20 +480,17 @@ class InRanges(Initializer):
     def from_json(cls, data: dict[str, Any]) -> InRanges | None:
         if not isinstance(data["ranges"], list) or not data["ranges"]:
             raise TypeError(f"init has ranges {data['ranges']!r}; a list of them was expected")
-        known, ranges = True, []
-        for each in data["ranges"]:
+        parts = [from_json(each["init"]) for each in data["ranges"]]
+        if any(isinstance(init, cls) for init in parts):
+            raise ValueError("init has ranges within a range")
+        ranges = []
+        for each, init in zip(data["ranges"], parts, strict=True):
             num_rows, seed, zero_row = each["num_rows"], each["seed"], each["zero_row"]
             is_range = is_int(num_rows, 1, 2**62) and is_int(seed, 0, 2**64 - 1)
             if not is_range or not (zero_row is None or is_int(zero_row, 0, num_rows - 1)):
                 raise ValueError(f"init has a range of {num_rows!r} rows, with seed {seed!r}, row {zero_row!r} zero")
-            init = from_json(each["init"])
-            if init is None:
-                known = False
-            elif isinstance(init, cls):
-                raise ValueError("init has ranges within a range")
-            else:
-                ranges.append(Range(num_rows, init, seed, zero_row))
-        return cls(tuple(ranges)) if known else None
+            ranges += [] if init is None else [Range(num_rows, init, seed, zero_row)]
+        return None if None in parts else cls(tuple(ranges))
 
 
 class _RowsOfTable(torch.Tensor):
@@ -575,6 +568,9 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
         raise ValueError(f"mean is {mean} and std is {std}; give finite numbers with std >= 0")
     return _Normal(float(mean), float(std))
+
+
+_CHECKED: dict[str, Callable[..., Initializer]] = {"constant": constant, "uniform": uniform, "normal": normal}
 
 
 def from_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Initializer:
@@ -695,12 +691,6 @@ def found_in(directory: Path, base: Sequence[str] | None, data: dict[str, Any]) 
         if base is not None or (near and all(map(os.path.exists, near))):
             data["files"] = near if base is None else [*base]
     return data
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"init has {value!r}; a number was expected")
-    return float(value)
 
 
 @contextmanager

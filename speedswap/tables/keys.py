@@ -323,16 +323,11 @@ def _plain(text: str) -> str:
     return "".join(char for char in decomposed if not unicodedata.combining(char)).strip() or text
 
 
-class _Hashes(NamedTuple):
-    """A family of hashes of n-grams, in numbers."""
-
-    multipliers: list[list[int]]  # (longest order, hashes); 0 beyond a hash's order
-    primes: list[int]
-    first_rows: list[int]
-
-
 @lru_cache(maxsize=32)
-def _hashes(orders: tuple[int, ...], heads: int, num_rows: int, seed: int) -> _Hashes:
+def _hashes(
+    orders: tuple[int, ...], heads: int, num_rows: int, seed: int
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return hashes of n-grams in numbers: multipliers, 0 beyond a hash's order; primes; and first rows."""
     number = len(orders) * heads
     each = num_rows // number
     primes = _primes(each, number)
@@ -345,7 +340,7 @@ def _hashes(orders: tuple[int, ...], heads: int, num_rows: int, seed: int) -> _H
         [_multiplier(seed, order, head, place) if place < order else 0 for order in orders for head in range(heads)]
         for place in range(max(orders))
     ]
-    return _Hashes(multipliers, primes, [hash * each for hash in range(number)])
+    return multipliers, primes, [hash * each for hash in range(number)]
 
 
 def _multiplier(seed: int, order: int, head: int, place: int) -> int:

@@ -14,17 +14,9 @@ from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
-from speedswap.tables.memory import (
-    HotBytes,
-    MemoryKind,
-    RecordGroup,
-    WantedShares,
-    allocate,
-    make_cache,
-    says_too_large,
-)
+from speedswap.tables.memory import HotBytes, RecordGroup, allocate, make_cache, says_too_large
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
-from speedswap.tables.record import Block, Column, RecordLayout, initial_values, is_lazy
+from speedswap.tables.record import Block, Column, RecordLayout, column_among, initial_values, is_lazy
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
 
 _CPU = torch.device("cpu")
@@ -66,20 +58,9 @@ class LocalStore(RowStore):
         self._replaces_memory = False  # a child forked in the meantime has none
 
     @classmethod
-    def create(
-        cls,
-        num_embeddings: int,
-        weight: Column,
-        *,
-        storage: MemoryKind = "pageable",
-        shares: WantedShares = (None, None),
-        hot_bytes: HotBytes | None = None,
-        seed: int = 0,
-        name: str | None = None,
-    ) -> LocalStore:
-        """Return a new store filled with initial values; arguments and errors are those of :meth:`Table.create`."""
-        require_size(num_embeddings, [weight])
-        facts = StoreFacts(num_embeddings, storage, shares, seed, name or "table", hot_bytes=hot_bytes)
+    def create(cls, facts: StoreFacts, weight: Column) -> LocalStore:
+        """Return a new store filled with initial values; errors are those of :meth:`Table.create`."""
+        require_size(facts.num_embeddings, [weight])
         store = cls(facts, written=weight.init.is_given)
         store._hold(store._new_group([weight]))
         return store
@@ -125,10 +106,8 @@ class LocalStore(RowStore):
         Raises:
             ValueError: none does.
         """
-        for group in self.groups:
-            if column in [each.name for each in group.layout.columns]:
-                return group
-        raise ValueError(f"column {column!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
+        column_among(self.columns, column, self.name)
+        return next(group for group in self.groups if group.layout.has(column))
 
     def _fields(self, names: Iterable[str]) -> _Fields:
         """Return the named columns as the kernels gather them, by the group that holds them."""
@@ -198,7 +177,7 @@ class LocalStore(RowStore):
 
     def _divide(self, device: torch.device) -> None:
         """Measure, before rows first go to or from a GPU, in which shares they go, where that is left open."""
-        if not self._is_filled:
+        if not self._is_filled or device.type != "cuda":
             return
         self.drain()
         self._pending.finish_prefetches()
@@ -249,12 +228,12 @@ class LocalStore(RowStore):
     ) -> Block:
         if self._pending.unfinished:
             self.drain()
-        names = self._columns if columns is None else columns
-        if not self._is_filled and self._computes(rows.shape[0], near := device or rows.device):
+        names, near = self._columns if columns is None else columns, device or rows.device
+        if not self._is_filled and self._computes(rows.shape[0], near):
             return self._computed(rows, names, near, out or {})
-        if not self._is_divided and (near := device or rows.device).type == "cuda":
+        if not self._is_divided:
             self._divide(near)
-        if out is None and rows.is_cpu and (device is None or device.type == "cpu"):
+        if out is None and rows.is_cpu and near.type == "cpu":
             fields = self._fields(names)
             if len(fields) == 1 and (columns is None or len(columns) == 1):  # the usual case
                 group, wanted = fields[0]
@@ -293,15 +272,14 @@ class LocalStore(RowStore):
                 blocks[name] = kernels.empty((count, *field.row_shape), field.dtype, device) if block is None else block
             records, ids = group.records(ahead=to_read is not None), rows if to_read is None else to_read
             if not kernels.copy_by_kernel("gather", records, ids, fields, [blocks[name] for name in fields]):
-                forms = {name: field.stored for name, field in fields.items()}
-                kernels.gather_records(records, ids, _parts(fields, blocks, forms))
+                kernels.gather_records(records, ids, fields.parts(blocks))
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         if not self._is_filled:
             self._take_all(next(iter(values.values()), block.rows).device)
-        if not self._is_divided and (of := next(iter(values.values()), block.rows).device).type == "cuda":
-            self._divide(of)
+        if not self._is_divided:
+            self._divide(next(iter(values.values()), block.rows).device)
         groups, leased, blocks = self._fields(values), block.columns, dict[str, Tensor]()
         for name, value in values.items():
             blocks[name] = value if leased.get(name) is value else kernels.as_read(value.detach())
@@ -351,7 +329,7 @@ class LocalStore(RowStore):
         if self._in_host_memory(device):
             for group, _ in groups:
                 group.settle(writing=True)
-            moves = [(group.records(), _parts(fields, blocks, forms)) for group, fields in groups]
+            moves = [(group.records(), fields.parts(blocks, forms)) for group, fields in groups]
             kernels.scatter_on_cpu(write, write.rows, moves)
             return
 
@@ -382,7 +360,7 @@ class LocalStore(RowStore):
         if self.notes.hot is not None and lookup.device.type == "cpu":
             return super().prefetch(lookup, transfers)  # the host cannot read ahead of rows on their way home
         computes = not self._is_filled and self._computes(lookup.ids.numel(), lookup.device)
-        if not self._is_divided and lookup.device.type == "cuda":
+        if not self._is_divided:
             self._divide(lookup.device)
         if computes or lookup.ids.device.type != "cpu" or not self._in_host_memory(lookup.device):
             prefetch = self._prefetch_by(transfers, lookup, writes, computes)
@@ -599,8 +577,4 @@ def _scatter(
 ) -> None:
     """Scatter a batch's rows of some columns, with at least one of them or the records on a GPU."""
     if not kernels.copy_by_kernel("scatter", records, rows, fields, [blocks[name] for name in fields]):
-        kernels.scatter_records(records, rows, _parts(fields, blocks, forms))
-
-
-def _parts(fields: Mapping[str, kernels.WantedColumn], blocks: _Blocks, forms: _Forms) -> list[kernels.Part]:
-    return [kernels.Part(field.offset, blocks[name], forms[name]) for name, field in fields.items()]
+        kernels.scatter_records(records, rows, fields.parts(blocks, forms))

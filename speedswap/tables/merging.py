@@ -10,16 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap.tables.files.open_directory import OpenFile, says_if_full, sync_names, write_all
-from speedswap.tables.files.place import fresh_folder, remove_leftovers, rename_without_replacing
+from speedswap.tables.files.damage import ranges_of
+from speedswap.tables.files.open_directory import OpenFile, sync_names, write_all
 from speedswap.tables.files.tensor_files import TensorFiles, TensorPlace, TensorWriter
-from speedswap.tables.formats import NOTHING_LEFT, require_folder
+from speedswap.tables.formats import new_folder
 from speedswap.tables.init import of_tensors
 from speedswap.tables.rows_file import RowsFile
 
@@ -30,16 +29,8 @@ _COPIED_BYTES = 1 << 30  # at once
 _CANNOT_SHARE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class _Target(NamedTuple):
-    """A tensor that gets rows.
-
-    Attributes:
-        path: of its file, within the checkpoint's folder.
-        place: its place there.
-    """
-
-    path: Path
-    place: TensorPlace
+_Target = tuple[Path, TensorPlace]
+"""A tensor that gets rows: the path of its file, within the checkpoint's folder, and its place there."""
 
 
 def merge_rows(base: str | os.PathLike[str], rows: RowsFiles, out: str | os.PathLike[str]) -> None:
@@ -63,7 +54,7 @@ def merge_rows(base: str | os.PathLike[str], rows: RowsFiles, out: str | os.Path
         TypeError: the tensors are of float8, whose scales the rows do not fit.
         TableFullError: the disk has no room. In all cases nothing is left behind.
     """
-    folder, real = Path(os.path.abspath(base)), Path(os.path.realpath(out))
+    folder = Path(os.path.abspath(base))
     files = [RowsFile(path) for path in ([rows] if isinstance(rows, str | os.PathLike) else rows)]
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "give the folder of a checkpoint", str(folder))
@@ -71,12 +62,12 @@ def merge_rows(base: str | os.PathLike[str], rows: RowsFiles, out: str | os.Path
     targets = [(file, name, _targets(file, name, tensors, folder)) for file in files for name in file.about]
     for file in files:
         file.verify()
-    with _new_folder(real) as new:
+    with _filled_folder(out) as new:
         for path in _visible(folder):
             copied = new / path.relative_to(folder)
             copied.mkdir() if path.is_dir() else _copy(path, copied)
         for file, name, found in targets:
-            _write(file, name, [each._replace(path=new / each.path) for each in found])
+            _write(file, name, [(new / path, place) for path, place in found])
 
 
 def _targets(file: RowsFile, name: str, tensors: TensorFiles, folder: Path) -> list[_Target]:
@@ -111,7 +102,7 @@ def _targets(file: RowsFile, name: str, tensors: TensorFiles, folder: Path) -> l
             f"{file.path} has rows of a table of {about['shape']}, but {found[0]!r} of {folder} has {rows} rows of "
             f"{shapes}; give the checkpoint that the table {name!r} was made over"
         )
-    return [_Target(tensors.path(each).relative_to(folder), place) for each, place in zip(found, places, strict=True)]
+    return [(tensors.path(each).relative_to(folder), place) for each, place in zip(found, places, strict=True)]
 
 
 def _visible(folder: Path) -> Iterator[Path]:
@@ -124,14 +115,9 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _new_folder(real: Path) -> Iterator[Path]:
-    """Provide a folder that takes its name, with all of its files durable, when the block ends without an error."""
-    if os.path.lexists(real):
-        raise FileExistsError(errno.EEXIST, "give the path of a new folder", str(real))
-    require_folder(real.parent)
-    remove_leftovers(real.parent)
-    with says_if_full(real, NOTHING_LEFT), fresh_folder(real.parent) as folder:
-        new = folder / real.name
+def _filled_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Provide a new folder that takes its name, with all of its files durable, when the block ends without an error."""
+    with new_folder(out) as new:
         new.mkdir()
         yield new
         for path in (new, *_visible(new)):
@@ -140,8 +126,6 @@ def _new_folder(real: Path) -> Iterator[Path]:
             else:
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-        rename_without_replacing(new, real)
-        sync_names(real.parent)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -158,8 +142,8 @@ def _copy(source: Path, target: Path) -> None:
 
 def _write(file: RowsFile, name: str, targets: list[_Target]) -> None:
     """Write a table's rows to its tensors in place."""
-    opened = {path: OpenFile(os.open(path, os.O_WRONLY)) for path in {each.path for each in targets}}
-    firsts = torch.tensor([*accumulate((each.place.shape[0] for each in targets), initial=0)])
+    opened = {path: OpenFile(os.open(path, os.O_WRONLY)) for path in {path for path, _ in targets}}
+    firsts = torch.tensor([*accumulate((place.shape[0] for _, place in targets), initial=0)])
     for ids, values in file.pieces(name, ["weight"]):
         edges = torch.searchsorted(ids, firsts).tolist()
         for (path, place), first, (begin, end) in zip(targets, firsts.tolist(), pairwise(edges), strict=False):
@@ -179,10 +163,10 @@ def _rounded(rows: Tensor, dtype: torch.dtype, ids: Tensor, name: str) -> Tensor
 
 def _write_runs(fd: int, place: TensorPlace, rows: Tensor, values: Tensor) -> None:
     """Write rows of a tensor, consecutive ones at once."""
-    numbers, raw = rows.numpy(), values.contiguous().view(torch.uint8).numpy()
-    edges = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)] if len(numbers) else []
-    for begin, end in pairwise(edges):
-        write_all(fd, raw[begin:end].reshape(-1).data, place.rows(int(numbers[begin]), int(numbers[begin])).start)
+    rest = values.contiguous().view(torch.uint8).numpy()
+    for run in ranges_of(rows.numpy()):
+        some, rest = rest[: len(run)], rest[len(run) :]
+        write_all(fd, some.reshape(-1).data, place.rows(run.start, run.stop).start)
 
 
 # ---- PEFT
@@ -214,12 +198,10 @@ def save_trainable_tokens(
     ids = {name: [int(row) for some, _ in file.pieces(name, []) for row in some] for name in file.about}
     suffix = "" if adapter is None else ".token_adapter"
     kept, config = _alone(ids, file.path) if adapter is None else _beside(ids, Path(adapter))
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        name: (each.dtype, tuple(each.shape)) for name, each in kept.items()
-    }
+    shapes = {name: (each.dtype, tuple(each.shape)) for name, each in kept.items()}
     deltas = {name: f"{_PREFIX}{name}{suffix}.trainable_tokens_delta" for name in ids}
     shapes |= {deltas[name]: (file.form(name).dtype, (len(ids[name]), *file.form(name).row_shape)) for name in ids}
-    with _new_folder(Path(os.path.realpath(out))) as new:
+    with _filled_folder(out) as new:
         if adapter is not None:
             for path in _visible(Path(adapter)):
                 if path.is_file() and path.name not in (_CONFIG, _MODEL):

@@ -35,7 +35,9 @@ def _open_log(
     path: Path, mode: str, disk: DiskOptions, commit: int | None, base: Sequence[str] | None = None
 ) -> RowStore:
     """Open the store of a table in one log; arguments and errors are those of :meth:`Table.open`."""
-    for last in (*[False] * _TRIES, True):
+    tries = 0
+    while True:
+        tries += 1
         directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+", base=base)
         try:
             if base is not None and directory.writable:
@@ -44,12 +46,11 @@ def _open_log(
             return IdleStore.in_front_of(LogStore(directory, manifest, contents, disk, commit))
         except TableFormatError:
             directory.release()
-            if last or directory.writable or not directory.has_changed:
+            if tries > _TRIES or directory.writable or not directory.has_changed:
                 raise  # otherwise a writer has just added columns
         except BaseException:
             directory.release()
             raise
-    raise AssertionError
 
 
 def read_manifest(path: Path, base: Sequence[str] | None = None) -> ShardsManifest | None:
@@ -189,9 +190,7 @@ class ShardsInFiles(RowStore, Files):
             checked.rows += found.rows
             checked.nbytes += found.nbytes
             checked.problems += [f"{name}: {problem}" for problem in found.problems]
-            for places in found.damaged:
-                ids = self.owners.ids(torch.arange(places.start, places.stop), rank)
-                checked.damaged += [range(row, row + 1) for row in ids.tolist() if row < self.num_embeddings]
+            checked.damaged += [row for places in found.damaged for row in self.owners.rows_at(places, rank)]
         return checked
 
     def check(self, *, writing: bool = False) -> bool:
@@ -218,12 +217,8 @@ class ShardsInFiles(RowStore, Files):
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
         ids, device = rows.cpu().long(), device or rows.device
-        names = [*self.columns] if columns is None else [*columns]
-        found = {
-            name: torch.empty(len(ids), *column.row_shape, dtype=column.dtype)
-            for name, column in self.columns.items()
-            if name in names
-        }
+        known, names = self.columns, [*(self.columns if columns is None else columns)]
+        found = {name: torch.empty(len(ids), *known[name].row_shape, dtype=known[name].dtype) for name in names}
         owner = self.owners.of(ids)
         for rank, shard in enumerate(self.shards):
             mine = (owner == rank).nonzero().flatten()

@@ -113,6 +113,11 @@ class Owners:
         low = ((bucket - self._moved(high)) * self._inverse) & (self.buckets - 1)
         return (high << self.bits) | low
 
+    def rows_at(self, places: range, rank: int) -> list[range]:
+        """Return the table's rows at a range of a rank's places, each as a range."""
+        ids = self.ids(torch.arange(places.start, places.stop), rank).tolist()
+        return [range(row, row + 1) for row in ids if row < self.num_embeddings]
+
     # ------------------------------------------------------------------ a rank's rows in the order of their ids
 
     def count_below(self, id_: int, rank: int) -> int:

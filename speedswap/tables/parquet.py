@@ -177,19 +177,15 @@ class _Groups(Incoming):
         for size in form.row_shape:
             self._refuse_nulls(found, name, row)
             if not hasattr(found.type, "list_size"):
-                self._refuse_ragged(found, size, name, row)
+                lengths = found.value_lengths().to_numpy(zero_copy_only=False)
+                if len(wrong := np.flatnonzero(lengths != size)):
+                    raise TableFormatError(
+                        f"{self._what}, row {row + wrong[0]}: column {name!r} has {lengths[wrong[0]]} values, and the "
+                        f"first row {size}; give each row as many"
+                    )
             found = found.flatten()
         self._refuse_nulls(found, name, row)
         return torch.from_numpy(np.array(found.to_numpy(zero_copy_only=False))).view(-1, *form.row_shape)
-
-    def _refuse_ragged(self, column: Any, size: int, name: str, row: int) -> None:
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-        wrong = np.flatnonzero(lengths != size)
-        if len(wrong):
-            raise TableFormatError(
-                f"{self._what}, row {row + wrong[0]}: column {name!r} has {lengths[wrong[0]]} values, and the first "
-                f"row {size}; give each row as many"
-            )
 
     def _refuse_nulls(self, column: Any, name: str, row: int) -> None:
         if column.null_count:

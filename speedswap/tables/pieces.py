@@ -25,7 +25,6 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.place import open_regular
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.keys import Keys
-from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 
 KeySource = str | os.PathLike[str] | IdMap | Sequence[str]
@@ -245,8 +244,7 @@ class Outgoing:
     def __init__(self, store: RowStore, columns: Sequence[str], keys: RowKeys | None) -> None:
         self.keys = keys
         self.rows = range(store.facts.num_embeddings) if keys is None else keys.rows
-        self._columns = {name: store.columns[name] for name in columns}
-        self.forms = {name: ColumnForm(each.dtype, each.row_shape) for name, each in self._columns.items()}
+        self.forms = {name: ColumnForm(store.columns[name].dtype, store.columns[name].row_shape) for name in columns}
         self._store = store
 
     def __len__(self) -> int:
@@ -255,14 +253,14 @@ class Outgoing:
     def pieces(self) -> Iterator[FilePiece]:
         """Yield the rows in order, numbered from 0."""
         step = rows_in_piece([*self.forms.values()])
-        most = _window_rows(self._store, [*self.forms], self.rows)
+        most = _window_rows(self._store, sum(form.row_bytes for form in self.forms.values()), len(self))
         for begin in range(0, len(self), most or step):
             rows = self.rows[begin : begin + (most or step)]
             if most is None:
                 read = self._store.read
                 values = {name: read(name, rows.start, rows.stop).cpu().contiguous() for name in self.forms}
             else:
-                values = _window(self._store, self._columns, rows)
+                values = _window(self._store, self.forms, rows)
             for start in range(0, len(rows), step):
                 first, last = begin + start, begin + min(start + step, len(rows))
                 keys = None if self.keys is None else self.keys.take(first, last)
@@ -303,36 +301,35 @@ class Incoming(ABC):
         """
 
 
-def _window_rows(store: RowStore, columns: Sequence[str], rows: range) -> int | None:
+def _window_rows(store: RowStore, row_bytes: int, num_rows: int) -> int | None:
     """Return the number of rows in a window; None if rows are better read one by one.
 
     Each window scans the whole log. That pays if the scans take less time than one read per group.
     """
     if not isinstance(store, LogStore):
         return None
-    row_bytes = sum(store.columns[name].width * store.columns[name].dtype.itemsize for name in columns)
     most = max(1, available_bytes() // _SHARE // row_bytes)
-    walks = -(-len(rows) // most)
+    walks = -(-num_rows // most)
     return most if walks * store.log.stats()["record_bytes"] <= _BYTES_FOR_A_READ else None
 
 
-def _window(store: RowStore, columns: Mapping[str, Column], rows: range) -> dict[str, Tensor]:
+def _window(store: RowStore, forms: Mapping[str, ColumnForm], rows: range) -> dict[str, Tensor]:
     """Return rows by column, in ordinary memory."""
-    values = {name: torch.empty(len(rows), *each.row_shape, dtype=each.dtype) for name, each in columns.items()}
+    values = {name: torch.empty(len(rows), *each.row_shape, dtype=each.dtype) for name, each in forms.items()}
     missing = torch.ones(len(rows), dtype=torch.bool)
     try:
         for found, held in store.written_rows():
             inside = (found >= rows.start) & (found < rows.stop)
             places = found[inside] - rows.start
-            for name, column in columns.items():
-                values[name][places] = column.decode(held[name][inside])
+            for name in forms:
+                values[name][places] = store.columns[name].decode(held[name][inside])
             missing[places] = False
     except OSError as error:
         if error.errno != errno.ESTALE:  # another process has overwritten some of them
             raise
         missing[:] = True
     for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):
-        block = store.gather(places + rows.start, [*columns], torch.device("cpu"))
-        for name in columns:
+        block = store.gather(places + rows.start, [*forms], torch.device("cpu"))
+        for name in forms:
             values[name][places] = block.columns[name]
     return values

@@ -13,6 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,6 +23,7 @@ from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.files.tensor_files import DTYPES, TensorReader, TensorWriter
+from speedswap.tables.init import chunks_of
 from speedswap.tables.pieces import PIECE_BYTES, ColumnForm, FilePiece, Incoming, Outgoing, as_texts, rows_in_piece
 from speedswap.tables.whole_table import as_numpy
 
@@ -46,11 +48,9 @@ def read_npy(file: BinaryIO, what: str) -> Incoming:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            version = np.lib.format.read_magic(file)
-            read_header = np.lib.format.read_array_header_1_0
-            shape, fortran_order, dtype = (read_header if version == (1, 0) else np.lib.format.read_array_header_2_0)(
-                file
-            )
+            is_first = np.lib.format.read_magic(file) == (1, 0)
+            read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+            shape, fortran_order, dtype = read(file)
             form = ColumnForm(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, tuple(shape[1:]))
     except OSError:
         raise
@@ -78,13 +78,13 @@ class _Array(Incoming):
     def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:
         (name,) = columns
         form = self.columns[name]
-        step = rows_in_piece([form])
-        for start in range(0, self.num_rows, step):
-            shape = (min(step, self.num_rows - start), *form.row_shape)
-            values = np.empty(shape, self._dtype)
+        for rows in chunks_of(self.num_rows, rows_in_piece([form])):
+            values = np.empty((len(rows), *form.row_shape), self._dtype)
             if self._file.readinto(values.data.cast("B")) != values.nbytes:  # type: ignore[attr-defined]
                 raise TableFormatError(f"{self._what} was cut short as it was read")
-            yield FilePiece(start, {name: torch.from_numpy(values.astype(self._dtype.newbyteorder("="), copy=False))})
+            yield FilePiece(
+                rows.start, {name: torch.from_numpy(values.astype(self._dtype.newbyteorder("="), copy=False))}
+            )
 
 
 def write_safetensors(file: BinaryIO, rows: Outgoing) -> None:
@@ -103,19 +103,15 @@ def write_safetensors(file: BinaryIO, rows: Outgoing) -> None:
             writer.write(name, values, first_row=piece.start)
 
 
-def read_safetensors(file: BinaryIO, what: str) -> Incoming:
-    """Check the head of a file.
+class SafetensorsRows(Incoming):
+    """The rows of a file's tensors; the first requested tensor gives their number.
 
     Raises:
-        TableFormatError: it is damaged, or has no tensor with rows.
+        TableFormatError: the file is damaged, or has no tensor with rows.
     """
-    return _Tensors(TensorReader(OpenFile(os.dup(file.fileno())), what), what)
 
-
-class _Tensors(Incoming):
-    """The rows of a file's tensors; the first requested tensor gives their number."""
-
-    def __init__(self, reader: TensorReader, what: str) -> None:
+    def __init__(self, file: BinaryIO, what: str) -> None:
+        reader = TensorReader(OpenFile(os.dup(file.fileno())), what)
         self._reader, self._what = reader, what
         places = {name: place for name, place in reader.places.items() if place.shape and place.nbytes}
         if unread := [name for name in reader.others if not places or name == "weight"]:
@@ -131,10 +127,9 @@ class _Tensors(Incoming):
             raise TableFormatError(f"{self._what} has tensors of different numbers of rows: {counts}; choose columns")
 
     def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:
-        step = rows_in_piece([self.columns[name] for name in columns])
-        for start in range(0, self.num_rows, step):
-            stop = min(start + step, self.num_rows)
-            yield FilePiece(start, {name: self._reader.read_rows(name, start, stop) for name in columns})
+        for rows in chunks_of(self.num_rows, rows_in_piece([self.columns[name] for name in columns])):
+            read = partial(self._reader.read_rows, start=rows.start, stop=rows.stop)
+            yield FilePiece(rows.start, {name: read(name) for name in columns})
 
 
 _HEAD = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})[ \t]*\r?\n")
@@ -166,21 +161,16 @@ def write_word2vec(file: BinaryIO, rows: Outgoing, *, binary: bool = False) -> N
         file.write(kernels.write_vectors(as_texts(piece.keys), values if is_double else values.float(), binary=binary))
 
 
-def read_word2vec(file: BinaryIO, what: str, *, binary: bool = False) -> Incoming:
-    """Check the head of a file.
+class Word2vecRows(Incoming):
+    """The rows of a file of vectors.
 
     Raises:
         TableFormatError: it is in another format, or is too short for the rows it declares.
     """
-    return _Vectors(file, what, binary=binary)
-
-
-class _Vectors(Incoming):
-    """The rows of a file of vectors."""
 
     key_kind = "exact"
 
-    def __init__(self, file: BinaryIO, what: str, *, binary: bool) -> None:
+    def __init__(self, file: BinaryIO, what: str, *, binary: bool = False) -> None:
         self._file, self._what, self._binary = file, what, binary
         head = file.readline(_HEAD_BYTES)
         found = _HEAD.fullmatch(head)

@@ -232,16 +232,21 @@ def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
             )
 
 
-def require_sources(columns: Sequence[Column], present: Mapping[str, Column], table: str) -> None:
-    """Raise ValueError if a column starts as a copy of one that does not exist or has another row shape.
+def require_addable(columns: Sequence[Column], present: Mapping[str, Column], num_embeddings: int, table: str) -> None:
+    """Raise ValueError or TypeError unless columns can be added to a table, or reset, in this order.
 
     Args:
-        columns: the columns to be added or reset, in this order.
+        columns: the columns; one that starts as a copy has the row shape of its source.
         present: the table's columns.
+        num_embeddings: the table's rows.
         table: the table's name, for the message.
     """
     known = {name: column.row_shape for name, column in present.items()}
     for column in columns:
+        if not isinstance(column, Column):
+            raise TypeError(f"columns has {a_kind(column)}; give speedswap.Column(…)")
+        row_of(column.zero_row, num_embeddings)
+        column.init.require_shape(num_embeddings, column.row_shape)
         if isinstance(column.init, CopyOf):
             source, shape = column.init.column, known.get(column.name, column.row_shape)
             if source == column.name or known.get(source) != shape:
@@ -332,6 +337,10 @@ class RecordLayout:
     def _places(self) -> dict[str, tuple[Column, int]]:
         return {each.name: (each, offset) for each, offset in zip(self.columns, self.offsets, strict=True)}
 
+    def has(self, name: str) -> bool:
+        """Return whether a record has a column."""
+        return name in self._places
+
     def column(self, name: str) -> Column:
         """Return a column."""
         return self._places[name][0]
@@ -384,6 +393,7 @@ def require_name(name: object) -> None:
         raise ValueError(f"name is {name!r}; give a string, or None for the last part of path")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Block:
     """A batch's rows on the compute device: one contiguous tensor per column, in the order of ``rows``.
 
@@ -395,12 +405,9 @@ class Block:
         place: the store's private note of where the rows are.
     """
 
-    __slots__ = ("columns", "place", "rows")
-
-    def __init__(self, rows: Tensor, columns: dict[str, Tensor], place: Any = None) -> None:
-        self.rows = rows
-        self.columns = columns
-        self.place = place
+    rows: Tensor
+    columns: dict[str, Tensor]
+    place: Any = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]

@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +22,17 @@ from speedswap.errors import TableFormatError
 from speedswap.kernels import as_read
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.damage import is_int, require, says_damaged
-from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
-from speedswap.tables.files.place import open_regular, write_whole
-from speedswap.tables.files.tensor_files import DTYPES, TensorReader, TensorWriter
-from speedswap.tables.formats import NOTHING_LEFT, require_room, target_file
+from speedswap.tables.files.place import write_whole
+from speedswap.tables.files.tensor_files import DTYPES, TensorWriter, opened_tensors
+from speedswap.tables.formats import NOTHING_LEFT, require_in_order, require_room, target_file
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, OfTensors, chunks_of
 from speedswap.tables.pieces import ColumnForm, rows_in_piece
 from speedswap.tables.record import Block, Column, initial_values, is_lazy, require_functions_of_row, with_sources
 from speedswap.tables.store import (
+    CHECKPOINT,
+    CHECKPOINT_FOLDER,
     Commits,
     JointRows,
     RowStore,
@@ -44,7 +46,7 @@ from speedswap.tables.store import (
 _CPU = torch.device("cpu")
 
 
-def commits_of(store: RowStore) -> Commits:
+def _commits_of(store: RowStore) -> Commits:
     """Return the held commits of a table's store.
 
     Raises:
@@ -57,6 +59,17 @@ def commits_of(store: RowStore) -> Commits:
             "it on disk with storage=speedswap.Disk(path), without scratch and without ranks"
         )
     return commits
+
+
+def hold_commit(store: RowStore) -> int:
+    """Commit a table on disk durably, and hold the commit; see :meth:`speedswap.Table.hold`."""
+    commits = _commits_of(store)
+    for name in (CHECKPOINT, CHECKPOINT_FOLDER):  # whose end would release the commit
+        store.notes.attributes.pop(name, None)
+    _take_missed_steps(store)
+    commit = commits.hold()
+    store.flush()
+    return commit
 
 
 def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = None) -> Tensor:
@@ -79,9 +92,9 @@ def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = No
     rows = range(facts.first_row, facts.first_row + facts.num_embeddings)
     missed = idle is not None and idle.steps is not None and idle.steps.count > 0
     if since is not None:
-        commits_of(store)
+        _commits_of(store)
         assert isinstance(log, LogStore)
-        take_missed_steps(store)
+        _take_missed_steps(store)
         return log.changed_since(since, rows) - rows.start
     if not all(is_lazy(store.columns[name]) for name in columns):
         return torch.arange(facts.num_embeddings)
@@ -96,7 +109,7 @@ def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = No
     return torch.cat([ids[_differ(store, compared, ids)] for ids in pieces if len(ids)] or [torch.arange(0)])
 
 
-def take_missed_steps(store: RowStore) -> None:
+def _take_missed_steps(store: RowStore) -> None:
     """Write every row of a table with the steps that it has missed, so that its log has them."""
     if (idle := _idle(store)) is not None:
         idle.bring_up_to_date()
@@ -129,7 +142,6 @@ _COPIES = 4  # of a piece that is read, at once: in its dtype on file and in oth
 _FORMAT, _VERSION = "speedswap-rows", 1
 _ABOUT = {"shape", "origin", "tensors", "since", "commit"}
 _METADATA = "__metadata__"  # among the checksums, that of the tables' description
-_CPU = torch.device("cpu")
 
 
 def origin_of(store: RowStore) -> dict[str, Any] | None:
@@ -142,12 +154,6 @@ def origin_of(store: RowStore) -> dict[str, Any] | None:
     known = json.dumps({"init": weight.init.identity, "seed": seed, "zero_row": zero_row})
     origin: dict[str, Any] = json.loads(known)
     return origin
-
-
-def _tensors_of_base(weight: Column) -> dict[str, Any] | None:
-    """Return the names of the checkpoint's tensors that a column's untouched rows are, without their files."""
-    init = weight.init
-    return {**init.to_json(), "files": []} if isinstance(init, OfTensors) else None
 
 
 def _dtype_in_file(column: Column) -> torch.dtype:
@@ -165,10 +171,8 @@ def _held(stores: Mapping[str, RowStore]) -> Iterator[None]:
     with ExitStack() as held:
         for store in stores.values():
             held.enter_context(store.facts.locked.lock)
-            facts, weight = store.facts, store.columns["weight"]
-            if (part := part_of_ranks(weight)) is not None:
-                remedy = remedy_for_part(None if store.files is None else store.files.path)
-                raise ValueError(f"table {facts.name!r} is {part}, which are not in its order; {remedy}")
+            require_in_order(store)
+            facts = store.facts
             if facts.part_name in store.notes.id_maps:
                 raise TypeError(
                     f"table {facts.name!r} has an id map, which gives rows their numbers and is not in a file of rows; "
@@ -186,9 +190,6 @@ class _Saved(NamedTuple):
     columns: dict[str, Column]
     ids: Tensor
     about: dict[str, Any]
-
-    def forms(self) -> list[ColumnForm]:
-        return [ColumnForm(each.dtype, each.row_shape) for each in self.columns.values()]
 
 
 def save_rows(
@@ -228,10 +229,11 @@ def _to_save(store: RowStore, since: int | None, state: bool) -> _Saved:
                 "written with; give the table a wider dtype, or save it with Table.save"
             )
     ids, commits = changed_rows(store, [*columns], since), None if store.files is None else store.files.commits
+    init = columns["weight"].init
     about = {
         "shape": [store.facts.num_embeddings, columns["weight"].width],
         "origin": origin_of(store),
-        "tensors": _tensors_of_base(columns["weight"]),
+        "tensors": {**init.to_json(), "files": []} if isinstance(init, OfTensors) else None,  # without their files
         "since": since,
         "commit": None if commits is None else commits.last,
     }
@@ -270,11 +272,11 @@ class _Writer:
         """Write the rows of a table."""
         table = self._saved[name]
         self._write(f"{name}.ids", table.ids, 0)
-        step = rows_in_piece(table.forms())
-        for start in range(0, len(table.ids), step):
-            block = store.gather(table.ids[start : start + step], [*table.columns], _CPU)
+        step = rows_in_piece([ColumnForm(each.dtype, each.row_shape) for each in table.columns.values()])
+        for rows in chunks_of(len(table.ids), step):
+            block = store.gather(table.ids[rows.start : rows.stop], [*table.columns], _CPU)
             for column in table.columns.values():
-                self._write(_tensor_of(name, column.name), block[column.name].to(_dtype_in_file(column)), start)
+                self._write(_tensor_of(name, column.name), block[column.name].to(_dtype_in_file(column)), rows.start)
 
     def _write(self, tensor: str, values: Tensor, start: int) -> None:
         if len(values):
@@ -309,8 +311,7 @@ class RowsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        with open_regular(Path(path)) as handle:
-            self._reader = TensorReader(OpenFile(os.dup(handle.fileno())), self.path)
+        self._reader = opened_tensors(path)
         metadata = self._reader.metadata
         if metadata.get("format") != _FORMAT or metadata.get("version") != str(_VERSION):
             raise TableFormatError(
@@ -321,7 +322,9 @@ class RowsFile:
             self._crcs: dict[str, str] = json.loads(metadata["crc32"])
             is_whole = self._crcs.pop(_METADATA) == f"{zlib.crc32(metadata['tables'].encode()):08x}"
             require(is_whole, "the checksum of its metadata is wrong")
-            require(self._crcs.keys() == self._reader.places.keys(), "it has other tensors than its metadata say")
+            described = {tensor for name in self.about for tensor in self._tensors(name)}
+            is_described = self._crcs.keys() == self._reader.places.keys() == described
+            require(is_described, "it has other tensors than its metadata say")
             for name, about in self.about.items():
                 require(about.keys() == _ABOUT, f"it describes {name[:100]!r} by {[*about][:10]}")
                 if about["tensors"] is not None:
@@ -354,13 +357,9 @@ class RowsFile:
         """Yield ids, int64, shape (n,), and columns, shape (n, ...), in order, a bounded piece at a time."""
         step = rows_in_piece([ColumnForm(torch.int64, ()), *(self.form(name, each) for each in columns)])
         step = max(1, step // _COPIES)
-        for start in range(0, self.count(name), step):
-            stop = min(start + step, self.count(name))
-            read = self._reader.read_rows
-            yield (
-                read(f"{name}.ids", start, stop),
-                {each: read(_tensor_of(name, each), start, stop) for each in columns},
-            )
+        for rows in chunks_of(self.count(name), step):
+            read = partial(self._reader.read_rows, start=rows.start, stop=rows.stop)
+            yield read(f"{name}.ids"), {each: read(_tensor_of(name, each)) for each in columns}
 
     def verify(self) -> None:
         """Read the whole file.
@@ -368,22 +367,18 @@ class RowsFile:
         Raises:
             TableFormatError: a checksum is wrong, or ids are not ascending rows of their table.
         """
-        crcs = dict.fromkeys(self._crcs, 0)
         with says_damaged(self.path, "; save or copy it again"):
             for name, about in self.about.items():
-                last = -1
+                crcs, last = dict.fromkeys(self._tensors(name), 0), -1
                 for ids, values in self.pieces(name, self.columns(name)):
-                    crcs[f"{name}.ids"] = _crc_of(ids, crcs[f"{name}.ids"])
-                    for column, each in values.items():
-                        tensor = _tensor_of(name, column)
+                    for tensor, each in zip(crcs, (ids, *values.values()), strict=True):
                         crcs[tensor] = _crc_of(each, crcs[tensor])
                     is_ascending = int(ids[0]) > last and bool((ids[1:] > ids[:-1]).all())
                     last = int(ids[-1])
-                    require(
-                        is_ascending and last < about["shape"][0], f"the ids of {name[:100]!r} are not ascending rows"
-                    )
-            wrong = [tensor for tensor, crc in crcs.items() if self._crcs[tensor] != f"{crc:08x}"]
-            require(not wrong, f"the checksum of {', '.join(wrong)[:200]} is wrong")
+                    is_of_table = is_ascending and last < about["shape"][0]
+                    require(is_of_table, f"the ids of {name[:100]!r} are not ascending rows")
+                wrong = [tensor for tensor, crc in crcs.items() if self._crcs[tensor] != f"{crc:08x}"]
+                require(not wrong, f"the checksum of {', '.join(wrong)[:200]} is wrong")
 
 
 def load_rows(stores: Mapping[str, RowStore], path: str | os.PathLike[str], *, state: bool = True) -> None:

@@ -135,10 +135,9 @@ class _InMemory(Storage):
         return None, None
 
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
-        return LocalStore.create(
-            num_embeddings, weight, storage=self.kind, shares=self.shares, hot_bytes=self.hot_bytes, seed=seed,
-            name=name,
-        )  # fmt: skip
+        shares, hot_bytes = self.shares, self.hot_bytes
+        facts = StoreFacts(num_embeddings, self.kind, shares, seed, name or "table", hot_bytes=hot_bytes)
+        return LocalStore.create(facts, weight)
 
     def copy(self, source: RowStore) -> RowStore:
         return copy_rows(source, self.kind, self.shares, self.hot_bytes)
@@ -359,9 +358,6 @@ def create_store(
     return place.create(num_embeddings, weight, seed=seed, name=name)
 
 
-_SAVE_BYTES = 64 * 2**20
-
-
 def lives_there(path: str | os.PathLike[str]) -> FileExistsError:
     """Return the error for saving a table over its own files."""
     return FileExistsError(f"path is {os.fspath(path)!r}, where this table already is; use flush()")
@@ -384,6 +380,8 @@ def require_unheld(path: Path) -> None:
 
 def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
     """Write a copy of a store to a new table directory, which appears complete or not at all."""
+    if source.files is not None and source.files.lives_at(path):
+        raise lives_there(path)
     if overwrite:
         require_unheld(path)
     with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.facts.locked.lock:
@@ -396,14 +394,10 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
     """Write a copy of a store's rows, attributes and id maps to a new directory, as one commit."""
     facts = source.facts
     manifest = LogManifest.of(facts.name, facts.num_embeddings, facts.seed, layout_of(source))
-    target = LogStore.create(directory, manifest, DiskOptions(cache_bytes=_SAVE_BYTES), filled=False)
-    try:
+    with LogStore.filled(directory, manifest) as target:
         for rows, held in source.written_rows():
             target.put(rows, held)
         target.notes.take_over(source.notes, facts.part_name, lacks_steps=LAST_STEP in source.columns)
-        target.flush()
-    finally:
-        target.close_log()
 
 
 def layout_of(store: RowStore) -> LogLayout:

@@ -90,11 +90,11 @@ class Notes:
 
     def up_to_date(self) -> dict[str, Any]:
         """Update the attributes from the live ones, and return them."""
-        for name, source in self.live_attributes.items():
-            value = source()
-            if value is not None:
-                self.attributes[name] = value
+        self.attributes.update(self._live())
         return self.attributes
+
+    def _live(self) -> dict[str, Any]:
+        return {name: value for name, get in self.live_attributes.items() if (value := get()) is not None}
 
     def take_over(self, source: Notes, part: str = "", *, lacks_steps: bool = False) -> None:
         """Copy another store's current attributes, id maps and number of writes.
@@ -104,8 +104,7 @@ class Notes:
             part: the name of the part, if only a part's rows were copied; then only its map is.
             lacks_steps: True if rows were copied before taking the steps that they may have missed.
         """
-        live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
-        self.attributes.update(copy.deepcopy({**source.attributes, **live}))
+        self.attributes.update(copy.deepcopy({**source.attributes, **source._live()}))
         if not lacks_steps:
             self.attributes.pop(IDLE_STEPS, None)
         self.writes = source.writes
@@ -205,16 +204,16 @@ Found = tuple[Block, Tensor]
 """A batch's rows, and each id's place among them."""
 
 
-class Prefetched(ABC):
-    """A gather ahead of its step."""
+class Prefetched:
+    """A gather ahead of its step; by itself, one that the store makes only when its rows are needed."""
 
-    @abstractmethod
     def take(self) -> Found | None:
         """Return the rows as currently stored. Call it only once.
 
         Returns:
             None if the store must gather them now: an id is out of range, or the rows are stale.
         """
+        return None
 
     def has_turn(self) -> bool:
         """Wait for the other ranks that own the rows; return False if one of them has no batch this turn.
@@ -223,13 +222,6 @@ class Prefetched(ABC):
             PeerError: another rank failed.
         """
         return True
-
-
-class _NotPrefetched(Prefetched):
-    """Rows that their store gathers when they are needed."""
-
-    def take(self) -> None:
-        return None
 
 
 @dataclass
@@ -354,7 +346,7 @@ class RowStore(ABC):
             lookup: the batch's ids, which the transfer checks and deduplicates when it begins.
             transfers: the transfers of all tables of the batch, started by the caller.
         """
-        return _NotPrefetched()
+        return Prefetched()
 
     def drain(self) -> None:
         """Wait until every pending write has arrived; raise the error of the first that failed."""
@@ -800,8 +792,8 @@ def begin_alike(
     return one.facts.seed == other.facts.seed and all(start(one, name) == start(other, name) for name in columns)
 
 
-def map_for(store: RowStore, id_map: IdMap) -> IdMap:
-    """Return the map to keep with a store's rows for a given map; errors are those of `Table.set_id_map`."""
+def keep_map(store: RowStore, id_map: IdMap) -> None:
+    """Keep a map, or the one that stands for it, with a store's rows; errors are those of `Table.set_id_map`."""
     facts = store.facts
     if id_map.num_rows != facts.num_embeddings:
         raise ValueError(
@@ -815,11 +807,6 @@ def map_for(store: RowStore, id_map: IdMap) -> IdMap:
             f"id_map evicts and belongs to another table, where evicted rows are reset; give table {facts.name!r} a "
             "separate map, or one with evict=None"
         )
-    return id_map
-
-
-def keep_map(store: RowStore, id_map: IdMap) -> None:
-    """Keep a map that :func:`map_for` returned with a store's rows."""
     id_map.holder = weakref.ref(store)
     store.notes.id_maps[store.facts.part_name] = id_map
 
@@ -890,15 +877,11 @@ class PartStore(WrappedStore):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        block = self.inner.gather(self._there(rows), columns, device, out)
+        block = self.inner.gather(rows.long() + self.first_row, columns, device, out)
         return Block(rows, block.columns)
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        self.inner.scatter(Block(self._there(block.rows), {}), values, transfers)
-
-    def _there(self, rows: Tensor) -> Tensor:
-        """Return the numbers of rows in the other store."""
-        return rows.long() + self.first_row
+        self.inner.scatter(Block(block.rows.long() + self.first_row, {}), values, transfers)
 
     # ------------------------------------------------------------------ whole columns
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
 from speedswap.tables import whole_table
@@ -24,43 +24,20 @@ from speedswap.tables.files.tensor_files import TensorSource, absolute_paths
 from speedswap.tables.formats import export_rows, import_rows
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
-from speedswap.tables.init import Initializer, chunks_of
+from speedswap.tables.init import Initializer
 from speedswap.tables.pending import Commit
 from speedswap.tables.record import (
     Block,
     Column,
-    RecordLayout,
     column_among,
     fitting,
     initial_values,
+    require_addable,
     require_functions_of_row,
-    require_sources,
-    row_of,
 )
-from speedswap.tables.rows_file import changed_rows, commits_of, load_rows, save_rows, take_missed_steps
-from speedswap.tables.storage import (
-    Disk,
-    Storage,
-    as_storage,
-    copy_rows,
-    create_store,
-    lives_there,
-    opened_place,
-    save_copy,
-)
-from speedswap.tables.store import (
-    AVERAGES,
-    CHECKPOINT,
-    CHECKPOINT_FOLDER,
-    Commits,
-    JointRows,
-    RowStore,
-    keep_map,
-    leave,
-    map_for,
-    note_change,
-    require_out,
-)
+from speedswap.tables.rows_file import changed_rows, hold_commit, load_rows, save_rows
+from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, create_store, opened_place, save_copy
+from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore, keep_map, leave, note_change, require_out
 
 if TYPE_CHECKING:
     import enum
@@ -216,11 +193,9 @@ class Table:
         files = None if base is None else absolute_paths(base)
         table = cls._at(place, place.open(mode, commit) if files is None else place.open(mode, commit, files))
         if mode != "r" and (part := part_of_ranks(table.columns["weight"])) is not None:
-            directory = table.path or Path()
+            at = table.path or Path()
             table.close()
-            raise TableFormatError(
-                f"path is {str(directory)!r}, {part}, which these alone write; {remedy_for_part(directory)}"
-            )
+            raise TableFormatError(f"path is {str(at)!r}, {part}, which these alone write; {remedy_for_part(at)}")
         return table
 
     @classmethod
@@ -345,8 +320,7 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows as stored: every column, with the padding between records."""
-        known = self.store.facts.nbytes
-        return self.num_embeddings * RecordLayout.of([*self.columns.values()]).stride if known is None else known
+        return whole_table.bytes_of(self.store)
 
     @property
     def writes(self) -> int:
@@ -395,12 +369,11 @@ class Table:
                 another table; or initial values cannot be computed again, to reset rows that get a new key.
             TableClosedError: the table is closed, or opened with mode ``r``.
         """
-        if self.id_map is not None and self.id_map.stands_for(id_map):
-            self.id_map.holder = weakref.ref(self.store)  # not set yet for a map from files
+        if (known := self.id_map) is not None:
+            if not known.stands_for(id_map):
+                raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
+            known.holder = weakref.ref(self.store)  # not set yet for a map from files
             return
-        if self.id_map is not None:
-            raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
-        id_map = map_for(self.store, id_map)
         with self._held(writing=True):
             keep_map(self.store, id_map)
 
@@ -415,15 +388,7 @@ class Table:
         return self.store.notes.version
 
     def __repr__(self) -> str:
-        part = part_of_ranks(self.columns["weight"])
-        state = ("" if part is None else f"{part}, ") + ("closed" if self.closed else self.storage)
-        columns = "".join(f" + {name}" for name in self.columns if name != "weight")
-        weight = self.columns["weight"]
-        dtype = str(weight.dtype).removeprefix("torch.")
-        if weight.compact:
-            dtype += f" as {str(weight.stored_dtype).removeprefix('torch.')}"
-        size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes > 2**30 // 200 else "under 0.01 GiB"
-        return f"Table({self.name!r}, {self.num_embeddings:,} × {self.embedding_dim} {dtype}{columns}, {state}, {size})"
+        return whole_table.described(self.store, closed=self.closed)
 
     def __dlpack_device__(self) -> tuple[enum.IntEnum, int]:
         """Return the host device, where :meth:`__dlpack__` puts the weights."""
@@ -440,7 +405,8 @@ class Table:
         if path is None or files is None:
             raise whole_table.not_pickled(self.name, self.storage)
         self.flush()  # another process sees only committed rows
-        return (_opened_to_read, (str(path), files.stays_at, self.local_to_rank))
+        place = Disk(str(path), local_to_rank=self.local_to_rank)
+        return (partial(Table.open, commit=files.stays_at), (place, "r"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         whole_table.require_copyable(self.store)
@@ -630,27 +596,8 @@ class Table:
             TableTooLargeError: the rows do not fit in free memory; read fewer rows, or use :meth:`save`.
             TypeError: ids were passed.
         """
-        for name, bound in (("start", start), ("stop", stop)):
-            if getattr(bound, "shape", ()) or isinstance(bound, list | tuple):
-                raise TypeError(
-                    f"{name} is {a_kind(bound)}, but Table.read copies the rows between two numbers; for ids call "
-                    "Embedding.read(ids) or Table.gather(ids)"
-                )
-        start, stop, _ = slice(start, stop).indices(self.num_embeddings)
-        stop = max(start, stop)
         with self._held():
-            found = self.column_of(column)
-            whole_table.require_memory(
-                (stop - start) * found.width * (dtype or found.dtype).itemsize,
-                f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}",
-            )
-            if dtype not in (None, found.dtype):
-                rows = torch.empty(stop - start, *found.row_shape, dtype=dtype, device="cpu")
-                for some in chunks_of(len(rows)):
-                    rows[some.start : some.stop] = self.store.read(column, start + some.start, start + some.stop)
-                return rows
-            is_copy = found.compact or self.store.facts.reads_copies
-            return self.store.read(column, start, stop).to("cpu", copy=not is_copy).contiguous()
+            return whole_table.read_rows(self.store, start, stop, column, dtype)
 
     @of_all_ranks
     def write(self, start: int, values: Tensor, *, column: str = "weight", commit: bool = True) -> None:
@@ -732,7 +679,7 @@ class Table:
             TypeError: one is not a :class:`Column`. In all cases nothing was changed.
         """
         with self._held(writing=True):
-            self._check_columns(columns)
+            require_addable(columns, self.columns, self.num_embeddings, self.name)
             for column in columns:
                 if column.name in self.columns:
                     raise ValueError(f"column {column.name!r} already exists in table {self.name!r}")
@@ -753,20 +700,12 @@ class Table:
             ValueError, TypeError: as for :meth:`add_columns`.
         """
         with self._held(writing=True):
-            self._check_columns(columns)
+            require_addable(columns, self.columns, self.num_embeddings, self.name)
             for column in columns:
                 self.column_of(column.name)
             if columns:
                 self.note_change(None)
                 self.store.reset_columns(columns)
-
-    def _check_columns(self, columns: Sequence[Column]) -> None:
-        for column in columns:
-            if not isinstance(column, Column):
-                raise TypeError(f"columns has {a_kind(column)}; give speedswap.Column(…)")
-            row_of(column.zero_row, self.num_embeddings)
-            column.init.require_shape(self.num_embeddings, column.row_shape)
-        require_sources(columns, self.columns, self.name)
 
     @of_all_ranks
     def reserve(self, columns: Collection[str]) -> None:
@@ -806,13 +745,10 @@ class Table:
             TableFullError: the disk has no room. An existing table is unchanged.
         """
         self.check_open()
-        store = self.store
         if self.joint is not None:
             self.joint.save(Path(path), overwrite=overwrite)
-            return
-        if store.files is not None and store.files.lives_at(path):
-            raise lives_there(path)
-        save_copy(store, Path(path), overwrite=overwrite)
+        else:
+            save_copy(self.store, Path(path), overwrite=overwrite)
 
     @of_all_ranks
     def export(
@@ -953,13 +889,7 @@ class Table:
             ValueError: two commits are held already, those of checkpoints included.
         """
         with self._held(writing=True):
-            commits = commits_of(self.store)
-            for name in (CHECKPOINT, CHECKPOINT_FOLDER):  # whose end would release the commit
-                self.attributes.pop(name, None)
-            take_missed_steps(self.store)
-            commit = commits.hold()
-            self.store.flush()
-            return commit
+            return hold_commit(self.store)
 
     @of_all_ranks
     def changed_since(self, commit: int) -> Tensor:
@@ -1079,8 +1009,3 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
         table.columns[column].require_storable(values, start)
         table.note_change(range(start, start + len(values)))
         table.store.write(column, start, values)
-
-
-def _opened_to_read(path: str, commit: int | None, local_to_rank: bool) -> Table:
-    """Return a table opened for reading, for unpickling."""
-    return Table.open(Disk(path, local_to_rank=local_to_rank), "r", commit=commit)

@@ -1,4 +1,4 @@
-"""Whole-table operations: copies as one array, refusals of other copies, a memory check, and a progress bar."""
+"""Whole-table operations: copies as one tensor or array, refusals of other copies, a memory check, a progress bar."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from speedswap._machine import available_bytes
-from speedswap._words import AVERAGE_OTHERS
+from speedswap._words import AVERAGE_OTHERS, a_kind
 from speedswap.errors import TableTooLargeError
+from speedswap.tables.files.manifest import part_of_ranks
+from speedswap.tables.init import chunks_of
+from speedswap.tables.record import RecordLayout, column_among
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -21,6 +24,50 @@ if TYPE_CHECKING:
     from speedswap.tables.store import RowStore
 
 CHUNK_BYTES = 64 * 2**20
+
+
+def read_rows(store: RowStore, start: int, stop: int | None, column: str, dtype: torch.dtype | None) -> Tensor:
+    """Copy rows of a column into ordinary memory; arguments and errors are those of :meth:`Table.read`."""
+    facts = store.facts
+    for name, bound in (("start", start), ("stop", stop)):
+        if getattr(bound, "shape", ()) or isinstance(bound, list | tuple):
+            raise TypeError(
+                f"{name} is {a_kind(bound)}, but Table.read copies the rows between two numbers; for ids call "
+                "Embedding.read(ids) or Table.gather(ids)"
+            )
+    start, stop, _ = slice(start, stop).indices(facts.num_embeddings)
+    stop, found = max(start, stop), column_among(store.columns, column, facts.name)
+    require_memory(
+        (stop - start) * found.width * (dtype or found.dtype).itemsize,
+        f"rows {start} to {stop - 1} of column {column!r} of table {facts.name!r}",
+    )
+    if dtype in (None, found.dtype):
+        is_copy = found.compact or facts.reads_copies
+        return store.read(column, start, stop).to("cpu", copy=not is_copy).contiguous()
+    rows = torch.empty(stop - start, *found.row_shape, dtype=dtype, device="cpu")
+    for some in chunks_of(len(rows)):
+        rows[some.start : some.stop] = store.read(column, start + some.start, start + some.stop)
+    return rows
+
+
+def described(store: RowStore, *, closed: bool) -> str:
+    """Return a table's ``repr()``."""
+    facts, weight = store.facts, store.columns["weight"]
+    part = part_of_ranks(weight)
+    state = ("" if part is None else f"{part}, ") + ("closed" if closed else facts.storage)
+    columns = "".join(f" + {name}" for name in store.columns if name != "weight")
+    dtype = str(weight.dtype).removeprefix("torch.")
+    if weight.compact:
+        dtype += f" as {str(weight.stored_dtype).removeprefix('torch.')}"
+    nbytes = bytes_of(store)
+    size = f"{nbytes / 2**30:.2f} GiB" if nbytes > 2**30 // 200 else "under 0.01 GiB"
+    return f"Table({facts.name!r}, {facts.num_embeddings:,} × {weight.width} {dtype}{columns}, {state}, {size})"
+
+
+def bytes_of(store: RowStore) -> int:
+    """Return the bytes of all rows as stored."""
+    known, columns = store.facts.nbytes, store.columns.values()
+    return store.facts.num_embeddings * RecordLayout.of([*columns]).stride if known is None else known
 
 
 def to_numpy(
@@ -56,9 +103,8 @@ def to_numpy(
         return read(0, num_rows).numpy()
     require_memory(num_rows * weight.width * wanted.itemsize, f"rows 0 to {num_rows - 1} of table {name!r} as {wanted}")
     out = np.empty((num_rows, weight.width), wanted)
-    step = max(1, CHUNK_BYTES // (weight.width * weight.dtype.itemsize))
-    for start in range(0, num_rows, step):
-        out[start : start + step] = as_numpy(read(start, start + step))
+    for rows in chunks_of(num_rows, max(1, CHUNK_BYTES // (weight.width * weight.dtype.itemsize))):
+        out[rows.start : rows.stop] = as_numpy(read(rows.start, rows.stop))
     return out
 
 

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(base: Path, tmp_path: P
     ]:
         with pytest.raises(error, match=message):
             merge_rows(*given, tmp_path / "out")
-    with pytest.raises(FileExistsError, match="give the path of a new folder"):
+    with pytest.raises(FileExistsError, match="which exists; give another path"):
         merge_rows(base, file, tmp_path / "there")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 

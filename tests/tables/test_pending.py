@@ -15,6 +15,7 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.tables import Commit, LocalStore, Prefetched, Table, prefetch
 from speedswap.tables import pending as pending_module
+from speedswap.tables.store import StoreFacts
 
 ROWS, DIM = 50, 4
 
@@ -165,7 +166,7 @@ def test_a_lookahead_drains_every_table_though_one_has_failed(broken: int, devic
     both = []
     for number in range(2):
         weight = speedswap.Column("weight", (DIM,), torch.float32, speedswap.init.normal())
-        store = LocalStore.create(ROWS, weight)
+        store = LocalStore.create(StoreFacts(ROWS, "pageable"), weight)
         table = Table(Breaking(store) if number == broken else store)
         both.append(speedswap.Embedding(ROWS, DIM, table=table, device=device))
     sound = both[1 - broken]

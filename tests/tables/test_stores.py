@@ -508,7 +508,7 @@ class Gathered(Prefetched):
 def test_a_store_over_several_others_trains_and_is_saved(kind: str, ahead: bool, device: str, tmp_path: Path) -> None:
     """With prefetches and pending writes of each, to the same bits as one store that has all rows."""
     weight = speedswap.Column("weight", (DIM,), torch.float32, speedswap.init.normal())
-    shards = [LocalStore.create(ROWS // 2, weight, seed=3, name="rows") for _ in range(2)]
+    shards = [LocalStore.create(StoreFacts(ROWS // 2, "pageable", seed=3, name="rows"), weight) for _ in range(2)]
     other, usual = module(kind, Sharded(shards), device), module(kind, local(), device)
     other.table.write(0, usual.table.read())
     optimizers = [adam(items) for items in (other, usual)]

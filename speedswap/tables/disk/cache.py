@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from speedswap.tables.store import Found, Prefetched
 
 _LEAST_CACHE_BYTES = 16 * 2**20
 _SHARE = 4
+_REMEDIES = {
+    "cache_bytes": "give at least 1, a whole number of bytes, or None for a share of free memory",
+    "commit_every": "give at least 1 step, a whole number, or None to go by time alone",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +53,16 @@ class DiskOptions:
     scratch: bool = False
 
     def __post_init__(self) -> None:
-        if self.cache_bytes is not None:
-            remedy = "give at least 1, a whole number of bytes, or None for a share of free memory"
-            whole_number("cache_bytes", self.cache_bytes, 1, remedy=remedy)
-        if self.commit_every is not None:
-            remedy = "give at least 1 step, a whole number, or None to go by time alone"
-            whole_number("commit_every", self.commit_every, 1, remedy=remedy)
-        if self.commit_seconds is not None and not _is_duration(self.commit_seconds):
-            raise ValueError(
-                f"commit_seconds is {self.commit_seconds!r}; give a number, 0 or more, or None to go by steps alone"
-            )
+        for name, remedy in _REMEDIES.items():
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 1, remedy=remedy)
+        seconds: Any = self.commit_seconds
+        is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 <= float(seconds) < math.inf):
+            raise ValueError(f"commit_seconds is {seconds!r}; give a number, 0 or more, or None to go by steps alone")
         for name in ("synchronous_commit", "scratch"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
-
-
-def _is_duration(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
 class _Cached(Protocol):
@@ -139,30 +136,28 @@ class LogCache:
         cache_bytes = cache_bytes_for(manifest.num_groups * group_bytes, options.cache_bytes)
         self._path = path
         self.manifest, self.layout = manifest, layout
-        try:
-            with says_if_full(path / "rows.log"):
-                self.log: kernels.RowLog = kernels.RowLog(
-                    files.rows.fd,
-                    files.head.fd,
-                    num_groups=manifest.num_groups,
-                    rows_per_group=manifest.group_rows,
-                    layouts=[
-                        kernels.RowLayout(
-                            each.stride * manifest.group_rows,
-                            [] if each is layout else moves(each, layout, manifest.group_rows),
-                        )
-                        for each in manifest.layouts
-                    ],
-                    salt=manifest.salt,
-                    cache_bytes=max(cache_bytes, min(_LEAST_SLOTS, manifest.num_groups) * group_bytes),
-                    writable=writable,
-                    segment_bytes=manifest.segment_bytes,
-                    commit=commit,
-                    scratch=manifest.scratch,
-                    before=None if before is None else before.log,
-                )
-        except kernels.RowLogDamaged as error:
-            raise self.damage(error) from error
+        layouts = [
+            kernels.RowLayout(
+                each.stride * manifest.group_rows,
+                [] if each is layout else moves(each, layout, manifest.group_rows),
+            )
+            for each in manifest.layouts
+        ]
+        with self.says_damaged(), says_if_full(path / "rows.log"):
+            self.log: kernels.RowLog = kernels.RowLog(
+                files.rows.fd,
+                files.head.fd,
+                num_groups=manifest.num_groups,
+                rows_per_group=manifest.group_rows,
+                layouts=layouts,
+                salt=manifest.salt,
+                cache_bytes=max(cache_bytes, min(_LEAST_SLOTS, manifest.num_groups) * group_bytes),
+                writable=writable,
+                segment_bytes=manifest.segment_bytes,
+                commit=commit,
+                scratch=manifest.scratch,
+                before=None if before is None else before.log,
+            )
         self.group_bytes = group_bytes
         self.nbytes = self.log.num_slots * group_bytes
         self._records = kernels.Records(
@@ -170,10 +165,10 @@ class LogCache:
         )
         self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
         self.most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
-        self._fields: dict[tuple[str, ...], dict[str, kernels.WantedColumn]] = {}
+        self._fields: dict[tuple[str, ...], kernels.WantedColumns] = {}
         self._reserved: kernels.Room | None = None
 
-    def fields(self, names: tuple[str, ...]) -> dict[str, kernels.WantedColumn]:
+    def fields(self, names: tuple[str, ...]) -> kernels.WantedColumns:
         """Return columns as the kernels gather them, by name."""
         if names not in self._fields:
             self._fields[names] = self.layout.fields(names)
@@ -190,7 +185,7 @@ class LogCache:
 
     # ------------------------------------------------------------------ rows
 
-    def gather(self, rows: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> None:
+    def gather(self, rows: Tensor, fields: kernels.WantedColumns, blocks: Mapping[str, Tensor]) -> None:
         """Copy rows into blocks, on any device.
 
         Args:
@@ -202,17 +197,14 @@ class LogCache:
             with self.brought(rows[piece]) as places:
                 self.gather_places(places, fields, {name: block[piece] for name, block in blocks.items()})
 
-    def gather_places(
-        self, places: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]
-    ) -> None:
+    def gather_places(self, places: Tensor, fields: kernels.WantedColumns, blocks: Mapping[str, Tensor]) -> None:
         """Copy records of the cache into blocks."""
-        parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
-        kernels.gather_records(self._records, places, parts)
+        kernels.gather_records(self._records, places, fields.parts(blocks))
 
     def scatter(
         self,
         rows: Tensor,
-        fields: Mapping[str, kernels.WantedColumn],
+        fields: kernels.WantedColumns,
         blocks: Mapping[str, Tensor],
         room: kernels.Room | None = None,
     ) -> None:
@@ -244,7 +236,7 @@ class LogCache:
             with self.brought(rows[piece], overwrite=overwrite) as places:
                 self.scatter_places(places, fields, parts, room)
 
-    def fills_records(self, fields: Mapping[str, kernels.WantedColumn]) -> bool:
+    def fills_records(self, fields: kernels.WantedColumns) -> bool:
         """Return whether the columns fill whole records, which then need not be read."""
         return self.manifest.group_rows == 1 and len(fields) == len(self.layout.held)
 
@@ -293,7 +285,7 @@ class LogCache:
     def scatter_places(
         self,
         places: Tensor,
-        fields: Mapping[str, kernels.WantedColumn],
+        fields: kernels.WantedColumns,
         blocks: Mapping[str, Tensor],
         room: kernels.Room | None = None,
     ) -> None:
@@ -309,7 +301,7 @@ class LogCache:
             TableError: the room was too small; other records may have changed.
             TableFullError: there is no room; nothing has changed.
         """
-        parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
+        parts = fields.parts(blocks)
         with says_if_full(self._path / "rows.log"):
             try:
                 self.log.write(places, self._reserved if room is None else room)
@@ -368,32 +360,29 @@ class LogCache:
 
     def _arrived(self, bringing: kernels.Bringing) -> tuple[Tensor, Tensor]:
         """Wait for rows being loaded; return their places, and the groups that have no values yet."""
-        try:
+        with self.says_damaged():
             return bringing.wait()
-        except kernels.RowLogDamaged as error:
-            raise self.damage(error) from error
 
     # ------------------------------------------------------------------ all rows
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield every row that was ever written, in pieces: ids, and the bytes of each column, uint8 (n, row_bytes)."""
         groups_per_piece = max(1, self.most_rows // self.manifest.group_rows)
-        try:
+        with self.says_damaged():
             for groups, held, layout in self.log.scan(groups_per_piece):
                 yield self.fresh.columns_of(groups, held.contiguous(), layout)
-        except kernels.RowLogDamaged as error:
-            raise self.damage(error) from error
 
     def bytes_of(self, rows: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the bytes of some columns, as :meth:`written_rows` yields them."""
-        blocks = {
-            name: torch.empty(len(rows), self.layout.columns[name].row_bytes, dtype=torch.uint8) for name in names
-        }
-        self.gather(rows, self._bytes(blocks), blocks)
+        fields = self._bytes(names)
+        blocks = fields.empty(len(rows), _CPU)
+        self.gather(rows, fields, blocks)
         return blocks
 
-    def _bytes(self, names: Iterable[str]) -> dict[str, kernels.WantedColumn]:
-        return {name: kernels.WantedColumn(self.layout.by_name[name].offset, (), torch.uint8) for name in names}
+    def _bytes(self, names: Iterable[str]) -> kernels.WantedColumns:
+        held = {name: self.layout.by_name[name] for name in names}
+        wanted = {name: (each.offset, (each.column.row_bytes,), torch.uint8) for name, each in held.items()}
+        return kernels.WantedColumns({name: kernels.WantedColumn(*form) for name, form in wanted.items()})
 
     def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
         """Overwrite rows with the bytes of their columns, as :meth:`written_rows` yields them."""
@@ -418,7 +407,15 @@ class LogCache:
 
     # ------------------------------------------------------------------ errors
 
-    def damage(self, error: kernels.RowLogDamaged) -> TableError:
+    @contextmanager
+    def says_damaged(self) -> Iterator[None]:
+        """Raise TableFormatError if the files are damaged, or TableClosedError for a commit that is no longer kept."""
+        try:
+            yield
+        except kernels.RowLogDamaged as error:
+            raise self._damage(error) from error
+
+    def _damage(self, error: kernels.RowLogDamaged) -> TableError:
         """Return the error for damaged files, or for a commit that is no longer kept."""
         group, rows = error.group, self.manifest.group_rows
         if group < -1:
@@ -489,10 +486,7 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
             return None
         kernels.used_here([found.local, found.rows])
         fields = self._cache.fields(tuple(self._cache.layout.columns))
-        blocks = {
-            name: kernels.empty((len(found.rows), *field.row_shape), field.dtype, self._on)
-            for name, field in fields.items()
-        }
+        blocks = fields.empty(len(found.rows), self._on)
         if found.held is None:
             self._cache.gather(found.rows.to(_CPU), fields, blocks)
         else:
@@ -514,7 +508,7 @@ class RowsHeld:
     """The rows of one store that later steps, and the step that gathered last, hold in its cache."""
 
     def __init__(self) -> None:
-        self._waiting: list[weakref.ref[RowsAheadOfStep]] = []
+        self._waiting: weakref.WeakSet[RowsAheadOfStep] = weakref.WeakSet()
         self._last: HeldRows | None = None
 
     def keep(self, held: HeldRows) -> HeldRows:
@@ -534,17 +528,14 @@ class RowsHeld:
         """Start loading a lookup's rows, with the other transfers of its batch."""
         prefetch = RowsAheadOfStep(self, cache, lookup.device)
         transfers.add(prefetch, lambda: prefetch.begin(lookup), lookup.device, inputs=[lookup.ids], lookup=lookup)
-        self._waiting = [each for each in self._waiting if (other := each()) is not None and not other.is_stale]
-        self._waiting.append(weakref.ref(prefetch))
+        self._waiting.add(prefetch)
         return prefetch
 
     def stop(self) -> None:
         """Wait until nothing uses the cache; every prefetch must be requested again."""
         self.taken(None)
-        if any(each() is not None for each in self._waiting):
+        if waiting := list(self._waiting):
             kernels.finish_transfers()
-        for each in self._waiting:
-            prefetch = each()
-            if prefetch is not None:
-                prefetch.abandon()
-        self._waiting = []
+        for prefetch in waiting:
+            prefetch.abandon()
+        self._waiting.clear()

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import TableFormatError
-from speedswap.tables.files.damage import is_int, require, says_damaged
+from speedswap.tables.files.damage import ints, is_int, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.keys_file import PIECE_BYTES, SavedMap, Sweep, assembled, encode, pieces
 from speedswap.tables.files.manifest import MAX_BYTES, is_keys_name
@@ -34,23 +33,15 @@ def names_of(id_maps: dict[str, KeyFiles]) -> set[str]:
     return {file for files in id_maps.values() for file, _ in files}
 
 
-def _id_maps(found: object) -> dict[str, KeyFiles]:
+def _id_maps(found: Any) -> dict[str, KeyFiles]:
     """Check the files of id maps."""
     problem = f"its id maps are {found!r}"
-    require(isinstance(found, dict), problem)
-    assert isinstance(found, dict)
-    id_maps = {name: _key_files(files, problem) for name, files in found.items()}
-    names = [file for files in id_maps.values() for file, _ in files]
-    require(all(map(is_keys_name, names)) and len(names) == len(set(names)), problem)
-    return id_maps
-
-
-def _key_files(found: object, problem: str) -> KeyFiles:
-    is_list = isinstance(found, list) and found and all(isinstance(each, list) and len(each) == 2 for each in found)
-    require(bool(is_list), problem)
-    assert isinstance(found, list)
-    require(all(is_int(nbytes, 1, 2**62) for _, nbytes in found), problem)
-    return tuple((file, nbytes) for file, nbytes in found)
+    require(isinstance(found, dict) and all(isinstance(files, list) and files for files in found.values()), problem)
+    pairs = [pair for files in found.values() for pair in files]
+    require(all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), problem)
+    require(all(is_keys_name(file) and is_int(nbytes, 1, 2**62) for file, nbytes in pairs), problem)
+    require(len({file for file, _ in pairs}) == len(pairs), problem)
+    return {name: tuple((file, nbytes) for file, nbytes in files) for name, files in found.items()}
 
 
 @dataclass(frozen=True)
@@ -98,10 +89,9 @@ class LogHead:
         with says_damaged(f"the HEAD of table {table!r}"):
             require(len(body) <= MAX_BYTES, f"it has {len(body)} bytes")
             data = json.loads(body)
-            require(isinstance(data, dict) and isinstance(data["attributes"], dict), "it has no attributes")
-            require(is_int(data["layout"], 0, 2**31), f"its layout is {data['layout']!r}")
-            require(is_int(data["writes"], 0, 2**62), f"its writes are {data['writes']!r}")
-            head = cls(data["layout"], data["writes"], data["attributes"], _id_maps(data["id_maps"]))
+            require(isinstance(data["attributes"], dict), "it has no attributes")
+            layout, writes = ints(data, layout=(0, 2**31), writes=(0, 2**62))
+            head = cls(layout, writes, data["attributes"], _id_maps(data["id_maps"]))
         return head
 
 
@@ -130,7 +120,7 @@ def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[Lo
 
 
 _MOST_FILES = 16
-_LEAST_OPEN, _OPEN_SHARE = 64, 8  # files that a commit leaves open for the background thread
+_LEAST_OPEN, _OPEN_SHARE = 64, 8  # files that a commit leaves open for the background thread; of the process's limit
 _MOST_AHEAD = 2**20  # bytes allocated beyond a file's end, so that not every step has to allocate
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -207,10 +197,9 @@ class LogKeys:
                 continue
             what = f"{self._directory.path / files[-1][0]}"
             found = IdMap.of_saved(self._read_files(files), frozen=frozen, what=what)
-            if found.part is None and found.num_rows > num_embeddings:
-                raise TableFormatError(
-                    f"{what} is damaged: it has rows 0 to {found.capacity}, but the table {num_embeddings} rows"
-                )
+            with says_damaged(what):
+                fits = found.part is not None or found.num_rows <= num_embeddings
+                require(fits, f"it has rows 0 to {found.capacity}, but the table {num_embeddings} rows")
             if name in self._id_maps:  # modules hold this object
                 self._id_maps[name].become(found)
             else:
@@ -231,10 +220,8 @@ class LogKeys:
         found, what = [], ""
         for file, nbytes in files:
             what, raw = f"{self._directory.path / file}", self._directory.read_keys(file)
-            if nbytes > len(raw):
-                raise TableFormatError(
-                    f"{what} is damaged: it has {len(raw)} bytes, not the {nbytes} that count; restore it from a copy"
-                )
+            with says_damaged(what, "; restore it from a copy"):
+                require(nbytes <= len(raw), f"it has {len(raw)} bytes, not the {nbytes} that count")
             found += pieces(raw[:nbytes], what)
         return assembled(found, what)
 
@@ -288,27 +275,20 @@ class LogKeys:
             if end > room:
                 room = end + min(begin, _MOST_AHEAD)
                 kernels.allocate(file.fd, begin, room - begin)
-            if len(saving.writes) < _most_open():
+            share = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _OPEN_SHARE
+            if len(saving.writes) < max(_LEAST_OPEN, share):
                 saving.writes.append((file, begin, raw))
             else:
                 write_all(file.fd, raw.numpy().data, begin)
                 os.fsync(file.fd)
                 file.close()
         files = (*files[:-1], (files[-1][0], end))
-        if sweep.is_complete:
-            saving.files[name] = files[first:]
-            saving.saved[name] = _KeysInFiles(version, sweep)
-        else:
-            saving.files[name] = files
-            saving.saved[name] = _KeysInFiles(version, sweep, files[-1][0], room, first)
+        saving.files[name] = files[first:] if sweep.is_complete else files
+        goes_on = () if sweep.is_complete else (files[-1][0], room, first)
+        saving.saved[name] = _KeysInFiles(version, sweep, *goes_on)
 
     def new_file(self, saving: KeysToSave) -> tuple[str, OpenFile]:
         """Create a file whose name is durable before the commit; return the name and the file."""
         if all(file is not self._directory.files for file, _, _ in saving.writes):
             saving.writes.append((self._directory.files, 0, NOTHING))
         return self._directory.create_keys()
-
-
-def _most_open() -> int:
-    """Return how many files the background thread may hold open: a share of the process's limit."""
-    return max(_LEAST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _OPEN_SHARE)

@@ -83,10 +83,10 @@ class LogLayout:
         """The columns as held in this layout, by name."""
         return {each.column.name: each for each in self.held}
 
-    def fields(self, names: Sequence[str]) -> dict[str, kernels.WantedColumn]:
+    def fields(self, names: Sequence[str]) -> kernels.WantedColumns:
         """Return columns as the kernels gather them, by name."""
         held = [self.by_name[name] for name in names]
-        return {each.column.name: each.column.at(each.offset) for each in held}
+        return kernels.WantedColumns({each.column.name: each.column.at(each.offset) for each in held})
 
     def younger_than(self, number: int) -> list[HeldColumn]:
         """Return the columns without values in records of an earlier layout, in order of birth."""
@@ -108,18 +108,10 @@ def least_group(num_embeddings: int, stride: int) -> int:
     return rows
 
 
-def added(layout: LogLayout | None, columns: Sequence[Column]) -> LogLayout:
-    """Return a layout's successor, with more columns; the first layout if None is given."""
-    number, held = (0, ()) if layout is None else (layout.number + 1, layout.held)
-    return _with_columns(number, held, columns)
-
-
-def added_unwritten(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
-    """Return the first layout of a table without written rows, with more columns."""
-    return _with_columns(0, collapsed(layout).held, columns)
-
-
-def _with_columns(number: int, held: tuple[HeldColumn, ...], columns: Sequence[Column]) -> LogLayout:
+def added(layout: LogLayout | None, columns: Sequence[Column], *, has_rows: bool = True) -> LogLayout:
+    """Return the next layout, with more columns; the first one if there is none, or no row was written."""
+    held = () if layout is None else layout.held if has_rows else collapsed(layout).held
+    number = layout.number + 1 if layout is not None and has_rows else 0
     known = {each.column.name: each for each in held}
     for column in columns:
         known[column.name] = _born(HeldColumn(column, 0, number, Origin(column)), column, known)

@@ -45,14 +45,7 @@ class LogCommits:
         step_bytes: bytes of the records written since the last step ended.
     """
 
-    def __init__(
-        self,
-        directory: TableDirectory,
-        name: str,
-        head: LogHead,
-        options: DiskOptions,
-        notes: Notes,
-    ) -> None:
+    def __init__(self, directory: TableDirectory, name: str, head: LogHead, options: DiskOptions, notes: Notes) -> None:
         self._directory = directory
         self._name = name
         self._options = options
@@ -295,14 +288,18 @@ class OpenedLog(RowStore, Files):
 
     def _opened(self, manifest: LogManifest, commit: int | None = None) -> LogCache:
         """Open the log in the layout of the commit it is rolled back to."""
-        given = self._files, self._directory.path, self._options
         self._described = manifest  # including layouts that may not have been committed
-        cache = LogCache(manifest, *given, writable=not self._reads, commit=commit)
+        cache = self._cache_over(manifest, commit=commit)
         layout = self._head_of(cache).layout
         if layout == cache.layout.number:
             return cache
         cache.log.close()  # columns were being added, or were added after this commit
-        return LogCache(manifest.as_of(layout), *given, writable=not self._reads, commit=commit)
+        return self._cache_over(manifest.as_of(layout), commit=commit)
+
+    def _cache_over(self, manifest: LogManifest, **more: Any) -> LogCache:
+        """Return a cache over the log in the layouts of a manifest."""
+        settings: dict[str, Any] = {"options": self._options, "writable": not self._reads} | more
+        return LogCache(manifest, self._files, self._directory.path, **settings)
 
     def _head_of(self, cache: LogCache) -> LogHead:
         """Return the head of the commit that was opened, or became durable last."""
@@ -310,13 +307,13 @@ class OpenedLog(RowStore, Files):
 
     def _retried(self, cache: LogCache, read: Callable[[], _Found]) -> _Found:
         """Read files that a commit names; if a writer has removed them in the meantime, those of its next commit."""
-        for last in (*[False] * _TRIES, True):
+        for _ in range(_TRIES):
             try:
                 return read()
             except TableFormatError:
-                if last or not self._reads or not cache.log.refresh():
+                if not self._reads or not cache.log.refresh():
                     raise
-        raise AssertionError
+        return read()
 
     def _parsed(self, body: bytes) -> LogHead:
         return read_head(body, self.name, self._directory.read_bytes)[0]
@@ -373,10 +370,8 @@ class OpenedLog(RowStore, Files):
 
     def verify(self, advance: Callable[[float], object], *, strict: bool = False) -> Checked:
         size, most = self.manifest.group_rows, self.num_embeddings
-        try:
+        with self._cache.says_damaged():
             sound, damaged = self.log.verify(lambda groups: advance(groups * size), strict)
-        except kernels.RowLogDamaged as error:
-            raise self._cache.damage(error) from error
         if damaged and self.check():  # another process has written meanwhile: check again
             damaged = [group for group in damaged if group >= 0 and self._is_damaged(group * size)]
         checked = Checked(sound * size, sound * self.log.stats()["record_bytes"])

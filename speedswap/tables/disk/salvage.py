@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from speedswap import kernels
 from speedswap.errors import TableBusyError, TableFormatError
-from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.keys import LogHead, read_head
 from speedswap.tables.disk.layout import FreshRows, collapsed, moves
 from speedswap.tables.disk.store import LogStore
@@ -36,6 +35,8 @@ from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, 
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
 from speedswap.tables.files.place import Place, open_regular
 from speedswap.tables.id_map import IdMap
+from speedswap.tables.init import chunks_of
+from speedswap.tables.owners import Owners
 from speedswap.tables.record import is_lazy
 
 _BLOCK, _MOST, _MOST_SEQ, _ADDRESSES = 4096, 1008, 2**62, 2**31
@@ -245,11 +246,6 @@ class DamagedLog:
         known = np.minimum(chunk.groups, self.manifest.num_groups - 1)
         return np.asarray((self.newest[known] == self.addresses(chunk)) & (chunk.groups == known))
 
-    def pieces_of_index(self) -> Iterator[tuple[np.uint32, NDArray[np.uint32]]]:
-        """Yield the index in pieces: the first group, and the addresses."""
-        for begin in range(0, len(self.newest), _PIECE):
-            yield np.uint32(begin), self.newest[begin : begin + _PIECE]
-
     def _adds_up(self, chunks: Sequence[Chunk]) -> bool:
         """Build the index of some chunks; return whether it is the commit's."""
         nbytes = self.manifest.num_groups * 4
@@ -288,7 +284,6 @@ def _in_order(chunk: Chunk) -> tuple[int, int, int]:
 
 _SLOT, _MOST_MANIFEST = 65536, 1 << 20
 _SLOT_HEADER = struct.Struct("<4sIQQQQQII")  # magic, checksum, salt, commit, last, sum, touched, held, length
-_CACHE_BYTES = 64 * 2**20
 _PUT_BYTES = 2**24  # rows without values, per pass
 
 
@@ -401,8 +396,6 @@ def salvage(
 
 def _save_shards(files: OpenDirectory, manifest: ShardsManifest, found: Salvaged, directory: TableDirectory) -> None:
     """Save the rows of every rank."""
-    from speedswap.tables.owners import Owners
-
     owners, shards, salts = Owners(manifest.num_embeddings, manifest.world_size), [], []
     for rank in range(manifest.world_size):
         name = shard_name(rank, manifest.world_size)
@@ -428,10 +421,8 @@ def _save_shards(files: OpenDirectory, manifest: ShardsManifest, found: Salvaged
         found.complete &= shard.found.complete
         found.problems += [f"{shard.found.out.name}: {problem}" for problem in shard.found.problems]
         found.mended += [f"{shard.found.out.name}/{name}" for name in shard.found.mended]
-        for ours, theirs in ((found.older, shard.found.older), (found.initial, shard.found.initial)):
-            for places in theirs:
-                ids = owners.ids(torch.arange(places.start, places.stop), rank)
-                ours += [range(row, row + 1) for row in ids.tolist() if row < manifest.num_embeddings]
+        found.older += [row for places in shard.found.older for row in owners.rows_at(places, rank)]
+        found.initial += [row for places in shard.found.initial for row in owners.rows_at(places, rank)]
     commits = {shard.found.commit for shard in shards}
     found.commit = commits.pop() if len(commits) == 1 else None
     directory.write_manifest(replace(manifest, salts=tuple(salts)))
@@ -557,16 +548,12 @@ class _Damaged:
         last, index = (None, None) if slot is None else (slot.last, slot.sums)
         log = DamagedLog(manifest, self._rows.fd, last, index)
         saved = LogManifest.of(manifest.name, manifest.num_embeddings, manifest.seed, collapsed(manifest.layouts[-1]))
-        target = LogStore.create(directory, saved, DiskOptions(cache_bytes=_CACHE_BYTES), filled=False)
-        try:
+        with LogStore.filled(directory, saved) as target:
             _save_rows(log, target, found)
             target.notes.attributes.update(self.head.attributes)
             target.notes.id_maps.update(self._id_maps())
             target.notes.writes = self.head.writes
-            target.flush()
-        finally:
-            target.close_log()
-        return target.manifest.salt
+        return saved.salt
 
     def _id_maps(self) -> Iterator[tuple[str, IdMap]]:
         for name, files in self.head.id_maps.items():
@@ -620,12 +607,12 @@ def _save_rows(log: DamagedLog, target: LogStore, found: Salvaged) -> None:
                 older.append(put_intact(chunk, wanted)[0])
         initial = [np.setdiff1d(damaged, all_of(older))]
     if unknown:  # all rows were written
-        initial += [begin + np.flatnonzero(some == 0).astype(np.uint32) for begin, some in log.pieces_of_index()]
-        at_once = max(1, _PUT_BYTES // (size * newest.stride))
+        pieces = chunks_of(len(log.newest), _PIECE)
+        found_none = (np.flatnonzero(log.newest[some.start : some.stop] == 0) + some.start for some in pieces)
+        initial += [groups.astype(np.uint32) for groups in found_none]
         for groups in initial:
-            for begin in range(0, len(groups), at_once):
-                some = groups[begin : begin + at_once]
-                put(some, np.zeros((len(some), size * newest.stride), np.uint8), -1)
+            for some in chunks_of(len(groups), max(1, _PUT_BYTES // (size * newest.stride))):
+                put(groups[some.start : some.stop], np.zeros((len(some), size * newest.stride), np.uint8), -1)
     found.complete = log.is_whole
     found.older = _rows_of(all_of(older), manifest)
     found.initial = _rows_of(all_of(initial), manifest)

@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from speedswap.errors import TableBusyError, TableFullError, TableTooLargeError
 from speedswap.kernels import Lookup, Transfers, deferred_interrupts
 from speedswap.tables.disk.cache import DiskOptions, HeldRows, LogCache, RowsAheadOfStep
 from speedswap.tables.disk.keys import LogHead
-from speedswap.tables.disk.layout import LogLayout, added, added_unwritten, reset
+from speedswap.tables.disk.layout import LogLayout, added, reset
 from speedswap.tables.disk.opened import OpenedLog
 from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.manifest import LogManifest
@@ -49,8 +49,7 @@ class LogColumns(OpenedLog):
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         log, layout = self._cache.log, self._cache.layout
-        is_written = log.touched > 0 or bool(log.held)
-        self._relayout(added(layout, columns) if is_written else added_unwritten(layout, columns), columns)
+        self._relayout(added(layout, columns, has_rows=log.touched > 0 or bool(log.held)), columns)
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         names = [column.name for column in columns]
@@ -85,7 +84,7 @@ class LogColumns(OpenedLog):
             if not commits.is_moving:
                 self._directory.write_manifest(manifest)
             with deferred_interrupts():
-                self._cache = self._continued(manifest, before if layout.number else None)
+                self._cache = self._cache_over(manifest, before=before if layout.number else None)
                 before.log.close()
                 commits.layout = layout.number
             self._write_initial(columns)
@@ -103,10 +102,6 @@ class LogColumns(OpenedLog):
                 if not commits.is_moving:
                     self._describe_again()
             raise
-
-    def _continued(self, manifest: LogManifest, before: LogCache | None) -> LogCache:
-        """Return a cache over the log in its newest layout."""
-        return LogCache(manifest, self._files, self._directory.path, self._options, writable=True, before=before)
 
     def _describe_again(self) -> None:
         """Write the manifest of the cache in use."""
@@ -129,7 +124,7 @@ class LogColumns(OpenedLog):
         kept = [name for name in layout.columns if name not in {column.name for column in columns}]
         try:
             self._files = new_log(self._directory, manifest)
-            self._cache = cache = self._continued(manifest, None)
+            self._cache = cache = self._cache_over(manifest)
             cache.set_aside(kept)  # all rows of a group are put at once
             for rows, held in before.written_rows():
                 cache.put(rows, {name: held[name] for name in kept})
@@ -203,7 +198,7 @@ def _copy_sources(cache: LogCache, layout: LogLayout, rows: torch.Tensor, column
 _CPU = torch.device("cpu")
 _TRIES = 8
 _MARKED_ROWS = 1 << 22  # at once
-_COMPARED_BYTES = 64 << 20  # of the cache of an earlier commit
+_COMPARED_BYTES = _FILLING_BYTES = 64 << 20  # of the cache of an earlier commit; of one that rows pass once
 
 _Changed = TypeVar("_Changed")
 
@@ -227,9 +222,7 @@ class LogStore(LogColumns, Commits):
     ) -> Block:
         fields = self._cache.fields(tuple(self.columns if columns is None else columns))
         device = rows.device if device is None else device
-        blocks = {
-            name: kernels.empty((len(rows), *field.row_shape), field.dtype, device) for name, field in fields.items()
-        } | dict(out or {})
+        blocks = fields.empty(len(rows), device) | dict(out or {})
         here = kernels.as_ids(rows.to(_CPU))
         if columns is None and not self._reads and self._cache.is_one_piece(here):  # as a step does
             held = HeldRows(*self._cache.bring(here))
@@ -343,7 +336,7 @@ class LogStore(LogColumns, Commits):
         """Yield those of some rows whose columns had other values at a held commit."""
         manifest = self.manifest.as_of(self._parsed(self.log.held_head(commit)).layout)
         options = replace(self._options, cache_bytes=_COMPARED_BYTES)
-        before = LogCache(manifest, self._files, self._directory.path, options, writable=False, commit=commit)
+        before = self._cache_over(manifest, options=options, writable=False, commit=commit)
         with closing(before.log):
             names = [name for name in self.columns if name in before.layout.columns]
             for some in torch.split(rows, min(before.most_rows, self._cache.most_rows)):
@@ -354,9 +347,8 @@ class LogStore(LogColumns, Commits):
         """Read the log; again if another process has overwritten some of it in the meantime."""
         for _ in range(_TRIES):
             try:
-                return read()
-            except kernels.RowLogDamaged as error:
-                raise self._cache.damage(error) from error
+                with self._cache.says_damaged():
+                    return read()
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
@@ -398,15 +390,14 @@ class LogStore(LogColumns, Commits):
         is_former = log is source and log is not None and self._has_files_of(log)
 
         def copied_singly() -> Iterator[Tensor]:
-            for start in range(0, self.num_embeddings, _MARKED_ROWS):
-                stop = min(start + _MARKED_ROWS, self.num_embeddings)
+            for rows in chunks_of(self.num_embeddings, _MARKED_ROWS):
                 if log is None:
-                    yield torch.arange(start, stop)
+                    yield torch.arange(rows.start, rows.stop)
                 elif is_former:  # an earlier commit of this log
-                    yield log.log.written(start, stop, unlike=self.log)
+                    yield log.log.written(rows.start, rows.stop, unlike=self.log)
                 else:  # written here alone: they get their initial values
-                    ours = self.log.written(start, stop)
-                    yield ours[~torch.isin(ours, log.log.written(start, stop))]
+                    ours = self.log.written(rows.start, rows.stop)
+                    yield ours[~torch.isin(ours, log.log.written(rows.start, rows.stop))]
 
         num_rows = sum(map(len, copied_singly()))
         if log is not None and not is_former:
@@ -485,6 +476,17 @@ class LogStore(LogColumns, Commits):
                 file.close()
             raise
         return store
+
+    @classmethod
+    @contextmanager
+    def filled(cls, directory: TableDirectory, manifest: LogManifest) -> Iterator[LogStore]:
+        """Provide a store in a new directory for the block to put every row in, as one commit; close its log then."""
+        store = cls.create(directory, manifest, DiskOptions(cache_bytes=_FILLING_BYTES), filled=False)
+        try:
+            yield store
+            store.flush()
+        finally:
+            store.close_log()
 
     def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
         """Overwrite rows with the bytes of their columns, as :meth:`written_rows` yields them."""

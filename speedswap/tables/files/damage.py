@@ -6,7 +6,7 @@ import errno
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -35,7 +35,7 @@ def says_damaged(what: str, remedy: str = "") -> Iterator[None]:
         return
     except Damage as error:
         problem = str(error)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise TableFormatError(f"{what} is damaged: {problem}{remedy}")
 
@@ -49,6 +49,13 @@ def require(condition: bool, problem: str) -> None:
 def is_int(value: object, low: int, high: int) -> bool:
     """Return whether a value that was read is an int within limits."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def ints(data: Mapping[str, Any], **limits: tuple[int, int]) -> list[int]:
+    """Return some entries of a description, each an int within its limits; for use under :func:`says_damaged`."""
+    for name, (low, high) in limits.items():
+        require(is_int(data[name], low, high), f"{name} is {data[name]!r}")
+    return [data[name] for name in limits]
 
 
 def ranges_of(numbers: NDArray[Any]) -> list[range]:

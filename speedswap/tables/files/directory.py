@@ -50,10 +50,11 @@ class TableDirectory(Locked):
         base: the files of its base, if they were moved.
     """
 
-    base: Sequence[str] | None = None
-
-    def __init__(self, place: Place, files: OpenDirectory, lock: WriterLock | None) -> None:
+    def __init__(
+        self, place: Place, files: OpenDirectory, lock: WriterLock | None, base: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
+        self.base = base
         self.path = place.shown
         self.files = files
         self.writable = lock is not None
@@ -194,8 +195,7 @@ class TableDirectory(Locked):
         """
         place = Place(path)
         if not writable:
-            directory = cls(place, place.open(), None)
-            directory.base = base
+            directory = cls(place, place.open(), None, base)
             return directory, *directory._read()
         directory, manifest = cls._take(place, base=base)
         try:
@@ -220,8 +220,7 @@ class TableDirectory(Locked):
                 if files.is_at(place.path):
                     raise
                 continue  # replaced at this moment
-            directory = cls(place, files, lock)
-            directory.base = base
+            directory = cls(place, files, lock, base)
             try:
                 if files.is_at(place.path):
                     return directory, directory._load()
@@ -363,9 +362,8 @@ class TableDirectory(Locked):
         if self._next_keys is None:
             taken = [int(match[1]) for name in self.files.names() if (match := _KEYS.fullmatch(name))]
             self._next_keys = max(taken, default=-1) + 1
-        while self.files.status(f"keys-{self._next_keys % _NUMBERS}.bin") is not None:
+        while self.files.status(name := f"keys-{self._next_keys % _NUMBERS}.bin") is not None:
             self._next_keys += 1
-        name = f"keys-{self._next_keys % _NUMBERS}.bin"
         self._next_keys += 1
         with says_if_full(self.files.path / name):
             return name, OpenFile(self.files.create(name))

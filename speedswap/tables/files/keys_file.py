@@ -20,7 +20,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Cursor, KeyMap, SavedKeys, Texts, hash_texts
-from speedswap.tables.files.damage import is_int, mended_text, ranges_of, require, says_damaged
+from speedswap.tables.files.damage import ints, is_int, mended_text, ranges_of, require, says_damaged
 from speedswap.tables.keys import KINDS, select_texts
 
 _MAGIC = b"speedswap-keys 1 "
@@ -30,6 +30,7 @@ PIECE_BYTES = 4096
 _MOST_ROWS = 2**31 - 1
 _MOST_TEXT = 2**62
 _MAX_HEADER = 4096
+_LEAST_CELLS = 4096
 _REMEDY = "; restore it from a copy"
 
 
@@ -189,16 +190,14 @@ def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
     header = json.loads(line)
     require(isinstance(header, dict), "its header is not an object")
     settings, cursor = _settings(header), _cursor(header)
-    text_bytes, stale = header["text_bytes"], header["stale"]
-    require(isinstance(text_bytes, list) and len(text_bytes) == 2, f"text_bytes is {text_bytes!r}")
-    require(all(is_int(each, 0, _MOST_TEXT) for each in text_bytes), f"text_bytes is {text_bytes!r}")
-    require(is_int(stale, 0, settings["capacity"]), f"stale is {stale!r}")
+    (stale,) = ints(header, stale=(0, settings["capacity"]))
+    text_bytes, counts = header["text_bytes"], header.get("cells", [cursor.used, cursor.probation_used])
+    mosts = (_MOST_TEXT, _MOST_TEXT), (cursor.used, cursor.probation_used)
+    for name, pair, most in zip(("text_bytes", "cells"), (text_bytes, counts), mosts, strict=True):
+        require(isinstance(pair, list) and len(pair) == 2, f"{name} is {pair!r}")
+        require(all(map(is_int, pair, (0, 0), most)), f"{name} is {pair!r}")
     require(isinstance(header["free_rows_are_stale"], bool), "free_rows_are_stale is neither true nor false")
     arrays = _Arrays(raw, _aligned(first + len(line) + 1))
-    counts = header.get("cells", [cursor.used, cursor.probation_used])
-    require(isinstance(counts, list) and len(counts) == 2, f"cells is {counts!r}")
-    for some, most in zip(counts, (cursor.used, cursor.probation_used), strict=True):
-        require(is_int(some, 0, most), f"cells is {counts!r}")
     rows = arrays.keys(settings, False, counts[0], text_bytes[0])
     probation = arrays.keys(settings, True, counts[1], text_bytes[1])
     saved = SavedMap(settings, cursor, rows, probation, arrays.take(stale, torch.int64), header["free_rows_are_stale"])
@@ -213,20 +212,17 @@ def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
 
 
 def _settings(header: dict[str, Any]) -> dict[str, Any]:
-    for name in ("capacity", "admit_after"):
-        require(is_int(header[name], 1, _MOST_ROWS), f"{name} is {header[name]!r}")
+    ints(header, capacity=(1, _MOST_ROWS), admit_after=(1, _MOST_ROWS))
     require(header["keys"] in KINDS, f"keys is {header['keys']!r}")
     require(header["evict"] in (None, "lru", "lfu"), f"evict is {header['evict']!r}")
     return {name: header[name] for name in ("capacity", "keys", "admit_after", "evict")}
 
 
 def _cursor(header: dict[str, Any]) -> Cursor:
-    most = header["capacity"] * 5 // 4 + 1 if header["admit_after"] > 1 else 0  # the ring's places
-    limits = {"used": header["capacity"], "clock": 2**32 - 1, "probation_used": most}
-    limits["last_place"] = header["probation_used"]
-    for name, limit in limits.items():
-        require(is_int(header[name], 0, limit), f"{name} is {header[name]!r}")
-    return Cursor(*(header[name] for name in limits))
+    capacity = header["capacity"]
+    ring = capacity * 5 // 4 + 1 if header["admit_after"] > 1 else 0  # its places
+    counters = ints(header, used=(0, capacity), clock=(0, 2**32 - 1), probation_used=(0, ring))
+    return Cursor(*counters, *ints(header, last_place=(0, counters[-1])))
 
 
 class _Arrays:
@@ -297,13 +293,8 @@ def restored(saved: SavedMap, what: str, capacity: int | None = None, most_on_pr
         TableFormatError: a key occurs twice.
     """
     settings = saved.settings
-    found = KeyMap(
-        capacity or settings["capacity"],
-        settings["keys"] == "exact",
-        settings["admit_after"],
-        settings["evict"],
-        most_on_probation,
-    )
+    most, is_exact = capacity or settings["capacity"], settings["keys"] == "exact"
+    found = KeyMap(most, is_exact, settings["admit_after"], settings["evict"], most_on_probation)
     with says_damaged(what, _REMEDY):
         require(found.restore(saved.cursor, saved.rows, saved.probation), "a key occurs twice")
     return found
@@ -311,9 +302,6 @@ def restored(saved: SavedMap, what: str, capacity: int | None = None, most_on_pr
 
 def _aligned(nbytes: int, multiple: int = _ALIGNMENT) -> int:
     return -(-nbytes // multiple) * multiple
-
-
-_LEAST_CELLS = 4096
 
 
 def selected(saved: SavedMap, is_wanted: Callable[[Tensor], Tensor]) -> SavedMap:
@@ -326,11 +314,9 @@ def selected(saved: SavedMap, is_wanted: Callable[[Tensor], Tensor]) -> SavedMap
     wanted = is_wanted(saved.rows.numbers)
     on_probation = saved.probation.counts is not None and saved.probation.counts.long() > 0
     waiting = is_wanted(saved.probation.numbers) & on_probation
-    rows = _rows_of(saved)
-    is_stale = torch.zeros(len(rows) + 1, dtype=torch.bool).index_fill_(0, saved.stale, True)[1:]
     places = wanted.nonzero().squeeze(1)
-    stale = is_stale[places].nonzero().squeeze(1) + 1
-    return _map_of(saved, _at(saved.rows, places), _in_turn(saved, waiting), rows[places], stale)
+    keys, rows = _at(saved.rows, places), _rows_of(saved)[places]
+    return _map_of(saved, keys, _in_turn(saved, waiting), rows, _are_stale(saved)[places])
 
 
 def joined(parts: Sequence[SavedMap], most_on_probation: int) -> SavedMap:
@@ -343,10 +329,7 @@ def joined(parts: Sequence[SavedMap], most_on_probation: int) -> SavedMap:
     rows = torch.cat([_rows_of(part) for part in parts])
     order = rows.argsort()
     keys = _at(_side_by_side([part.rows for part in parts]), order)
-    is_stale = torch.cat(
-        [torch.zeros(len(_rows_of(part)) + 1, dtype=torch.bool).index_fill_(0, part.stale, True)[1:] for part in parts]
-    )
-    stale = is_stale[order].nonzero().squeeze(1) + 1
+    are_stale = torch.cat([_are_stale(part) for part in parts])[order]
     probation = _side_by_side([part.probation for part in parts])
     # Interleave the parts' keys, so that each is forgotten after the same number of others.
     turns = torch.cat([torch.arange(-len(part.probation.numbers), 0) for part in parts]).argsort(stable=True)
@@ -355,7 +338,7 @@ def joined(parts: Sequence[SavedMap], most_on_probation: int) -> SavedMap:
         cursor=parts[0].cursor._replace(clock=max(part.cursor.clock for part in parts)),
         free_rows_are_stale=any(part.free_rows_are_stale for part in parts),
     )
-    return _map_of(whole, keys, probation, rows[order], stale)
+    return _map_of(whole, keys, probation, rows[order], are_stale)
 
 
 def assembled(pieces: Sequence[SavedMap], what: str) -> SavedMap:
@@ -408,7 +391,13 @@ def _rows_of(saved: SavedMap) -> Tensor:
     return torch.arange(1, saved.cursor.used + 1) if saved.own_rows is None else saved.own_rows.long()
 
 
-def _map_of(settings: SavedMap, keys: SavedKeys, probation: SavedKeys, rows: Tensor, stale: Tensor) -> SavedMap:
+def _are_stale(saved: SavedMap) -> Tensor:
+    """Return a mask of the keys whose rows are to be reset."""
+    return torch.zeros(len(_rows_of(saved)) + 1, dtype=torch.bool).index_fill_(0, saved.stale, True)[1:]
+
+
+def _map_of(settings: SavedMap, keys: SavedKeys, probation: SavedKeys, rows: Tensor, are_stale: Tensor) -> SavedMap:
+    stale = are_stale.nonzero().squeeze(1) + 1
     waiting = len(probation.numbers)
     cursor = Cursor(len(rows), settings.cursor.clock, waiting, waiting)
     return settings._replace(cursor=cursor, rows=keys, probation=probation, stale=stale, own_rows=rows.to(torch.int32))

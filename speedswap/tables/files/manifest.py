@@ -18,10 +18,10 @@ import torch
 
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
-from speedswap.tables.files.damage import is_int, require, says_damaged
+from speedswap.tables.files.damage import ints, is_int, require, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
 from speedswap.tables.init import CopyOf, InRanges, Unknown, found_in, from_json, saved_in
-from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, Origin, RecordLayout, is_column_name
+from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, Origin, RecordLayout, is_column_name
 
 FORMAT, VERSION = "speedswap-table", 1
 MANIFEST = "MANIFEST"
@@ -34,6 +34,7 @@ _DTYPES: dict[str, torch.dtype] = {
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
 }
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
+_ANY_64_BITS = 0, 2**64 - 1
 
 
 def column_json(column: Column) -> dict[str, Any]:
@@ -49,11 +50,11 @@ def column_json(column: Column) -> dict[str, Any]:
     }
 
 
-def require_table(num_embeddings: object, seed: object, name: object) -> None:
-    """Check the arguments that a table was created with."""
-    require(is_int(num_embeddings, 1, _MAX_ROWS), f"num_embeddings is {num_embeddings!r}")
-    require(is_int(seed, 0, 2**64 - 1), f"seed is {seed!r}")
-    require(isinstance(name, str), "name has a wrong type")
+def _parse_table(data: dict[str, Any]) -> tuple[str, int, int]:
+    """Check the arguments that a table was created with, and return them: name, rows and seed."""
+    num_embeddings, seed = ints(data, num_embeddings=(1, _MAX_ROWS), seed=_ANY_64_BITS)
+    require(isinstance(data["name"], str), "name has a wrong type")
+    return data["name"], num_embeddings, seed
 
 
 def is_keys_name(file: object) -> bool:
@@ -61,45 +62,20 @@ def is_keys_name(file: object) -> bool:
     return isinstance(file, str) and _KEYS_NAME.fullmatch(file) is not None
 
 
-def require_record(columns: Sequence[Column], offsets: Sequence[object], stride: object) -> None:
-    """Check the layout of a record."""
-    require(is_int(stride, 1, _MAX_STRIDE), f"a record's stride is {stride!r}")
-    assert isinstance(stride, int)
-    end = 0
-    for column, offset in zip(columns, offsets, strict=True):
-        require(is_int(offset, end, stride), f"column {column.name!r} overlaps another")
-        assert isinstance(offset, int)
-        end = offset + column.row_bytes
-        require(end <= stride, f"column {column.name!r} does not fit its record")
-        require(
-            offset % column.item_bytes == 0 and stride % column.item_bytes == 0,
-            f"column {column.name!r} is not aligned to its items",
-        )
-    names = [column.name for column in columns]
-    require(bool(columns) and len(names) == len(set(names)), f"the columns of a record are {names}")
-
-
 def parse_column(item: dict[str, Any], num_embeddings: int) -> Column:
     """Check a column given as plain data, and return it."""
-    name, shape, dtype, zero_row = item["name"], item["row_shape"], item["dtype"], item["zero_row"]
+    name, shape, zero_row = item["name"], item["row_shape"], item["zero_row"]
     require(is_column_name(name), f"a column is {name!r}")
-    require(
-        isinstance(shape, list)
-        and len(shape) <= MAX_DIMS
-        and all(is_int(size, 1, _MAX_ITEMS) for size in shape)
-        and math.prod(shape) <= _MAX_STRIDE,
-        f"the rows of column {name!r} have shape {shape!r}",
-    )
+    is_shape = isinstance(shape, list) and all(is_int(size, 1, _MAX_ITEMS) for size in shape)
+    require(is_shape and math.prod(shape) <= _MAX_STRIDE, f"the rows of column {name!r} have shape {shape!r}")
+    dtype, stored, rounding = item["dtype"], item.get("stored"), item.get("rounding", "nearest")
     require(dtype in _DTYPES, f"column {name!r} has dtype {dtype!r}")
-    require(zero_row is None or is_int(zero_row, 0, num_embeddings - 1), f"column {name!r} has zero_row {zero_row!r}")
-    initial = from_json(item["init"]) or Unknown(json.dumps(item["init"]))
-    require(
-        not isinstance(initial, InRanges) or initial.num_rows == num_embeddings,
-        f"the ranges of column {name!r} are not its {num_embeddings} rows",
-    )
-    stored, rounding = item.get("stored"), item.get("rounding", "nearest")
     require(stored is None or stored in _STORED, f"column {name!r} is stored as {stored!r}")
     require(rounding in ROUNDINGS, f"column {name!r} has rounding {rounding!r}")
+    require(zero_row is None or is_int(zero_row, 0, num_embeddings - 1), f"column {name!r} has zero_row {zero_row!r}")
+    initial = from_json(item["init"]) or Unknown(json.dumps(item["init"]))
+    fits = not isinstance(initial, InRanges) or initial.num_rows == num_embeddings
+    require(fits, f"the ranges of column {name!r} are not its {num_embeddings} rows")
     held = None if stored is None else _STORED[stored]
     return Column(name, tuple(shape), _DTYPES[dtype], initial, zero_row, held, rounding)
 
@@ -244,12 +220,8 @@ class LogManifest:
             return [*own, [index(column) for column in through]]
 
         layouts = [
-            {
-                "number": layout.number,
-                "stride": layout.stride,
-                "held": [held(each) for each in layout.held],
-            }
-            for layout in self.layouts
+            {"number": each.number, "stride": each.stride, "held": [held(column) for column in each.held]}
+            for each in self.layouts
         ]
         named = ("name", "num_embeddings", "seed", "group_rows", "segment_bytes", "salt", "scratch")
         data = {
@@ -275,14 +247,19 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
     Raises:
         Damage, ValueError, TypeError, KeyError: it is damaged.
     """
-    num_embeddings, seed, name = data["num_embeddings"], data["seed"], data["name"]
-    require_table(num_embeddings, seed, name)
-    rows, segment, salt, scratch = data["group_rows"], data["segment_bytes"], data["salt"], data["scratch"]
-    for what, least, most in (("group_rows", 1, _MAX_GROUP_ROWS), ("segment_bytes", 2**16, _MAX_SEGMENT_BYTES)):
-        is_power = is_int(data[what], least, most) and data[what] & (data[what] - 1) == 0
-        require(is_power, f"{what} is {data[what]!r}")
+    name, num_embeddings, seed = _parse_table(data)
+    rows, segment, salt, log = ints(
+        {"log": 0} | data,
+        group_rows=(1, _MAX_GROUP_ROWS),
+        segment_bytes=(_SEGMENT_BYTES[0], _MAX_SEGMENT_BYTES),
+        salt=_ANY_64_BITS,
+        log=(0, _MAX_LOGS),
+    )
+    for what, size in (("group_rows", rows), ("segment_bytes", segment)):
+        require(size & (size - 1) == 0, f"{what} is {size}")
     require(-(-num_embeddings // rows) <= _MAX_GROUPS, f"{num_embeddings} rows in groups of {rows} are too many")
-    require(is_int(salt, 0, 2**64 - 1) and isinstance(scratch, bool), f"salt is {salt!r}, scratch is {scratch!r}")
+    scratch = data["scratch"]
+    require(isinstance(scratch, bool), f"scratch is {scratch!r}")
     require(isinstance(data["columns"], list) and isinstance(data["layouts"], list), "its columns are not a list")
     columns = [parse_column(item, num_embeddings) for item in data["columns"]]
     layouts = tuple(_parse_layout(item, columns) for item in data["layouts"])
@@ -296,41 +273,35 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
             before = layouts[number - 1].columns
             require(before.keys() <= layout.columns.keys(), f"layout {number} lacks columns of the one before")
     require("weight" in layouts[0].columns, "its first layout has no weight")
-    log = data.get("log", 0)
-    require(is_int(log, 0, _MAX_LOGS), f"its log has number {log!r}")
     return LogManifest(name, num_embeddings, seed, rows, segment, salt, layouts, scratch, log)
 
 
 def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
-    number, stride, held = item["number"], item["stride"], []
-    require(is_int(number, 0, 2**31), f"a layout has number {number!r}")
+    number, stride = ints(item, number=(0, 2**31), stride=(1, _MAX_STRIDE))
+    held, end = list[HeldColumn](), 0
     for own, offset, birth, start, source, passed in item["held"]:
-        require(isinstance(passed, list), f"a column is copied through {passed!r}")
         for index in (own, start, *passed):
             require(is_int(index, 0, len(columns) - 1), f"a column is {index!r}")
         require(is_int(birth, 0, number), f"a column of layout {number} is of {birth!r}")
         column, first, through = columns[own], columns[start], tuple(columns[index] for index in passed)
-        require(
-            all(each.row_shape == column.row_shape for each in (first, *through)),
-            f"column {column.name!r} starts as {first.name!r}",
-        )
-        last, is_copy = (first, *through)[-1], bool(through)
-        require(
-            last.name == column.name and is_copy >= (source is not None), f"column {column.name!r} is a copy of none"
-        )
+        what = f"column {column.name!r}"
+        is_alike = all(each.row_shape == column.row_shape for each in (first, *through))
+        require(is_alike, f"{what} starts as {first.name!r}")
+        is_own = (first, *through)[-1].name == column.name and bool(through) >= (source is not None)
+        require(is_own, f"{what} is a copy of none")
+        require(not isinstance(first.init, CopyOf), f"{what} starts as a copy of a copy")
+        require(is_int(offset, end, stride - column.row_bytes), f"{what} overlaps another, or does not fit its record")
+        is_aligned = offset % column.item_bytes == 0 and stride % column.item_bytes == 0
+        require(is_aligned, f"{what} is not aligned to its items")
+        end = offset + column.row_bytes
         held.append(HeldColumn(column, offset, birth, Origin(first, through), source))
-    require_record([each.column for each in held], [each.offset for each in held], stride)
-    names = {each.column.name for each in held}
-    for each in held:
-        require(each.source is None or each.source in names - {each.column.name}, f"a column is of {each.source!r}")
-        require(
-            not isinstance(each.origin.start.init, CopyOf), f"column {each.column.name!r} starts as a copy of a copy"
-        )
     inits = {each.column.name: each.column.init for each in held}
-    for name, init in inits.items():
-        seen = {name}
+    require(0 < len(inits) == len(held), f"the columns of a record are {[each.column.name for each in held]}")
+    for each in held:
+        name, init, seen = each.column.name, each.column.init, {each.column.name}
+        require(each.source is None or each.source in inits.keys() - seen, f"a column is of {each.source!r}")
         while isinstance(init, CopyOf):
-            require(init.column in names - seen, f"column {name!r} starts as a copy of {init.column!r}")
+            require(init.column in inits.keys() - seen, f"column {name!r} starts as a copy of {init.column!r}")
             seen.add(init.column)
             init = inits[init.column]
     return LogLayout(number, stride, tuple(held))
@@ -418,10 +389,10 @@ def parse_shards_manifest(data: dict[str, Any]) -> ShardsManifest:
     Raises:
         Damage, ValueError, TypeError, KeyError: it is damaged.
     """
-    num_embeddings, seed, name, salts = data["num_embeddings"], data["seed"], data["name"], data["shards"]
-    require_table(num_embeddings, seed, name)
+    name, num_embeddings, seed = _parse_table(data)
+    salts = data["shards"]
     require(isinstance(salts, list) and 1 <= len(salts) <= _MOST_SHARDS, "it has no shards")
-    require(all(is_int(salt, 0, 2**64 - 1) for salt in salts), f"its shards are {salts!r}")
+    require(all(is_int(salt, *_ANY_64_BITS) for salt in salts), f"its shards are {salts!r}")
     weight = parse_column(data["weight"], num_embeddings)
     require(weight.name == "weight", f"its first column is {weight.name!r}")
     return ShardsManifest(name, num_embeddings, seed, weight, tuple(salts))
@@ -514,7 +485,7 @@ def parse(directory: Path, raw: bytes, base: Sequence[str] | None = None) -> Any
         require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
         data = json.loads(body, object_hook=partial(found_in, directory.absolute(), base))
         require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
-        version = data["version"]
-        require(is_int(version, VERSION, VERSION), f"its version is {version!r}; this speedswap reads {VERSION}")
+        is_known = is_int(data["version"], VERSION, VERSION)
+        require(is_known, f"its version is {data['version']!r}; this speedswap reads {VERSION}")
         manifest: AnyManifest = parse_shards_manifest(data) if "shards" in data else parse_log_manifest(data)
     return manifest

@@ -121,7 +121,11 @@ class OpenDirectory(OpenFile):
 
     def sync(self) -> None:
         """Sync the directory, so that its names are durable."""
-        _sync(self.fd)
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync directories
+                raise
 
     def is_at(self, path: Path) -> bool:
         """Return whether a path leads to this directory, without a link as its last part."""
@@ -160,21 +164,10 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def sync_names(directory: Path) -> None:
     """Sync a directory, so that its names are durable, if it may be read."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened = OpenDirectory(directory)
     except PermissionError:
         return
-    try:
-        _sync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync(directory: int) -> None:
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync directories
-            raise
+    opened.sync()
 
 
 @contextmanager

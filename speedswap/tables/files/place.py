@@ -152,7 +152,7 @@ class Place:
 
     def replace(self) -> None:
         """Exchange the finished table with the one at the path, durably: a table is there at every instant."""
-        if not exchange(self.hidden, self.path):
+        if not _rename_at_once(self.hidden, self.path, _EXCHANGE):
             # This file system cannot exchange names: two renames. recover() repairs what a kill in between leaves.
             self._discard_leftover(self._old)  # left by a process killed after the second; this process owns the path
             try:
@@ -304,11 +304,6 @@ def _is_folder(directory: OpenDirectory, name: str) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def exchange(first: Path, second: Path) -> bool:
-    """Exchange two names atomically; return False if the system or the file system cannot."""
-    return _rename_at_once(first, second, _EXCHANGE)
-
-
 def rename_without_replacing(source: Path, target: Path) -> None:
     """Rename a directory without replacing anything.
 
@@ -374,9 +369,7 @@ def _in_the_way(path: Path, why: str) -> FileExistsError:
 UNFINISHED = ".speedswap-"
 """The prefix of the names of files and folders that are being written or removed."""
 
-_NAME_BYTES = 6  # digits of the number after the prefix
-
-_log = logging.getLogger("speedswap")
+_RANDOM_BYTES = 6  # after the prefix
 
 
 @contextmanager
@@ -444,7 +437,7 @@ def remove_leftovers(parent: Path, prefix: str = UNFINISHED) -> list[Path]:
         The paths removed.
     """
     removed = []
-    ours = re.compile(re.escape(prefix) + f"[0-9a-f]{{{2 * _NAME_BYTES}}}")
+    ours = re.compile(re.escape(prefix) + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
     try:
         names = sorted(entry.name for entry in os.scandir(parent) if ours.fullmatch(entry.name))
     except OSError:
@@ -493,7 +486,8 @@ def _opened(path: Path) -> Iterator[int]:
 def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tuple[Path, int]:
     """Create a file or folder under a new name; return it with a descriptor that holds its lock."""
     while True:
-        path = _free_name(parent, prefix)
+        while os.path.lexists(path := parent / (prefix + secrets.token_hex(_RANDOM_BYTES))):
+            pass
         descriptor = make(path)
         if descriptor is None:
             try:
@@ -509,9 +503,3 @@ def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tup
 
 def _new_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
-def _free_name(parent: Path, prefix: str) -> Path:
-    while os.path.lexists(path := parent / (prefix + secrets.token_hex(_NAME_BYTES))):
-        pass
-    return path

@@ -24,7 +24,7 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.kernels.cuda import pinning
-from speedswap.tables.files.damage import is_int
+from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.open_directory import OpenFile, write_all
 from speedswap.tables.files.place import open_regular
 
@@ -100,21 +100,22 @@ class TensorWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._file = file
-        entries: dict[str, Any] = {}
         places: dict[str, TensorPlace] = {}
         end = 0
         # Widest items first, so that every tensor is aligned.
         for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
             places[name] = TensorPlace(dtype, tuple(shape), end)
-            begin, end = end, end + places[name].nbytes
-            entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        self._entries = entries
+            end += places[name].nbytes
+        offsets = {name: [place.start, place.start + place.nbytes] for name, place in places.items()}
+        self._entries = {
+            name: {"dtype": DTYPES[place.dtype], "shape": list(place.shape), "data_offsets": offsets[name]}
+            for name, place in places.items()
+        }
         header = self._header(metadata)
         if len(header) > _MAX_HEADER:
             raise ValueError(f"{len(shapes)} tensors are more than one file describes; join some of them")
-        first = len(header)
-        self.places = {name: place._replace(start=place.start + first) for name, place in places.items()}
-        self._first, self.nbytes = first, first + end
+        self._first, self.nbytes = len(header), len(header) + end
+        self.places = {name: place._replace(start=place.start + self._first) for name, place in places.items()}
         os.ftruncate(file.fd, self.nbytes)
         write_all(file.fd, header, 0)
 
@@ -161,34 +162,25 @@ class TensorReader:
         self.file = file
         self._what = what
         self.nbytes = os.fstat(file.fd).st_size
-        self.others: dict[str, str] = {}
-        try:
+        with says_damaged(what):
             self.places = self._read_header()
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise TableFormatError(f"{what} is damaged: {error}") from None
 
     def _read_header(self) -> dict[str, TensorPlace]:
         length = int.from_bytes(os.pread(self.file.fd, 8, 0), "little")
-        if not 2 <= length <= min(_MAX_HEADER, self.nbytes - 8):
-            raise ValueError(f"its header would have {length} bytes")
+        require(2 <= length <= min(_MAX_HEADER, self.nbytes - 8), f"its header would have {length} bytes")
         header = os.pread(self.file.fd, length, 8)
         self.digest = hashlib.blake2b(header, digest_size=16).hexdigest()
-        entries = json.loads(header)
+        entries, end = json.loads(header), 8 + length
         self.metadata = {str(name): str(text) for name, text in entries.pop("__metadata__", {}).items()}
-        places = dict[str, TensorPlace]()
-        for name, entry in entries.items():
-            if (place := _place(name, entry, 8 + length)) is None:
-                self.others[name] = str(entry["dtype"])[:20]
-            else:
-                places[name] = place
-        end = 8 + length
+        found = {name: _place(name, entry, end) for name, entry in entries.items()}
+        self.others = {name: str(entries[name]["dtype"])[:20] for name, place in found.items() if place is None}
+        places = {name: place for name, place in found.items() if place is not None}
         for (begin, last), name in sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items()):
             size = places[name].nbytes if name in places else last - begin
-            if begin + 8 + length != end or last - begin != size or size < 0:
-                raise ValueError(f"tensor {name[:100]!r} is not where the one before ends, or not of its size")
+            follows = begin + 8 + length == end and last - begin == size >= 0
+            require(follows, f"tensor {name[:100]!r} is not where the one before ends, or not of its size")
             end += size
-        if end != self.nbytes:
-            raise ValueError(f"it has {self.nbytes} bytes, and its tensors end at {end}")
+        require(end == self.nbytes, f"it has {self.nbytes} bytes, and its tensors end at {end}")
         return places
 
     def unread(self, name: str) -> str:
@@ -214,14 +206,18 @@ class TensorReader:
         return raw.view(place.dtype).view(place.shape)
 
 
+def opened_tensors(path: str | os.PathLike[str]) -> TensorReader:
+    """Open a file of tensors; errors are those of :class:`TensorReader`, and an OSError if it cannot be opened."""
+    with open_regular(Path(path)) as handle:
+        return TensorReader(OpenFile(os.dup(handle.fileno())), os.fspath(path))
+
+
 def _place(name: str, entry: Any, first: int) -> TensorPlace | None:
     """Check a tensor's entry in the header; return its place, or None if torch has no such dtype."""
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    sizes = [begin, end, *shape]
-    if len(shape) > _MAX_DIMS:
-        raise ValueError(f"tensor {name[:100]!r} has {len(shape)} dimensions")
-    if not all(is_int(size, 0, 2**63 - 1) for size in sizes):
-        raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
+    require(len(shape) <= _MAX_DIMS, f"tensor {name[:100]!r} has {len(shape)} dimensions")
+    are_sizes = all(is_int(size, 0, 2**63 - 1) for size in (begin, end, *shape))
+    require(are_sizes, f"tensor {name[:100]!r} has no proper sizes")
     return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin) if dtype in _OF_NAME else None
 
 
@@ -262,11 +258,11 @@ class TensorFiles:
     def __init__(self, source: TensorSource) -> None:
         files = [Path(path) for path in absolute_paths(source)]
         self.what = os.fspath(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-        self._opened: dict[Path, tuple[OpenFile, TensorReader]] = {}
+        self._opened: dict[Path, TensorReader] = {}
         self._file_of: dict[str, Path] = {}
         for file in files:
             for path, listed in _described(file):
-                names = [*(reader := self._open(path)[1]).places, *reader.others] if listed is None else listed
+                names = [*(reader := self._open(path)).places, *reader.others] if listed is None else listed
                 for name in names:
                     if self._file_of.setdefault(name, path) != path:
                         raise TableFormatError(
@@ -297,7 +293,8 @@ class TensorFiles:
         found = [each for each in self._file_of if pattern.fullmatch(each)]
         if not found:
             raise ValueError(self.missing(name))
-        return sorted(found, key=lambda each: [int(run) if run.isdigit() else run for run in _runs(each)])
+        digits = re.compile(r"([0-9]+)")  # in turns with others
+        return sorted(found, key=lambda each: [int(run) if run.isdigit() else run for run in digits.split(each)])
 
     @property
     def names(self) -> list[str]:
@@ -319,7 +316,7 @@ class TensorFiles:
             raise ValueError(self.missing(name))
         path = self._file_of[name]
         try:
-            reader = self._open(path)[1]
+            reader = self._open(path)
         except FileNotFoundError:
             raise TableFormatError(f"{path} is missing, where {name!r} should be; copy all of the files") from None
         if name in reader.others:
@@ -335,7 +332,7 @@ class TensorFiles:
     def mapped(self, name: str, *, at_random: bool = True) -> MappedTensor:
         """Return a tensor's bytes in place; errors are those of :meth:`reader`."""
         place, path = self.place(name), self._file_of[name]
-        return MappedTensor(self._open(path)[0], place, str(path), at_random=at_random)
+        return MappedTensor(self._open(path).file, place, str(path), at_random=at_random)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor over the file, without a copy; errors are those of :meth:`reader`."""
@@ -344,17 +341,10 @@ class TensorFiles:
             return torch.empty(place.shape, dtype=place.dtype, device="cpu")
         return self.mapped(name, at_random=False).bytes.view(place.dtype).view(place.shape)
 
-    def _open(self, path: Path) -> tuple[OpenFile, TensorReader]:
+    def _open(self, path: Path) -> TensorReader:
         if path not in self._opened:
-            with open_regular(path) as handle:
-                file = OpenFile(os.dup(handle.fileno()))
-            self._opened[path] = file, TensorReader(file, str(path))
+            self._opened[path] = opened_tensors(path)
         return self._opened[path]
-
-
-def _runs(name: str) -> list[str]:
-    """Split a name into digits and others, in turns."""
-    return re.split(r"([0-9]+)", name)
 
 
 def _described(path: Path) -> Iterable[tuple[Path, list[str] | None]]:
@@ -370,15 +360,12 @@ def _described(path: Path) -> Iterable[tuple[Path, list[str] | None]]:
         return [(path, None)]
     with open_regular(path) as file:
         text = file.read(_MOST_INDEX_BYTES)
-    try:
-        names_of: dict[Path, list[str]] = {}
+    names_of: dict[Path, list[str]] = {}
+    with says_damaged(f"{path}, an index of safetensors files,"):
         for name, file_name in json.loads(text)["weight_map"].items():
-            if Path(file_name).name != file_name:
-                raise ValueError(f"it names {file_name!r}, which is not a file next to it")
+            require(Path(file_name).name == file_name, f"it names {file_name!r}, which is not a file next to it")
             names_of.setdefault(path.parent / file_name, []).append(name)
-        return names_of.items()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TableFormatError(f"{path} is not an index of safetensors files: {error}") from None
+    return names_of.items()
 
 
 class MappedTensor:
