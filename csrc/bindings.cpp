@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "adagrad.h"
 #include "background.h"
 #include "id_map_bindings.h"
 #include "idle.h"
@@ -295,6 +296,14 @@ void take_idle_steps(const std::vector<uintptr_t>& columns, int64_t width, int i
     without_gil([&] { speedswap::take_idle_steps(idle, count, threads); });
 }
 
+// `rows` is the structure that the kernel takes.
+void step_adagrad(const std::string& rows, int threads) {
+    speedswap::AdagradRows step;
+    require(rows.size() == sizeof step, "rows", int64_t(rows.size()), "an AdagradRows");
+    std::memcpy(&step, rows.data(), sizeof step);
+    without_gil([&] { speedswap::step_adagrad(step, threads); });
+}
+
 std::tuple<int64_t, int64_t, int64_t, bool> read_lines(const py::buffer& text, int64_t first, const std::string& bases,
                                                        uintptr_t missing, uintptr_t values, int64_t stride,
                                                        int64_t most) {
@@ -413,6 +422,7 @@ PYBIND11_MODULE(_C, module) {
                arg("grad"), arg("grad_first"), arg("grad_rest"), arg("threads"));
     module.def("take_idle_steps", &take_idle_steps, arg("columns"), arg("width"), arg("item_bytes"), arg("last"),
                arg("now"), arg("before"), arg("bends"), arg("steps"), arg("count"), arg("threads"));
+    module.def("step_adagrad", &step_adagrad, arg("rows"), arg("threads"));
     module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
                arg("stride"), arg("most"));
     module.def("read_ahead", &read_ahead, arg("first"), arg("row_bytes"), arg("rows"), arg("count"), arg("threads"));

@@ -398,11 +398,15 @@ void fill_normal(const Fill& fill, int64_t begin, int64_t end) {
     return fill_rows<double>(fill, distribution, begin, end);
 }
 
+void step_adagrad(const AdagradRows& rows, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+        step_row<1>(rows, row, 0);
+}
+
 }  // namespace
 
-const Loops loops = {gather,     scatter,    round,       decode_rows<float>, decode_rows<uint16_t>,
-                     check_ids,  first_fall, count_below, rank_ids,           fill_uniform,
-                     fill_normal};
+const Loops loops = {gather,     scatter,     round,    decode_rows<float>, decode_rows<uint16_t>, check_ids,
+                     first_fall, count_below, rank_ids, fill_uniform,       fill_normal,           step_adagrad};
 
 }  // namespace SPEEDSWAP_ISA
 }  // namespace speedswap

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "adagrad.h"
 #include "rows_cpu.h"
 
 namespace speedswap {
@@ -44,6 +45,7 @@ struct Loops {
     void (*rank_ids)(const Bitmap& bitmap, Ids ids, int64_t* rows, int64_t* local, int64_t begin, int64_t end);
     void (*fill_uniform)(const Fill& fill, int64_t begin, int64_t end);
     void (*fill_normal)(const Fill& fill, int64_t begin, int64_t end);
+    void (*step_adagrad)(const AdagradRows& rows, int64_t begin, int64_t end);
 };
 
 // Those for this processor.

@@ -9,6 +9,8 @@
 #include "hot.cuh"        // likewise
 #include "idle.cuh"       // likewise
 
+#include "adagrad.cuh"  // with the root of idle.cuh
+
 namespace speedswap {
 
 struct alignas(16) Word16 {
@@ -394,6 +396,16 @@ SPEEDSWAP_FUNCTION void take_block_steps(const IdleBlock& block) {
     if (block.num_columns == 4) take_steps_of<Item, 4>(block);
 }
 
+// ---- row-wise Adagrad -----------------------------------------------------------------------------------------------
+
+// Grid: kRowLanes threads per row, rows walked with a grid stride; thread block: a multiple of kRowLanes.
+SPEEDSWAP_FUNCTION void step_rows(const AdagradRows& rows) {
+    const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
+    const Count rows_at_once = (Count)gridDim.x * blockDim.x / kRowLanes;
+    for (Count row = thread / kRowLanes; row < rows.count; row += rows_at_once)
+        step_row<kRowLanes>(rows, row, (int)(thread % kRowLanes));
+}
+
 }  // namespace speedswap
 
 #include "bags.cuh"     // with the types above
@@ -553,6 +565,12 @@ SPEEDSWAP_KERNEL take_steps_float32(const __grid_constant__ speedswap::IdleBlock
 
 SPEEDSWAP_KERNEL take_steps_float64(const __grid_constant__ speedswap::IdleBlock block) {
     speedswap::take_block_steps<double>(block);
+}
+
+// ---- adagrad.cuh ---------------------------------------------------------------------------------------------------
+
+SPEEDSWAP_KERNEL step_adagrad(const __grid_constant__ speedswap::AdagradRows rows) {
+    speedswap::step_rows(rows);
 }
 
 // ---- bags.cuh ------------------------------------------------------------------------------------------------------

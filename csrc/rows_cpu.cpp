@@ -185,6 +185,12 @@ void fill_normal(const Fill& fill, int threads) {
     fill_rows(chosen.loops->fill_normal, fill, threads);
 }
 
+void step_adagrad(const AdagradRows& rows, int threads) {
+    const int64_t grain = piece(rows.count, rows.width * int64_t(sizeof(float)), threads);
+    parallel_for(rows.count, grain, threads,
+                 [&](int64_t begin, int64_t end) { chosen.loops->step_adagrad(rows, begin, end); });
+}
+
 void prefault(char* memory, int64_t bytes, int threads) {
     const int64_t page = page_bytes();
     const int64_t grain = int64_t(16) << 20;

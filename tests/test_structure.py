@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "swapping": {"collectives", "kernels", "tables"},
     "ranks": {"collectives", "kernels", "swapping", "tables"},
     "losses": {"collectives", "kernels", "swapping", "tables"},
-    "optim": {"collectives", "swapping", "tables"},
+    "optim": {"collectives", "kernels", "swapping", "tables"},
     "batching": {"collectives", "kernels"},
     "monitor": {"batching", "kernels", "tables"},
     "compat": {"batching", "collectives", "kernels", "monitor", "optim", "ranks", "swapping", "tables"},

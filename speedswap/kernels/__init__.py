@@ -5,6 +5,7 @@ from speedswap.kernels._compiled import with_compiled_part
 __path__ = with_compiled_part(__path__)
 
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
+from speedswap.kernels.adagrad import step_adagrad
 from speedswap.kernels.copies import (
     gather_on_cpu,
     gather_records,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from speedswap.kernels import step_adagrad
 
 __all__ = ["RowwiseAdagrad"]
 
@@ -147,17 +150,22 @@ class RowwiseAdagrad(Optimizer):
                 "sparse=False"
             )
         lr, decay, max_norm = group["lr"], group["weight_decay"], group["max_norm"]
-        if group["max_gradient"] is not None:
-            grad = grad.clamp(-group["max_gradient"], group["max_gradient"])
-        if decay and group["weight_decay_mode"] == "l2":
-            grad = grad.add(weight, alpha=decay)
         state = self.state[weight]
         if not state:
             initial = group["initial_accumulator_value"]
             state["sum"] = torch.full_like(weight[:, :1], initial, dtype=_sum_dtype(weight))
+        is_l2 = group["weight_decay_mode"] == "l2"
+        bound = math.inf if group["max_gradient"] is None else group["max_gradient"]
+        settings = lr, group["eps"], *((decay, 1.0) if is_l2 else (0.0, 1 - lr * decay)), bound, max_norm or 0.0
+        if not isinstance(lr, Tensor) and step_adagrad(weight, grad, state["sum"], settings):
+            return
+        if group["max_gradient"] is not None:
+            grad = grad.clamp(-group["max_gradient"], group["max_gradient"])
+        if decay and is_l2:
+            grad = grad.add(weight, alpha=decay)
         norm = _norms(grad, state["sum"].dtype)
         state["sum"].addcmul_(norm, norm, value=1 / grad.shape[1])
-        if decay and group["weight_decay_mode"] == "decoupled":
+        if decay and not is_l2:
             weight.mul_(1 - lr * decay)
         weight.addcmul_(grad, lr / state["sum"].sqrt().add_(group["eps"]), value=-1)
         if max_norm is not None:

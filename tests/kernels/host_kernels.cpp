@@ -215,6 +215,10 @@ extern "C" void run_idle(int bits, unsigned int grid, unsigned int block, const 
     host_cuda::launch(grid, block, bits == 32 ? take_steps_float32 : take_steps_float64, *idle);
 }
 
+extern "C" void run_adagrad(unsigned int grid, unsigned int block, const AdagradRows* rows) {
+    host_cuda::launch(grid, block, step_adagrad, *rows);
+}
+
 // The parts of philox.cuh, one at a time.
 
 extern "C" void run_philox(const Word* counter, const Word* key, Word* words) {

@@ -49,6 +49,7 @@ class HostKernels:
         ]  # fmt: skip
         self._library.run_bags.argtypes = [*grid, address, count]
         self._library.run_idle.argtypes = [number, *grid[1:], address]
+        self._library.run_adagrad.argtypes = [*grid[1:], address]
         launched = [ctypes.c_uint, ctypes.c_uint, address]
         self._library.run_admission.argtypes = [
             *launched, count, address, count, count, address, number, address, count, address, number, address,
@@ -125,6 +126,9 @@ class HostKernels:
 
     def idle(self, bits: int, grid: int, block: int, idle: bytes) -> None:
         self._library.run_idle(bits, grid, block, pointer(idle))
+
+    def adagrad(self, grid: int, block: int, rows: bytes) -> None:
+        self._library.run_adagrad(grid, block, pointer(rows))
 
     @property
     def hot_state_bytes(self) -> int:

@@ -37,7 +37,7 @@ KERNELS = {
         for dtype in ("float32", "float64", "float16", "bfloat16")
     ),
     *(f"{what}_i{bits}" for what in ("merge_ids", "count_keys", "number_keys") for bits in (32, 64)),
-    *("join_offsets", "find_places", "sum_counts", "take_steps_float32", "take_steps_float64"),
+    *("join_offsets", "find_places", "sum_counts", "take_steps_float32", "take_steps_float64", "step_adagrad"),
 }
 
 
@@ -125,6 +125,9 @@ def test_the_ptx_is_what_was_meant(ptx_for: Callable[[int], str]):
         assert [len(re.findall(each, gather)) for each in (loads, stores, r"st\.v4\.b32")] == [4, 4, 4 * 2]
         assert [len(re.findall(each, scatter)) for each in (loads, stores)] == [2 * (1 + 2), 2]
     assert ".local" not in ptx, "the columns were copied to the stack"
+    adagrad = bodies["step_adagrad"]
+    assert {"shfl.sync.bfly.b32", "shfl.sync.idx.b32"} <= set(re.findall(r"shfl[\w.]+", adagrad))
+    assert not re.search(r"fma.rn|\.approx|\.full", adagrad), "other bits than on the host"
     fills = "".join(body for name, body in bodies.items() if name.startswith("fill"))
     assert "fma.rn.f64" not in fills, "a multiplication and an addition were fused: other bits than on the host"
     assert ".ftz" not in fills, "subnormal floats would be flushed to zero: other bits than on the host"
@@ -154,22 +157,15 @@ def test_the_sources_are_read_in_a_locale_without_utf_8():
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["rows.cuh", "bags.cuh", "compact.cuh", "hot.cuh", "idle.cuh", "lookups.cuh", "bandwidth.cuh", "philox.cuh"]
-)
+OURS = sorted(path.name for path in CSRC.glob("*.cuh"))
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_the_kernels_need_no_header(name: str):
     """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
     text = (CSRC / name).read_text("utf-8")
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
-    ours = {
-        '"bags.cuh"',
-        '"compact.cuh"',
-        '"hot.cuh"',
-        '"idle.cuh"',
-        '"lookups.cuh"',
-        '"bandwidth.cuh"',
-        '"philox.cuh"',
-    }
+    ours = {f'"{each}"' for each in OURS}
     assert set(re.findall(r"#include\s+(\S+)", device)) <= ours
     assert "#include" not in modules.source().split("#else")[0]
 

@@ -97,6 +97,23 @@ def test_any_settings_give_the_numpy_models_rows(
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_one_pass_gives_what_torchs_operations_give(settings: dict[str, Any], device: str) -> None:
+    """In float32, after four steps; a learning rate in a tensor leaves them to torch."""
+    gradients = torch.randn(4, 50, 100)
+    start, found = torch.randn(50, 100), []
+    for lr in (0.3, torch.tensor(0.3)):
+        weight = nn.Parameter(start.to(device, copy=True))
+        optimizer = RowwiseAdagrad([weight], lr=lr, **settings)
+        for gradient in gradients:
+            weight.grad = gradient.to(device)
+            optimizer.step()
+        found.append((weight.detach().cpu(), optimizer.state[weight]["sum"].cpu()))
+    (ours, sums), (theirs, their_sums) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sums, their_sums, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("attach_first", [True, False], ids=["attached", "attaches-itself"])
 def test_a_table_trains_the_rows_of_each_batch(settings: dict[str, Any], attach_first: bool, device: str) -> None:
     """Weights and accumulators are the NumPy model's, where only the batch's rows take part in a step."""

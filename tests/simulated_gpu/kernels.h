@@ -111,6 +111,17 @@ const char* illegal(void (*)(B), const char* name, void** arguments, Legal legal
     return legal(block.steps) ? nullptr : "the steps that idle rows have missed";
 }
 
+// Rows of row-wise Adagrad (adagrad.cuh).
+template <typename Rows>
+    requires requires(Rows rows) { rows.sums, rows.max_norm; }
+const char* illegal(void (*)(Rows), const char*, void** arguments, Legal legal) {
+    const Rows& rows = *(const Rows*)arguments[0];
+    const long long last = rows.count * rows.width - 1;
+    for (const float* each : {(const float*)rows.weight, rows.grad})
+        if (!legal(each) || !legal(each + last)) return "the rows of a step of Adagrad";
+    return legal(rows.sums) && legal(rows.sums + rows.count - 1) ? nullptr : "the sums of a step of Adagrad";
+}
+
 // Merging ids: (features, number of features, starts, their stride, begins, their stride, wrong, rows, indices, ids)
 template <typename Feature, typename Row>
 const char* illegal(void (*)(const Feature*, long long, const long long*, long long, const long long*, long long,

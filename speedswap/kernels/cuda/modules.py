@@ -214,6 +214,7 @@ def source() -> str:
     text = '#include "rows.cuh"'
     for name in (
         "rows.cuh",
+        "adagrad.cuh",
         "bags.cuh",
         "compact.cuh",
         "hot.cuh",
