@@ -33,7 +33,8 @@ GENSIM_ALPHA = 0.05
 """Better for a corpus of 4 million words than gensim's default of 0.025."""
 ASKED_WORDS_PER_SECOND = {"cuda": 10_000_000}
 OTHER_WAYS: dict[str, dict[str, Any]] = {
-    "without lookahead": {"lookahead": 0}, "tables on the GPU": {"storage": "device"}
+    "tables in pinned memory": {"storage": "pinned"},
+    "tables in pinned memory, without lookahead": {"storage": "pinned", "lookahead": 0},
 }  # fmt: skip
 """On a GPU, where a step may take as long as its launches: settings besides the default ones."""
 
@@ -173,6 +174,7 @@ def time_parts(settings: Settings) -> dict[str, float]:
         clock = now
 
     with open_corpus(settings) as corpus:
+        settings = settings.placed(len(corpus.vocabulary))
         model = SkipGram(len(corpus.vocabulary), settings).to(device)
         optimizer = settings.make_optimizer(model)
         blocks = -(-settings.suited.batch_for(corpus.corpus_words, device) // BLOCK)
@@ -185,11 +187,11 @@ def time_parts(settings: Settings) -> dict[str, float]:
             if number == WARM_UP_STEPS + TIMED_STEPS:
                 break
             lap("batch making")
-            weights = model.pair_weights(batch.left, batch.right)
+            weights = model.pair_weights(batch.reach)
             lap("pair weights")
-            centers, contexts = model.center(batch.centers), model.context(batch.contexts)
+            vectors = model.both(batch.words)
             lap("lookup (unique, gather, expand)")
-            loss = skip_gram_loss(centers, contexts, weights)
+            loss = skip_gram_loss(vectors, weights, model.pair_weights.signs)
             lap("scores and loss")
             loss.backward()
             lap("backward (products, sum by row)")

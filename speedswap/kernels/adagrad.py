@@ -13,9 +13,6 @@ from speedswap.kernels.cuda.launch import launch_threads
 from speedswap.kernels.cuda.modules import lacking
 from speedswap.kernels.host import has_memory, threads_for
 
-_LANES = 32  # of a row, as in csrc/adagrad.cuh
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 
 def step_adagrad(weight: Tensor, grad: Tensor, sums: Tensor, settings: Sequence[float]) -> bool:
     """Take the step of every row in place; on a GPU it is queued on torch's current stream.
@@ -32,18 +29,17 @@ def step_adagrad(weight: Tensor, grad: Tensor, sums: Tensor, settings: Sequence[
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     device = weight.device
-    for each in (weight, grad, sums):
-        if type(each) not in _PLAIN or each.dtype is not torch.float32 or each.device != device:
-            return False
-        if not each.is_contiguous() or each.is_neg() or not has_memory(each):
-            return False
     is_near = device.type == "cpu" or (device.type == "cuda" and lacking() is None)
     if not (is_near and weight.numel() and weight.shape == grad.shape and sums.shape == (len(weight), 1)):
         return False
+    for each in (weight, grad, sums):
+        is_plain = type(each) in (Tensor, torch.nn.Parameter) and each.dtype is torch.float32 and not each.is_neg()
+        if not (is_plain and each.device == device and each.is_contiguous() and has_memory(each)):
+            return False
     numbers = array("q", [weight.data_ptr(), grad.data_ptr(), sums.data_ptr(), *weight.shape])
     rows = numbers.tobytes() + array("f", settings).tobytes()
     if weight.is_cuda:
-        launch_threads("step_adagrad", device, len(weight) * _LANES, rows)
+        launch_threads("step_adagrad", device, 32 * len(weight), rows)  # a warp per row
     else:
         _C.step_adagrad(rows, threads_for(weight.nbytes))
     for written in (weight, sums):

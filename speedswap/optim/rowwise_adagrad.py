@@ -155,8 +155,8 @@ class RowwiseAdagrad(Optimizer):
             initial = group["initial_accumulator_value"]
             state["sum"] = torch.full_like(weight[:, :1], initial, dtype=_sum_dtype(weight))
         is_l2 = group["weight_decay_mode"] == "l2"
-        bound = math.inf if group["max_gradient"] is None else group["max_gradient"]
-        settings = lr, group["eps"], *((decay, 1.0) if is_l2 else (0.0, 1 - lr * decay)), bound, max_norm or 0.0
+        decays = (decay, 1.0) if is_l2 else (0.0, 1 - lr * decay)
+        settings = lr, group["eps"], *decays, group["max_gradient"] or math.inf, max_norm or 0.0
         if not isinstance(lr, Tensor) and step_adagrad(weight, grad, state["sum"], settings):
             return
         if group["max_gradient"] is not None:

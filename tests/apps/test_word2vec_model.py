@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from apps.block_words import words_of
 from torch import nn
 
 from speedswap.apps.errors import SettingsError
@@ -36,7 +37,8 @@ def batch_of(words, vocabulary, window, seed=0, device="cpu"):
 def loss_pair_by_pair(center, context, batch, window, negative):
     """Compute the paper's objective in a double loop; a block's negatives stand for those of all its pairs."""
     total = torch.zeros((), dtype=center.dtype, device=center.device)
-    for words, around, left, right in zip(*batch[:4], strict=True):
+    centers, contexts = words_of(batch, len(center))
+    for words, around, left, right in zip(centers, contexts, *batch.reach, strict=True):
         for place, word in enumerate(words):
             reach = range(window + place - int(left[place]), window + place + int(right[place]) + 1)
             contexts = [column for column in reach if column != window + place]
@@ -59,8 +61,8 @@ def test_loss_and_gradients_are_those_of_a_double_loop(device):
         if by_pair:
             loss = loss_pair_by_pair(center, context, batch, window, negative)
         else:
-            weights = PairWeights(window, negative).to(device)(batch.left, batch.right)
-            loss = skip_gram_loss(center[batch.centers], context[batch.contexts], weights)
+            weights = PairWeights(window, negative).to(device)
+            loss = skip_gram_loss(torch.cat([center, context])[batch.words], weights(batch.reach), weights.signs)
         loss.backward()
         results.append((loss.detach(), center.grad, context.grad))
     for expected, got in zip(*results, strict=True):
@@ -76,7 +78,7 @@ def test_an_untrained_model_guesses_every_pair_and_negative(device):
 
 def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():
     model = SkipGram(1000, Settings(dim=50, seed=7))
-    center, context = (part.table.gather(torch.arange(1000)).weight for part in (model.center, model.context))
+    center, context = (table.gather(torch.arange(1000)).weight for table in model.words.tables.values())
     assert not context.any()
     assert 0.0099 < center.abs().max() <= 0.5 / 50
     assert abs(center.mean()) < 1e-4
@@ -132,6 +134,6 @@ def test_any_row_by_row_optimizer_lowers_the_loss(name):
 def test_tables_on_disk_go_when_the_model_goes(tmp_path):
     model = SkipGram(30, Settings(dim=8, storage="disk", scratch=tmp_path))
     (folder,) = tmp_path.iterdir()
-    assert {path.name for path in (folder / "tables").iterdir()} == {"center", "context"}
+    assert {path.name for path in (folder / "tables").iterdir()} == {"8-float32-state-float32"}
     model.close()
     assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ def small(corpus, **changes):
 
 def assert_same(first, second):
     for table in ("center", "context"):
-        ours, theirs = (getattr(result.model, table).table for result in (first, second))
+        ours, theirs = (result.model.words.tables[table] for result in (first, second))
         for column in ours.columns:
             assert torch.equal(ours.read(column=column), theirs.read(column=column)), (table, column)
     assert first.loss == second.loss

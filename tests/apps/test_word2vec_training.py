@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import gzip
 import itertools
 import json
@@ -100,6 +101,46 @@ def test_a_step_on_a_gpu_is_waited_for_by_nobody(corpus, monkeypatch):
     assert others_of_four - others == 3
 
 
+@pytest.mark.skipif(not simulated_gpu.is_on(), reason="the simulated GPU counts launches")
+def test_a_step_on_a_gpu_has_few_operations(corpus, monkeypatch):
+    """All that the main thread calls of torch, views and allocations too; every launch, and the wait for the rows."""
+    monkeypatch.setattr(training, "LOSS_POINTS", 1)  # none is read while the step is counted
+    counted = []
+    step, steps = training.Word2VecRun.take, itertools.count()
+
+    def take(run, batch):
+        if next(steps) != 20:
+            return step(run, batch)
+        gc.collect()
+        with simulated_gpu.counted() as counts, torch.autograd.profiler.profile() as profiled:
+            step(run, batch)
+        operations = [each for each in profiled.function_events if each.name.startswith("aten::")]
+        outer = [
+            each for each in operations if each.cpu_parent is None or not each.cpu_parent.name.startswith("aten::")
+        ]
+        (main,) = {each.thread for each in outer if each.name == "aten::sort"}
+        counted.append((sum(each.thread == main for each in outer), counts.launches, len(counts.round_trips)))
+
+    monkeypatch.setattr(training.Word2VecRun, "take", take)
+    with simulated_gpu.policy("eager"):  # under which the simulation itself calls no operations of torch
+        result = train(small(corpus, device="cuda"), progress=False)
+    assert result.settings.storage == "device"
+    ((operations, launches, waits),) = counted
+    assert (launches, waits) == (9, 1)
+    assert operations + launches + waits <= 45
+
+
+@pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs memory of a GPU to fill")
+@pytest.mark.parametrize("change, storage, depth", [
+    ({}, "device", 0), ({"storage": "pinned"}, "pinned", 1), ({"lookahead": 2}, "device", 2), (None, "auto", 1),
+])  # fmt: skip
+def test_tables_are_near_where_they_take_little_of_the_gpu(change, storage, depth):
+    """A quarter of its free memory at most, with as much state as any optimizer of torch's keeps; else as asked for."""
+    words = 10**12 if change is None else 1000
+    found = Settings(device="cuda", dim=16, **change or {}).placed(words)
+    assert (found.storage, found.lookahead_depth()) == (storage, depth)
+
+
 def test_gzip_trains_as_plain_text_does(corpus, plain_run):
     packed = corpus.with_suffix(".txt.gz")
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
@@ -141,8 +182,8 @@ def test_losses_that_are_read_late_are_the_same(corpus, plain_run, monkeypatch):
 
 def test_both_tables_hold_the_optimizers_state(corpus):
     result = train(small(corpus, optimizer="adam", epochs=1), progress=False)
-    for part in (result.model.center, result.model.context):
-        assert set(part.table.columns) == {"weight", "exp_avg", "exp_avg_sq"}
+    for table in result.model.words.tables.values():
+        assert set(table.columns) == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 def test_a_run_leaves_vectors_figures_and_plot(corpus, plain_run, tmp_path):

@@ -11,7 +11,7 @@ a batch is then a view. On a GPU, where the corpus lies as numbers, the host ask
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,14 +53,11 @@ START = BlockPosition()
 class BlockBatch(NamedTuple):
     """Some window blocks, drawn from anywhere in a piece of the corpus."""
 
-    centers: Tensor
-    """Ids, shape (blocks, BLOCK); of a rank's share of the blocks, as the other tensors."""
-    contexts: Tensor
-    """Ids, shape (blocks, BLOCK + 2 * window + NOISE): the words around, then the negatives."""
-    left: Tensor
-    """Number of words before each center that are its contexts, shape (blocks, BLOCK)."""
-    right: Tensor
-    """The same after it."""
+    words: Tensor
+    """Ids, int32, one-dimensional, for a rank's share of the blocks: the BLOCK centers of each, then the contexts of
+    each, BLOCK + 2 * window around and NOISE negatives, whose ids come after those of all centers."""
+    reach: Tensor
+    """Number of words before each center that are its contexts, and after it, shape (2, blocks, BLOCK)."""
     pairs: Tensor
     """Number of (center, context) pairs in all shares, an int64 scalar on the device; the host need not wait for it."""
     corpus_words: float
@@ -212,22 +209,25 @@ class Sampler:
         windows, order, noise = self.draws.of_blocks(len(words), self.window, blocks)
         missing = blocks * BLOCK - len(words)
         # The last block's missing centers reach nowhere, so that they are in no pair.
-        left, right = (F.pad(each, (0, missing)).view(blocks, BLOCK)[order] for each in reach(sentences, windows))
+        reached = F.pad(torch.stack(reach(sentences, windows)), (0, missing)).view(2, blocks, BLOCK)[:, order]
         padded = F.pad(words, (self.window, self.window + missing))
         near = padded.unfold(0, BLOCK + 2 * self.window, BLOCK)[order]
-        centers = near[:, self.window : self.window + BLOCK].contiguous()
-        contexts = torch.cat([near, self.negatives(noise)], dim=1)
+        centers = near[:, self.window : self.window + BLOCK]
+        contexts = torch.cat([near, self.negatives(noise)], dim=1).add_(len(self._corpus.counts))
         # Summed for all batches at once, the last one padded with empty blocks.
         batches = -(-blocks // blocks_per_batch)
-        pairs = F.pad((left + right).sum(1), (0, batches * blocks_per_batch - blocks))
+        pairs = F.pad(reached.sum((0, 2)), (0, batches * blocks_per_batch - blocks))
         pairs = pairs.view(batches, blocks_per_batch).sum(1)
-        for number in range(batches):
-            first = number * blocks_per_batch
-            size = min(blocks_per_batch, blocks - first)
-            ours = self._job.share(size)
-            some = slice(first + ours.start, first + ours.stop)
-            corpus_words = piece.corpus_words * size / blocks
-            yield BlockBatch(centers[some], contexts[some], left[some], right[some], pairs[number], corpus_words)
+        sizes = [*[blocks_per_batch] * (batches - 1), blocks - (batches - 1) * blocks_per_batch]
+        corpus_words = [piece.corpus_words * size / blocks for size in sizes]
+        if self._job.size > 1:
+            shares = [self._job.share(size) for size in sizes]
+            every = torch.split(torch.arange(blocks, device=order.device), sizes)
+            ours = torch.cat([some[own] for some, own in zip(every, shares, strict=True)])
+            centers, contexts, reached = centers[ours], contexts[ours], reached[:, ours]
+            sizes = [own.stop - own.start for own in shares]
+        words_of, reach_of = joined([centers, contexts], sizes), torch.split(reached, sizes, 1)
+        yield from map(BlockBatch, words_of, reach_of, pairs.unbind(), corpus_words)
 
     def subsample(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept words, as positions in the vocabulary, and the numbers of their sentences: int32 both.
@@ -242,6 +242,19 @@ class Sampler:
     def negatives(self, drawn: Tensor) -> Tensor:
         """Return the words that numbers from 0 to 1 stand for, in proportion to count^0.75: int32."""
         return torch.searchsorted(self._cumulative[:-1], drawn * self._noise_sum, right=True, out_int32=True)
+
+
+def joined(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Return for each batch the items of all parts, one part after the other.
+
+    Args:
+        parts: shape (blocks, items) each.
+        sizes: the number of blocks of each batch, the same for all but the last.
+    """
+    whole = sum(sizes[:-1])
+    runs = [each for each in ((slice(whole), len(sizes) - 1), (slice(whole, None), 1)) if each[1]]
+    found = [torch.cat([part[some].reshape(count, -1) for part in parts], dim=1) for some, count in runs]
+    return [batch for each in found for batch in each.unbind()]
 
 
 def reach(sentences: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,11 +290,14 @@ class PairWeights(nn.Module):
 
     A score of a center and a word within its reach counts 1, one with any other word around 0. A center of p pairs has
     p · ``negative`` negatives, here as NOISE scores of equal weight. The contributions of the left and of the right
-    reach are looked up, each in a table of all reaches, and added.
+    reach are looked up, each among those of all reaches, and added.
 
     Args:
         window: the largest reach.
         negative: negatives for each pair.
+
+    Attributes:
+        signs: -1 for a block's words around, 1 for its negatives, shape (BLOCK + 2 * window + NOISE,).
     """
 
     def __init__(self, window: int, negative: int) -> None:
@@ -290,22 +306,21 @@ class PairWeights(nn.Module):
         reach = torch.arange(window + 1).view(-1, 1)
         distance = torch.arange(-window, BLOCK + window) - center
         noise = (reach * (negative / NOISE)).expand(BLOCK, -1, NOISE)
-        for side, pairs in (
-            ("left", (distance < 0) & (distance >= -reach)),
-            ("right", (distance > 0) & (distance <= reach)),
-        ):
-            weights = torch.cat([pairs.float(), noise], dim=2).flatten(0, 1)
-            self.register_buffer(side, weights, persistent=False)
-        self.register_buffer("first", center.flatten() * (window + 1), persistent=False)
+        sides = (distance < 0) & (distance >= -reach), (distance > 0) & (distance <= reach)
+        weights = torch.cat([torch.cat([pairs.float(), noise], dim=2).flatten(0, 1) for pairs in sides])
+        first = torch.arange(2 * BLOCK).view(2, 1, BLOCK) * (window + 1)
+        signs = torch.cat([torch.full((BLOCK + 2 * window,), -1.0), torch.ones(NOISE)])
+        for name, buffer in {"weights": weights, "first": first, "signs": signs}.items():
+            self.register_buffer(name, buffer, persistent=False)
 
-    left: Tensor
-    right: Tensor
+    weights: Tensor
     first: Tensor
+    signs: Tensor
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the weights of centers of these reaches, shape (blocks, BLOCK) each.
+    def forward(self, reach: Tensor) -> Tensor:
+        """Return the weights of centers of these reaches to the left and to the right, shape (2, blocks, BLOCK).
 
         Returns:
             float32, shape (blocks, BLOCK, BLOCK + 2 * window + NOISE): a row of the block's words for each center.
         """
-        return F.embedding(left + self.first, self.left).add_(F.embedding(right + self.first, self.right))
+        return F.embedding(reach + self.first, self.weights).sum(0)

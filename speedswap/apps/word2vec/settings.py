@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -16,7 +16,11 @@ from speedswap.apps import options
 from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.options import TableSettings, check_memory, option, plain, whole
 from speedswap.apps.word2vec.blocks import pair_weights_bytes
+from speedswap.batching.memory import free_bytes
 from speedswap.optim import RowwiseAdagrad
+
+# The most of a GPU's free memory for tables that lie there unasked; a vector and what optimizers keep for it.
+TABLES_SHARE, MOST_COLUMNS = 0.25, 3
 
 # A first sum above 0 damps the first steps of a rare word.
 OWN = {"rowwise_adagrad": partial(RowwiseAdagrad, initial_accumulator_value=0.1)}
@@ -108,7 +112,7 @@ class Word2VecSettings(TableSettings):
         10_000_000,
         "with more different words while counting, forget the rarest so far; no count is too low by more than the "
         "corpus's words divided by this",
-        check=whole(1, 2**31 - 1),
+        check=whole(1, 2**30),  # two ids each, of 32 bits
     )
 
     def __post_init__(self) -> None:
@@ -122,3 +126,10 @@ class Word2VecSettings(TableSettings):
     def suited(self) -> Suited:
         """The settings that suit the optimizer."""
         return SUITED.get(plain(self.optimizer), Suited())
+
+    def placed(self, words: int) -> Word2VecSettings:
+        """Return the settings for a vocabulary: ``auto`` is the GPU's memory if the tables take a small share of it."""
+        device, nbytes = self.compute_device(), 2 * words * self.dim * 4 * MOST_COLUMNS
+        is_near = device.type == "cuda" and device.index in (None, torch.cuda.current_device())
+        is_small = is_near and nbytes <= TABLES_SHARE * (free_bytes(device) or 0)
+        return replace(self, storage="device") if is_small and self.storage == "auto" else self

@@ -29,7 +29,7 @@ from speedswap.apps.options import add_command
 from speedswap.apps.ranks import Job
 from speedswap.apps.run import FOLDER, RESTART, Run, SavedRun, remove_checkpoints
 from speedswap.apps.running import Shown, Stop, begun
-from speedswap.apps.word2vec.blocks import BLOCK, NOISE, START, BlockBatch, BlockPosition, PairWeights, Sampler
+from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, PairWeights, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.settings import Word2VecSettings
 from speedswap.apps.word2vec.vectors import Similarity, WordPairs, WordVectors, read_pairs
@@ -57,29 +57,27 @@ class SkipGram(ModelWithTables):
         self.pair_weights = PairWeights(settings.window, settings.negative)
         place, self._remove_folder = (job or Job()).place_of_tables(self, settings.storage, settings.scratch)
 
-        def embedding(name: str, init: speedswap.init.Initializer) -> speedswap.Embedding:
-            how: dict[str, Any] = {"init": init, "seed": settings.seed, "name": name}
-            how |= {"storage": place.of_table(name), "state_dtype": getattr(torch, settings.state_dtype)}
-            return speedswap.Embedding(words, settings.dim, **how)
-
-        self.center = embedding("center", speedswap.init.uniform(-0.5 / settings.dim, 0.5 / settings.dim))
-        self.context = embedding("context", speedswap.init.zeros())
+        most, dtype = 0.5 / settings.dim, getattr(torch, settings.state_dtype)
+        inits = {"center": speedswap.init.uniform(-most, most), "context": speedswap.init.zeros()}
+        how = {"num_embeddings": words, "embedding_dim": settings.dim, "seed": settings.seed, "state_dtype": dtype}
+        configs = [speedswap.EmbeddingConfig(name=name, init=init, **how) for name, init in inits.items()]
+        self.words = speedswap.EmbeddingCollection(configs, storage=place)
+        self.both: Any = self.words.groups[0]  # the tables as one, contexts after centers: one lookup, gather and step
 
     def forward(self, batch: BlockBatch) -> Tensor:
         """Return the batch's loss, summed over its pairs, or over those of a rank's share: a scalar."""
-        weights = self.pair_weights(batch.left, batch.right)
-        return skip_gram_loss(self.center(batch.centers), self.context(batch.contexts), weights)
+        return skip_gram_loss(self.both(batch.words), self.pair_weights(batch.reach), self.pair_weights.signs)
 
 
-def skip_gram_loss(centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
+def skip_gram_loss(vectors: Tensor, weights: Tensor, signs: Tensor) -> Tensor:
     """Return the sum of -log σ(score) over the pairs and of -log σ(-score) over the negatives.
 
     Args:
-        centers: vectors, shape (blocks, BLOCK, dim).
-        contexts: vectors, shape (blocks, words, dim), of which the last NOISE are negatives.
+        vectors: those of all blocks' centers, then those of their contexts, shape (blocks * (BLOCK + words), dim).
         weights: of the scores, shape (blocks, BLOCK, words); not differentiated.
+        signs: -1 for a word in a pair, 1 for a negative, shape (words,).
     """
-    loss: Tensor = _SkipGramLoss.apply(centers, contexts, weights)  # type: ignore[no-untyped-call]
+    loss: Tensor = _SkipGramLoss.apply(vectors, weights, signs)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -87,22 +85,32 @@ class _SkipGramLoss(torch.autograd.Function):
     """The loss with a hand-written gradient: that of the scores is computed in place, in one pass with the loss."""
 
     @staticmethod
-    def forward(ctx: Any, centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
-        scores = torch.bmm(centers, contexts.transpose(1, 2))
-        scores[:, :, :-NOISE].neg_()
+    def forward(ctx: Any, vectors: Tensor, weights: Tensor, signs: Tensor) -> Tensor:
+        centers, contexts = _by_block(vectors, weights)
+        scores = torch.bmm(centers, contexts.transpose(1, 2)).mul_(signs)
         weights = weights.to(scores.dtype)
         loss = torch.dot(F.softplus(scores).flatten(), weights.flatten())
         of_scores = scores.sigmoid_().mul_(weights)
-        of_scores[:, :, :-NOISE].neg_()
-        ctx.save_for_backward(centers, contexts, of_scores)
+        ctx.save_for_backward(vectors, of_scores, signs)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        centers, contexts, of_scores = ctx.saved_tensors
-        of_scores = of_scores * grad
-        return torch.bmm(of_scores, contexts), torch.bmm(of_scores.transpose(1, 2), centers), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        vectors, of_scores, signs = ctx.saved_tensors
+        of_scores = of_scores * (signs * grad)
+        of_vectors = torch.empty_like(vectors)
+        (centers, contexts), (of_centers, of_contexts) = (_by_block(each, of_scores) for each in (vectors, of_vectors))
+        torch.bmm(of_scores, contexts, out=of_centers)
+        torch.bmm(of_scores.transpose(1, 2), centers, out=of_contexts)
+        return of_vectors, None, None
+
+
+def _by_block(vectors: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the centers' vectors and of the contexts', shape (blocks, words of a block, dim)."""
+    (blocks, centers, words), dim = weights.shape, vectors.shape[1]
+    of_centers, of_contexts = vectors.split_with_sizes([blocks * centers, blocks * words])
+    return of_centers.view(blocks, centers, dim), of_contexts.view(blocks, words, dim)
 
 
 LOSS_POINTS = 500
@@ -162,11 +170,13 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         self.vocabulary_seconds = time.perf_counter() - started
         self.corpus_words, self.missed = self._corpus.corpus_words, self._corpus.missed
         self.total = self.settings.epochs * self.corpus_words
+        if self.job.size == 1:
+            self.settings = self.settings.placed(len(self._corpus.vocabulary))
         self.batch = self.settings.batch or self.settings.suited.batch_for(self.corpus_words, self.device)
 
     def make_model(self) -> SkipGram:
         model = SkipGram(len(self._corpus.vocabulary), self.settings, self.job)
-        self.vectors = WordVectors(self._corpus.vocabulary, model.center.table)
+        self.vectors = WordVectors(self._corpus.vocabulary, model.words.tables["center"])
         return model
 
     @property
@@ -187,8 +197,8 @@ class Word2VecRun(Run[Word2VecSettings, BlockBatch]):
         drawn: dict[str, Any] = {"window": settings.window, "sample": settings.sample, "seed": settings.seed}
         sampler = Sampler(self._corpus, self.device, **drawn, job=self.job)
         batches = sampler.batches(settings.epochs, -(-self.batch // BLOCK), self._position)
-        ids = {self.model.center: lambda batch: batch.centers, self.model.context: lambda batch: batch.contexts}
-        return speedswap.lookahead(batches, ids, depth=settings.lookahead_depth())
+        words = {self.model.both: lambda batch: batch.words}
+        return speedswap.lookahead(batches, words, depth=settings.lookahead_depth())
 
     def lr_left(self) -> float:
         return self.settings.suited.lr_left(self.done / self.total)

@@ -348,6 +348,22 @@ class TableGroup(TableModule):
         module.weight.requires_grad_(key.trainable)
         return module
 
+    @outside_graphs
+    def forward(self, input: Tensor) -> Tensor:
+        r"""Look up rows of all tables at once, as :class:`speedswap.Embedding` does.
+
+        Args:
+            input: rows, int32 or int64, any shape, on the device that needs them. Those of a table are numbered from
+                its entry in ``first_rows``; ids of a table with an id map are not keys here.
+
+        Returns:
+            Shape (\*input.shape, embedding_dim).
+
+        Raises:
+            IdError, LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
+        """
+        return look_up(*self._look_up(input))
+
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
         if init is not None:  # one per table; padding rows stay zero
             values, had = initializers.resolve(init), self.table.columns["weight"].init
