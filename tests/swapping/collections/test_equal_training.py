@@ -364,6 +364,29 @@ def test_one_feature_in_several_tables_and_twice_in_one(device: str) -> None:
         torch.testing.assert_close(collection.tables[name].read(), expected)
 
 
+def test_a_group_looks_up_rows_of_all_its_tables(device: str) -> None:
+    """In one lookup, of any shape, whose gradient is that of the tables; a row past the last one is an error."""
+    configs = [EmbeddingConfig(name=name, num_embeddings=5 + seed, embedding_dim=4, seed=seed) for seed, name in TWO]
+    collection, twin = (speedswap.EmbeddingCollection(configs, device=device) for _ in range(2))
+    group: Any = collection.groups[0]
+    assert group.first_rows == (0, 5)
+    found = group(torch.tensor([[0, 5], [10, 4], [5, 5]], device=device))
+    given = {"t": [0, 4], "u": [0, 5, 0, 0]}
+    t, u = (twin.embeddings[name](torch.tensor(ids, device=device)) for name, ids in given.items())
+    assert torch.equal(found, torch.stack([t[0], u[0], u[1], t[1], u[2], u[3]]).view(3, 2, 4))
+    for model, values in ((collection, [found]), (twin, [t, u])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sum(each.square().sum() for each in values).backward()
+        optimizer.step()
+    for name, table in collection.tables.items():
+        assert torch.equal(table.read(), twin.tables[name].read())
+    with pytest.raises(speedswap.errors.IdError, match=r"ids\[0\] is 11, but table '4-float32' has rows 0 to 10"):
+        group(torch.tensor([11], device=device))
+
+
+TWO = ((0, "t"), (1, "u"))
+
+
 def test_compact_columns_are_those_of_separate_tables(device: str) -> None:
     """Rounded to nearest; what stochastic rounding draws depends on a row's place in its store."""
     settings = {"stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "rounding": "nearest"}
