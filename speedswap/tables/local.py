@@ -16,7 +16,7 @@ from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
 from speedswap.tables.memory import HotBytes, RecordGroup, allocate, make_cache, says_too_large
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
-from speedswap.tables.record import Block, Column, RecordLayout, column_among, initial_values, is_lazy
+from speedswap.tables.record import Block, Column, RecordLayout, initial_values, is_lazy
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
 
 _CPU = torch.device("cpu")
@@ -106,8 +106,10 @@ class LocalStore(RowStore):
         Raises:
             ValueError: none does.
         """
-        column_among(self.columns, column, self.name)
-        return next(group for group in self.groups if group.layout.has(column))
+        for group in self.groups:
+            if group.layout.has(column):
+                return group
+        raise ValueError(f"column {column!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
 
     def _fields(self, names: Iterable[str]) -> _Fields:
         """Return the named columns as the kernels gather them, by the group that holds them."""

@@ -361,10 +361,13 @@ def _described(path: Path) -> Iterable[tuple[Path, list[str] | None]]:
     with open_regular(path) as file:
         text = file.read(_MOST_INDEX_BYTES)
     names_of: dict[Path, list[str]] = {}
-    with says_damaged(f"{path}, an index of safetensors files,"):
+    try:
         for name, file_name in json.loads(text)["weight_map"].items():
-            require(Path(file_name).name == file_name, f"it names {file_name!r}, which is not a file next to it")
+            if Path(file_name).name != file_name:
+                raise ValueError(f"it names {file_name!r}, which is not a file next to it")
             names_of.setdefault(path.parent / file_name, []).append(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise TableFormatError(f"{path} is not an index of safetensors files: {error}") from None
     return names_of.items()
 
 
