@@ -141,7 +141,7 @@ class OverTable(nn.Module):
         self._map_to_keep = id_map
         if table is None:
             first_values = self._init = initializers.normal() if init is None else initializers.resolve(init)
-            compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
+            usual = "stochastic" if stored_dtype in (torch.float16, torch.bfloat16) else "nearest"
 
             def make(rows: Tensor | None = None) -> Table:
                 values = first_values if rows is None else initializers.GivenRows(weakref.ref(rows))
@@ -156,7 +156,7 @@ class OverTable(nn.Module):
                     name=name,
                     zero_row=padding_idx,
                     stored_dtype=stored_dtype,
-                    rounding=(rounding or "stochastic") if compact else "nearest",
+                    rounding="nearest" if stored_dtype in (None, rows_dtype) else rounding or usual,
                 )
 
             self._make = make

@@ -200,6 +200,7 @@ def test_a_table_that_stores_state_otherwise_is_refused(asked: dict[str, Any], h
         ({"state_dtype": torch.int8}, TypeError, "state_dtype is torch.int8; give torch.bfloat16"),
         ({"state_dtype": torch.bfloat16, "dtype": torch.float64}, TypeError, "but the rows are torch.float64"),
         ({"stored_dtype": torch.bfloat16, "dtype": torch.float64}, TypeError, "was to be stored as torch.bfloat16"),
+        ({"stored_dtype": torch.int8, "rounding": "stochastic"}, ValueError, "int8 is rounded to 'nearest' only"),
         ({"rounding": "down"}, ValueError, "rounding is 'down'; choose one of nearest, stochastic"),
     ],
 )
