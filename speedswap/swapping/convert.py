@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -399,8 +398,7 @@ def replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> TableM
     try:
         new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place})
     except BaseException:
-        if place.folder is not None:
-            shutil.rmtree(place.folder, ignore_errors=True)
+        place.discard()
         raise
     OwnParts.of(old).give(new)
     for name, value in vars(old.weight).items():

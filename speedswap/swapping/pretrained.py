@@ -11,7 +11,6 @@ import difflib
 import inspect
 import json
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -153,8 +152,7 @@ class _Loading:
         except BaseException:
             for name, module in self._made.items():
                 module.table.close()
-                if (path := self._places[name].folder) is not None:
-                    shutil.rmtree(path, ignore_errors=True)
+                self._places[name].discard()
             raise
         model.name_or_path = model.config.name_or_path = os.fspath(folder)
         mapped = {each.untyped_storage().data_ptr() for each in tensors.values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -86,6 +87,11 @@ class Storage(ABC):
     def require_free(self) -> None:
         """Raise FileExistsError if the place is taken, so that no table can be created there."""
         return None
+
+    def discard(self) -> None:
+        """Remove what :meth:`create` made here, once a later error has left it unused; there is nothing in memory."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def of_table(self: _Self, name: str, own: Storage | str | None = None) -> _Self | Storage:
         """Return the place of one of several tables.

@@ -427,6 +427,22 @@ def test_a_full_disk_leaves_the_rest_as_it_was(tmp_path: Path, monkeypatch: pyte
     assert [place.name for place in tmp_path.iterdir()] == ["users"]
 
 
+def test_a_place_discards_what_a_failed_conversion_made_in_it() -> None:
+    discarded = []
+
+    class Place(speedswap.Pageable):
+        def create(self, *args: Any, **kwargs: Any) -> Any:
+            raise TableFullError("no room")
+
+        def discard(self) -> None:
+            discarded.append(self)
+
+    place = Place()
+    with pytest.raises(TableFullError):
+        speedswap.convert(Model(), ROWS, storage=place)
+    assert discarded == [place]
+
+
 # ---------------------------------------------------------------------- what is said
 
 
