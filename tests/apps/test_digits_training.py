@@ -8,6 +8,7 @@ import torch
 
 from speedswap.apps.digits import DigitsNet, Settings, read_split, train
 from speedswap.apps.errors import ImagesError, SettingsError
+from speedswap.batching import attempts
 from speedswap.errors import MemoryBudgetError
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -34,7 +35,8 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
         read_split()
 
 
-def test_trains_to_97_percent_in_memory_for_100_with_the_losses_of_whole_batches():
+def test_trains_to_97_percent_in_memory_for_100_with_the_losses_of_whole_batches(monkeypatch):
+    monkeypatch.setattr(attempts, "memory_class", lambda device: 0)  # else that of what other processes leave free
     result = train(Settings(epochs=30, compare=True, device="cpu"), progress=False)
     assert result.accuracy >= 0.97
     ours, theirs = ([step.loss for step in run.steps] for run in (result, result.whole))
