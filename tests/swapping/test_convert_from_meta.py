@@ -242,7 +242,11 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[Path], dict[str, Any]]]
             "init": (folder / "1.safetensors").write_bytes((folder / "1.safetensors").read_bytes()[:-1]) and None,
         },
     ),
-    "no checkpoint": ("No such file", FileNotFoundError, lambda folder: {"checkpoint": folder / "none"}),
+    "no checkpoint": (
+        "does not exist; give a safetensors file, its index",
+        FileNotFoundError,
+        lambda folder: {"checkpoint": folder / "none"},
+    ),
     "both": (
         "init and checkpoint are given",
         ValueError,

@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[str, type[Exception], Callable[[Path], Any], dict[str, An
         lambda f: f,
         {"name": "norm"},
     ),
-    "no folder": ("No such file", FileNotFoundError, lambda f: f / "none", {}),
+    "no folder": ("does not exist; give a safetensors file, its index", FileNotFoundError, lambda f: f / "none", {}),
     "an empty folder": (r"has no \*\.safetensors files", FileNotFoundError, lambda f: f.parent, {}),
     "a number": ("file is an int; give a safetensors file", TypeError, lambda f: 3, {}),
     "twice": ("has a tensor 'rows', and so has", TableFormatError, other, {"name": "rows"}),

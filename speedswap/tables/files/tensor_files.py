@@ -356,6 +356,10 @@ def _described(path: Path) -> Iterable[tuple[Path, list[str] | None]]:
         if not indices and not (files := sorted(path.glob(f"*{_TENSORS}"))):
             raise FileNotFoundError(f"{path} has no *{_TENSORS} files; give the folder that has them")
         return _described(indices[0]) if indices else [(file, None) for file in files]
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; give a safetensors file, its index, or the folder that has them"
+        )
     if path.suffix != ".json":
         return [(path, None)]
     with open_regular(path) as file:
