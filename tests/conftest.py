@@ -60,6 +60,19 @@ def _imported_modules_are_not_scanned() -> None:
         gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _rows_stay_in_host_memory() -> Iterator[None]:
+    """Keep the tests' tables pinned where storage is left open: all of them are small for a GPU."""
+    if "cuda" in DEVICES:
+        from speedswap.tables import memory
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "_NEAR_SHARE", 0)
+            yield
+    else:
+        yield
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """The compute device: the CPU, and a GPU if the machine has one."""

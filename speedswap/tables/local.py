@@ -14,7 +14,7 @@ from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
-from speedswap.tables.memory import HotBytes, RecordGroup, allocate, make_cache, says_too_large
+from speedswap.tables.memory import HotBytes, RecordGroup, allocate, has_ample_room, make_cache, says_too_large
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout, initial_values, is_lazy
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
@@ -172,10 +172,20 @@ class LocalStore(RowStore):
         if self._is_filled:
             return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if self.facts.may_be_near and device.type == "cuda":
+                self._place_near(device)
             for group in self.groups:
                 if not group.is_filled:
                     self._take(group, group.layout.columns)
         self._hold(*self.groups)
+
+    def _place_near(self, device: torch.device) -> None:
+        """Take memory of the current GPU, if it has ample room, for rows that have none yet."""
+        nbytes = sum(group.nbytes for group in self.groups)
+        if not any(group.is_filled for group in self.groups) and has_ample_room(device, nbytes):
+            for group in self.groups:
+                group.memory = allocate("device", group.nbytes)
+            self.facts.storage, self._is_divided = "device", True
 
     def _divide(self, device: torch.device) -> None:
         """Measure, before rows first go to or from a GPU, in which shares they go, where that is left open."""

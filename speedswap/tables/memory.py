@@ -36,6 +36,8 @@ WantedShares = tuple[float | None, float | None]
 BATCHES = 2
 _AUTO_SHARE = 4
 
+_NEAR_SHARE = 1 / 64  # of a GPU's free memory: 375 MB of 24 GB, so that even 20 such tables leave it most
+
 
 def require_hot_bytes(hot_bytes: HotBytes | None, gather_share: float | None) -> None:
     """Raise ValueError or TypeError unless a pinned table can have a cache of hot rows of this size."""
@@ -92,6 +94,11 @@ MemoryKind = Literal["device", "pinned", "pageable"]
 def default_kind() -> MemoryKind:
     """Return the default kind of memory: pinned if there is a CUDA device, else pageable."""
     return "pinned" if kernels.cuda_ready()[0] else "pageable"
+
+
+def has_ample_room(device: torch.device, nbytes: int) -> bool:
+    """Return whether a table would take so little of a GPU's free memory that a batch's activations hardly miss it."""
+    return nbytes <= _NEAR_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 class Memory:

@@ -134,6 +134,7 @@ class _InMemory(Storage):
 
     kind: ClassVar[MemoryKind]
     hot_bytes: HotBytes | None = None
+    may_be_near: ClassVar[bool] = False
 
     @property
     def shares(self) -> WantedShares:
@@ -141,8 +142,8 @@ class _InMemory(Storage):
         return None, None
 
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
-        shares, hot_bytes = self.shares, self.hot_bytes
-        facts = StoreFacts(num_embeddings, self.kind, shares, seed, name or "table", hot_bytes=hot_bytes)
+        rows = num_embeddings, self.kind, self.shares, seed, name or "table"
+        facts = StoreFacts(*rows, hot_bytes=self.hot_bytes, may_be_near=self.may_be_near)
         return LocalStore.create(facts, weight)
 
     def copy(self, source: RowStore) -> RowStore:
@@ -204,6 +205,13 @@ class Pinned(_InMemory):
         own = _ENGINES[self.engine]
         gather = own if self.gather_share is None else self.gather_share
         return gather, own if self.scatter_share is None else self.scatter_share
+
+
+@dataclass(frozen=True, repr=False)
+class _PinnedOrNear(Pinned):
+    """Pinned memory; or that of a GPU with ample room, once the first step says which GPU and which columns."""
+
+    may_be_near = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -303,8 +311,8 @@ def as_storage(storage: Storage | str, path: str | os.PathLike[str] | None = Non
     """Return the place that a call's arguments describe.
 
     Args:
-        storage: a place; or ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: a disk where a path is given,
-            pinned memory where there is a GPU, else pageable memory.
+        storage: a place; or ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: a disk where a path is given;
+            where there is a GPU pinned memory, or its own for a table that takes little of it; else pageable memory.
         path: the directory of a table on disk.
 
     Raises:
@@ -321,7 +329,9 @@ def as_storage(storage: Storage | str, path: str | os.PathLike[str] | None = Non
     if kind not in ("auto", *_NAMES, "disk"):
         raise ValueError(f"storage is {storage!r}; choose one of auto, {', '.join(_NAMES)}, disk")
     if kind == "auto":
-        kind = "disk" if path is not None else default_kind()
+        if path is None and default_kind() == "pinned":
+            return _PinnedOrNear()
+        kind = "disk" if path is not None else "pageable"
     if kind == "disk":
         if path is None:
             raise ValueError(f"storage is {storage!r} but path is None; give the directory that will hold the table")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -92,7 +92,6 @@ class Table:
                 "storage=Ranks(each=…)"
             )
         self.num_embeddings, self.name = facts.num_embeddings, facts.name
-        self.storage = facts.storage
         self.attributes = store.notes.attributes
         self.live_attributes = store.notes.live_attributes
         self._locked = facts.locked
@@ -100,6 +99,11 @@ class Table:
         self._flush_at_end = weakref.finalize(self, leave, store)
 
     # ------------------------------------------------------------------ made, opened, loaded
+
+    @property
+    def storage(self) -> str:
+        """The place of the rows: ``device``, ``pinned``, ``pageable``, ``disk``, or a store's own name."""
+        return self.store.facts.storage
 
     @classmethod
     def _at(cls, place: Storage, store: RowStore) -> Table:
@@ -617,6 +621,8 @@ class Table:
         """
         kernels.require_dense(values, "values")
         fitting({column: values}, self.columns, len(values), self.name)
+        if not isinstance(start, SupportsIndex):
+            raise TypeError(f"start is {start!r}; give the first row's number, and the column as column=")
         if start < 0 or start + len(values) > self.num_embeddings:
             raise IdError(
                 f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ def read_rows(store: RowStore, start: int, stop: int | None, column: str, dtype:
     """Copy rows of a column into ordinary memory; arguments and errors are those of :meth:`Table.read`."""
     facts = store.facts
     for name, bound in (("start", start), ("stop", stop)):
-        if getattr(bound, "shape", ()) or isinstance(bound, list | tuple):
+        if getattr(bound, "shape", ()) or not isinstance(bound, SupportsIndex | None):
             raise TypeError(
                 f"{name} is {a_kind(bound)}, but Table.read copies the rows between two numbers; for ids call "
-                "Embedding.read(ids) or Table.gather(ids)"
+                "Embedding.read(ids) or Table.gather(ids), and for another column than the weight give column="
             )
     start, stop, _ = slice(start, stop).indices(facts.num_embeddings)
     stop, found = max(start, stop), column_among(store.columns, column, facts.name)

@@ -138,6 +138,14 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ITEMS.table.read(torch.tensor([8])),  # type: ignore[arg-type]
         r"start is a Tensor, but Table.read copies the rows between two numbers; for ids call Embedding.read\(ids\)",
     ),
+    "a column's name as the first row": (
+        lambda: ITEMS.table.read("weight"),  # type: ignore[arg-type]
+        "start is a str, but Table.read copies .*, and for another column than the weight give column=",
+    ),
+    "a column's name as the first row to write": (
+        lambda: ITEMS.table.write("weight", torch.ones(1, 4)),  # type: ignore[arg-type]
+        "start is 'weight'; give the first row's number, and the column as column=",
+    ),
     "ids as its end": (lambda: ITEMS.table.read(0, [8]), "stop is a list, but Table.read copies"),  # type: ignore[arg-type]
     "save, swapped": (
         lambda: speedswap.save_checkpoint(ITEMS, "there"),  # type: ignore[arg-type]
