@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels.cuda.hot import HotRecords
-from speedswap.kernels.cuda.launch import Fence
+from speedswap.kernels.cuda.launch import HOST_MULTIPROCESSORS, Fence, host_limit, multiprocessors
 from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
 from speedswap.kernels.host import empty
 
@@ -23,10 +23,12 @@ class Shares(NamedTuple):
     Attributes:
         gather: of rows to the GPU.
         scatter: of rows back.
+        multiprocessors: the most of a GPU's that the kernel takes.
     """
 
     gather: float = 1.0
     scatter: float = 1.0
+    multiprocessors: int = HOST_MULTIPROCESSORS
 
 
 # As in csrc/rows_cpu.h.
@@ -62,6 +64,11 @@ class Records(NamedTuple):
         if not self.pinned:
             return 0.0
         return self.shares.gather if what == "gather" else self.shares.scatter
+
+    def multiprocessors_of(self, device: int) -> int:
+        """Return the most multiprocessors of a GPU that a kernel over the records takes."""
+        most = multiprocessors(device)
+        return host_limit(most, self.shares.multiprocessors) if self.device.type == "cpu" else most
 
 
 class Stored(NamedTuple):

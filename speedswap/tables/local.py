@@ -142,9 +142,9 @@ class LocalStore(RowStore):
         """Return memory for these columns, filled with initial values, now or later, unless it should stay zero."""
         layout = RecordLayout.of(columns)
         memory = allocate(self.facts.storage, self.num_embeddings * layout.stride)
-        shares = kernels.Shares(*(1.0 if share is None else share for share in self.facts.shares))
+        gather, scatter = (1.0 if share is None else share for share in self.facts.shares)
         self._is_divided = self.facts.storage != "pinned" or None not in self.facts.shares
-        group = RecordGroup(layout, memory, self.num_embeddings, shares, is_filled=False)
+        group = RecordGroup(layout, memory, self.num_embeddings, kernels.Shares(gather, scatter), is_filled=False)
         if memory.is_taken or self._written or not filled:
             try:
                 self._take(group, columns if filled else [])
@@ -197,7 +197,7 @@ class LocalStore(RowStore):
             best, (gather, scatter) = kernels.best_shares(group.records(), device), self.facts.shares
             if gather is None:  # staged rows are read past a cache
                 gather = 1.0 if self._hot_bytes is not None else best.gather
-            group.divide(kernels.Shares(gather, best.scatter if scatter is None else scatter))
+            group.divide(best._replace(gather=gather, scatter=best.scatter if scatter is None else scatter))
         self._is_divided = True
 
     def _fill(self, group: RecordGroup, columns: Sequence[Column]) -> None:

@@ -19,7 +19,7 @@ class Table:
         assert self.memory.failure is None
         self.fence = Fence()
         self.records = Records(
-            self.memory.pointer, stride, num_rows, torch.device("cpu"), True, self.memory, "auto", self.fence
+            self.memory.pointer, stride, num_rows, torch.device("cpu"), True, self.memory, fence=self.fence
         )
         self.expected = np.random.default_rng(1).integers(0, 256, (num_rows, stride), np.uint8)
         self.memory.bytes.view(num_rows, stride).numpy()[:] = self.expected

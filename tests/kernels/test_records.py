@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedswap.kernels import Part, Records, gather_records, scatter_records
+from speedswap.kernels import Part, Records, Shares, gather_records, records, scatter_records
 from speedswap.kernels.cuda import pinning
 
 
@@ -39,6 +39,19 @@ class Memory:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self.bytes.cpu().numpy().reshape(self.num_rows, self.stride).copy()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "of_gpu", "taken"), [(16, 132, 16), (4, 132, 4), (16, 20, 5), (4, 20, 4), (8, 3, 1)]
+)
+def test_a_kernel_over_host_memory_takes_few_multiprocessors(
+    wanted: int, of_gpu: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as are wanted, and at most a quarter of the GPU's."""
+    monkeypatch.setattr(records, "multiprocessors", lambda device: of_gpu)
+    near = Memory(10, 16, "cpu").records()._replace(shares=Shares(multiprocessors=wanted))
+    assert near.multiprocessors_of(0) == taken
+    assert near._replace(device=torch.device("cuda")).multiprocessors_of(0) == of_gpu
 
 
 @pytest.fixture(params=["cpu", *(["cuda", "pinned"] if torch.cuda.is_available() else [])])

@@ -235,12 +235,14 @@ def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, m
     if device != "cuda":
         pytest.skip("is about a GPU")
     monkeypatch.setattr(shares, "_LEAST_BYTES", 1)
-    timed, measured = shares._seconds, list[float]()
+    timed, measured = shares._seconds, list[Shares]()
 
-    def seconds(move: Callable[[float], None], share: float, where: torch.device) -> float:
-        measured.append(share)
-        timed(move, share, where)
-        return {1.0: 3.0, 0.0: 1.0}.get(share, 2.0) if len(measured) > 3 else 1.0
+    def seconds(move: Callable[[Shares], None], how: Shares, where: torch.device) -> float:
+        measured.append(how)
+        timed(move, how, where)
+        if len(measured) <= 3:
+            return 1.0 if how.multiprocessors == 8 else 2.0
+        return {1.0: 3.0, 0.0: 1.0}.get(how.scatter, 2.0) if len(measured) > 6 else 1.0
 
     monkeypatch.setattr(shares, "_seconds", seconds)
     shares._known.cache_clear()
@@ -255,9 +257,11 @@ def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, m
             each(ids).pow(3).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert measured == [1.0, 0.0, 0.5, 1.0, 0.0, 0.25]
+    assert measured[:3] == [Shares(1.0, 1.0, 16), Shares(1.0, 1.0, 8), Shares(1.0, 1.0, 4)]
+    assert measured[3:6] == [Shares(share, 1.0, 8) for share in (1.0, 0.0, 0.5)]
+    assert measured[6:] == [Shares(1.0, share, 8) for share in (1.0, 0.0, 0.25)]
     assert isinstance(model.table.store, LocalStore)
-    assert model.table.store.groups[0].shares == (1.0, 0.0)
+    assert model.table.store.groups[0].shares == Shares(1.0, 0.0, 8)
     assert torch.equal(model.table.read(), plain.table.read())
 
 
@@ -275,14 +279,14 @@ def test_without_room_to_measure_kernels_move_all_rows(device: str, monkeypatch:
         rows = torch.tensor([3, 49], device=device)
         table.scatter(rows, torch.ones(2, 4, device=device))
         assert isinstance(table.store, LocalStore)
-        assert table.store.groups[0].shares == (1.0, 1.0)
+        assert table.store.groups[0].shares == Shares(1.0, 1.0)
 
 
 def test_rows_are_not_staged_past_their_cache(device: str, monkeypatch: pytest.MonkeyPatch):
     if device != "cuda":
         pytest.skip("is about a GPU")
     monkeypatch.setattr(local.kernels, "best_shares", lambda records, device: Shares(0.0, 0.25))
-    for place, expected in ((Pinned(hot_bytes=0.5), (1.0, 0.25)), (Pinned(scatter_share=1), (0.0, 1.0))):
+    for place, expected in ((Pinned(hot_bytes=0.5), Shares(1.0, 0.25)), (Pinned(scatter_share=1), Shares(0.0, 1.0))):
         with Table.create(50, 4, storage=place) as table:
             rows = torch.tensor([3, 49], device=device)
             table.scatter(rows, torch.ones(2, 4, device=device))

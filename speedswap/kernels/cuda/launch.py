@@ -25,13 +25,13 @@ def multiprocessors(device: int) -> int:
 
 
 @functools.cache
-def host_limit(multiprocessors: int) -> int:
-    """Return the most multiprocessors that a move of host memory takes of a GPU's, which is at least one.
+def host_limit(multiprocessors: int, wanted: int = HOST_MULTIPROCESSORS) -> int:
+    """Return how many of a GPU's multiprocessors a move of host memory takes, at least one.
 
     >>> [host_limit(132), host_limit(40), host_limit(2)]
     [16, 10, 1]
     """
-    return max(1, min(HOST_MULTIPROCESSORS, multiprocessors // 4))
+    return max(1, min(wanted, multiprocessors // 4))
 
 
 @functools.cache

@@ -158,9 +158,8 @@ def move(
         device: the GPU.
         stream: a stream of that GPU.
     """
-    index, is_host = index_of(device) if device.index is None else device.index, records.device.type == "cpu"
-    limit = launch.host_limit(launch.multiprocessors(index)) if is_host else launch.multiprocessors(index)
-    count = ids.shape[0]
+    index = index_of(device) if device.index is None else device.index
+    count, limit = ids.shape[0], records.multiprocessors_of(index)
     for kernel, grid, threads_per_block, stride, columns, lanes, *_ in plan(what, records, count, parts, limit):
         launch.launch_kernel(
             device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
@@ -191,9 +190,8 @@ def copy(
     for number in (*blocks, *shifts):
         places |= number
     word_bytes, lanes, layout = copy_layout(records.stride, columns, places % 16)
-    is_host = records.device.type == "cpu"
-    limit = launch.host_limit(launch.multiprocessors(device)) if is_host else launch.multiprocessors(device)
-    grid, threads = grid_and_threads(count * lanes, limit, is_host)
+    limit = records.multiprocessors_of(device)
+    grid, threads = grid_and_threads(count * lanes, limit, records.device.type == "cpu")
     hot = NOT_HOT if records.hot is None else records.hot.argument(sum(width for _, width in columns))
     rows = records.pointer, records.stride // word_bytes, ids.data_ptr(), count
     kernel = launch.kernel_handle(device, f"{what}_w{word_bytes}")

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels.cuda import engines
+from speedswap.kernels.cuda.launch import HOST_MULTIPROCESSORS
 from speedswap.kernels.cuda.modules import index_of, side_stream
 from speedswap.kernels.records import Part, Records, Shares
 
 _LEAST_BYTES = 256 << 20  # of a table: smaller ones are found by a GPU's translation of addresses, and fast by kernels
 _MOVED_BYTES = 64 << 20
 _REPEATS = 3
+_MULTIPROCESSORS = (HOST_MULTIPROCESSORS, 8, 4)  # with narrow rows fewer may do as well, or better in both directions
 _GAIN = 1.1  # over kernels alone, which leave the processors free
 
 _log = logging.getLogger("speedswap")
@@ -48,8 +50,8 @@ def best_shares(records: Records, device: torch.device) -> Shares:
         except torch.OutOfMemoryError:  # a model that fits barely trains as it would without
             return Shares()
         _log.info(
-            "kernels move %.0f%% of rows of %d bytes to %s, and %.0f%% back; the others are staged",
-            100 * found.gather, records.stride, device, 100 * found.scatter,
+            "%d multiprocessors move %.0f%% of rows of %d bytes to %s, and %.0f%% back; the others are staged",
+            found.multiprocessors, 100 * found.gather, records.stride, device, 100 * found.scatter,
         )  # fmt: skip
     return known[size]
 
@@ -66,17 +68,21 @@ def _measured(records: Records, device: torch.device) -> Shares:
     block, other = (torch.empty(count, records.stride, dtype=torch.uint8, device=device) for _ in range(2))
     beside = side_stream(index_of(device), "rows in")
 
-    def gather(share: float) -> None:
-        engines.move_between("gather", share, records, first, [Part(0, block)], device)
+    def gather(shares: Shares) -> None:
+        shared = records._replace(shares=shares)
+        engines.move_between("gather", shares.gather, shared, first, [Part(0, block)], device)
 
-    def scatter(share: float) -> None:
+    def scatter(shares: Shares) -> None:
+        shared = records._replace(shares=shares)
         with torch.cuda.stream(beside):  # as beside a step, with other rows
-            engines.move_between("gather", gathered, records, second, [Part(0, other)], device)
-        engines.move_between("scatter", share, records, first, [Part(0, block)], device)
+            engines.move_between("gather", shares.gather, shared, second, [Part(0, other)], device)
+        engines.move_between("scatter", shares.scatter, shared, first, [Part(0, block)], device)
 
-    gathered = _fastest(gather, device)
-    gather(gathered)
-    return Shares(gathered, _fastest(scatter, device))
+    gather(Shares())  # so that a scatter leaves the rows as they are
+    by_kernels = (Shares(multiprocessors=most) for most in _MULTIPROCESSORS)
+    kernels = min(by_kernels, key=lambda shares: _seconds(scatter, shares, device))
+    gathered = _fastest(gather, lambda share: kernels._replace(gather=share), device)
+    return _fastest(scatter, lambda share: gathered._replace(scatter=share), device)
 
 
 def _rows_among(num_rows: int, count: int, seed: int) -> Tensor:
@@ -86,21 +92,21 @@ def _rows_among(num_rows: int, count: int, seed: int) -> Tensor:
     return torch.arange(count, device="cpu") * step + own
 
 
-def _fastest(move: Callable[[float], None], device: torch.device) -> float:
-    """Return the share with which a move takes the least time: all, none, or such that both ways end together."""
-    direct, staged = (_seconds(move, share, device) for share in (1.0, 0.0))
+def _fastest(move: Callable[[Shares], None], given: Callable[[float], Shares], device: torch.device) -> Shares:
+    """Return the shares with which a move takes the least time: all, none, or such that both ways end together."""
+    direct, staged = (_seconds(move, given(share), device) for share in (1.0, 0.0))
     balanced = round(staged / (direct + staged), 2)
-    others = {0.0: staged, balanced: _seconds(move, balanced, device)}
+    others = {0.0: staged, balanced: _seconds(move, given(balanced), device)}
     best = min(others, key=lambda share: others[share])
-    return best if _GAIN * others[best] < direct else 1.0
+    return given(best if _GAIN * others[best] < direct else 1.0)
 
 
-def _seconds(move: Callable[[float], None], share: float, device: torch.device) -> float:
+def _seconds(move: Callable[[Shares], None], shares: Shares, device: torch.device) -> float:
     took = []
     for _ in range(1 + _REPEATS):  # the first takes buffers
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        move(share)
+        move(shares)
         torch.cuda.synchronize(device)
         took.append(time.perf_counter() - began)
     return statistics.median(took[1:])
