@@ -21,6 +21,7 @@ import simulated_gpu  # noqa: E402
 # Moving rows, and training over them: kernels, engines, the steps' waits and launches, lookahead.
 CORE = [
     "tests/kernels",
+    "tests/tables/test_small_tables.py",
     "tests/tables/test_stores.py",
     "tests/tables/test_table.py",
     "tests/tables/test_table_engines.py",
