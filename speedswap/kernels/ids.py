@@ -68,10 +68,11 @@ def _first_outside(ids: Tensor, num_rows: int) -> int:
 
 
 def _outside(ids: Tensor, position: int, num_rows: int, what: str) -> IdError:
-    where = ", ".join(str(int(index)) for index in torch.unravel_index(torch.tensor(position), ids.shape))
+    index = torch.unravel_index(torch.tensor(position), ids.shape)
+    where = f"[{', '.join(str(int(each)) for each in index)}]" if index else ""
     rows = f"rows 0 to {num_rows - 1}" if num_rows else "no rows"
     return IdError(
-        f"ids[{where}] is {int(ids.reshape(-1)[position])}, but {what} has {rows}; "
+        f"ids{where} is {int(ids.reshape(-1)[position])}, but {what} has {rows}; "
         "map unknown ids to a padding row (padding_idx=) before the lookup"
     )
 

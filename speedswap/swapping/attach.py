@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from speedswap._words import warn_once
+from speedswap._words import a_kind, warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
@@ -69,6 +69,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
         OptimizerError: the optimizer mixes rows or takes only sparse gradients; or idle rows, or idle rows in files,
             cannot take its steps.
         ValueError: there is no embedding, or its weight is not in the optimizer.
+        TypeError: ``module_or_table`` is neither a module nor a table.
 
     Example:
         >>> import torch, speedswap
@@ -78,6 +79,11 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
     """
     if idle_rows not in (None, "lazy", "dense"):
         raise ValueError(f"idle_rows is {idle_rows!r}; give 'lazy' or 'dense'")
+    if not isinstance(module_or_table, nn.Module | Table):
+        raise TypeError(
+            f"module_or_table is {a_kind(module_or_table)}, and optimizer {a_kind(optimizer)}; give the optimizer "
+            "first, then the model or a table"
+        )
     if isinstance(module_or_table, Table):
         steps = [step for step in every_step() if step.table is module_or_table]
     else:

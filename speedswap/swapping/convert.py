@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._machine import available_bytes
-from speedswap._words import warn
+from speedswap._words import a_kind, warn
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import ConversionError, TableError, TableTooLargeError
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
@@ -280,6 +280,7 @@ def convert(
             nothing was changed.
         ValueError: ``skip`` names no embedding; the storage or one of its settings is invalid, or it has no place for
             an embedding; or ``checkpoint`` is given, but nothing is on meta. Nothing was changed.
+        TypeError: ``model`` is of another type.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table, or for a weight that was a table; its
             embedding and the following ones are unchanged, or still on meta.
@@ -296,6 +297,8 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {a_kind(model)}; give a torch.nn.Module")
     settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding, "init": init}
     if back:
         given = {"storage": None if storage == "auto" else storage, "path": path, "checkpoint": checkpoint, **settings}

@@ -284,6 +284,7 @@ class OverTable(nn.Module):
         cls: type[_Self], embeddings: Tensor, freeze: bool, padding_idx: int | None, **settings: Any
     ) -> _Self:
         """Return a module over a new table with the given rows, shape (num_embeddings, embedding_dim)."""
+        kernels.require_dense(embeddings, "embeddings")
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; give (num_embeddings, embedding_dim)")
         if not embeddings.is_floating_point() and not embeddings.is_complex():
@@ -293,7 +294,6 @@ class OverTable(nn.Module):
             )
         if not freeze and settings.get("stored_dtype") == torch.int8:
             raise ValueError("stored_dtype is torch.int8 and freeze is False; int8 rows are for lookup: freeze them")
-        kernels.require_dense(embeddings, "embeddings")
         rows = embeddings.detach()
         module = cls(
             len(embeddings),

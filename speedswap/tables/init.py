@@ -658,6 +658,8 @@ def resolve(init: Initializer | Callable[..., Any] | None) -> Initializer:
         return init
     if callable(init):
         return from_torch(init)
+    if isinstance(init, Tensor):
+        raise TypeError("init is a Tensor; give these rows to Embedding.from_pretrained, or fill in a function of init")
     raise TypeError(f"init is {init!r}; give one of speedswap.init or a function of torch.nn.init")
 
 

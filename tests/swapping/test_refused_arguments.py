@@ -159,6 +159,19 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: speedswap.load_checkpoint(ITEMS, "there"),  # type: ignore[arg-type]
         "path is an Embedding, and model a str; give the path first",
     ),
+    "attach, swapped": (
+        lambda: speedswap.attach(ITEMS, torch.optim.SGD(ITEMS.parameters())),  # type: ignore[arg-type]
+        "module_or_table is an SGD, and optimizer an Embedding; give the optimizer first",
+    ),
+    "convert a path": (lambda: speedswap.convert("model"), "model is a str; give a torch.nn.Module"),  # type: ignore[type-var]
+    "pretrained rows of NumPy": (
+        lambda: Embedding.from_pretrained(torch.ones(3, 4).numpy()),  # type: ignore[arg-type]
+        "embeddings is an ndarray; pass a tensor",
+    ),
+    "rows as initial values": (
+        lambda: Embedding(3, 4, init=torch.ones(3, 4)),  # type: ignore[arg-type]
+        "init is a Tensor; give these rows to Embedding.from_pretrained",
+    ),
     "load into an optimizer": (
         lambda: speedswap.load_checkpoint("there", torch.optim.SGD(ITEMS.parameters())),  # type: ignore[arg-type]
         r"model is an SGD; give a torch\.nn\.Module, then its optimizer",
