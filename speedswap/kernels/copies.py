@@ -81,7 +81,8 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
 
     Args:
         records: the target.
-        ids: integers, shape (n,), on any device, already checked to be in range and unique.
+        ids: integers, shape (n,), on any device, already checked to be in range and unique. With CUDA blocks an id of
+            -1 skips a row.
         parts: the columns; blocks have n rows and are all on one device.
     """
     _move("scatter", records, ids, parts)

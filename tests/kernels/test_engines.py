@@ -14,6 +14,7 @@ from engine_tables import WAYS, Table, ascending, blocks
 
 from speedswap.kernels import Part, Stored, gather_records, rounding_key, scatter_records
 from speedswap.kernels.cuda import engines, moves
+from speedswap.kernels.records import What
 
 ADAM = [(0, 64), (64, 64), (128, 64)]
 
@@ -76,10 +77,26 @@ def test_a_gather_passes_negative_ids_over(gpu, way: float, ids_on: str, dtype: 
 
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers")
-def test_nothing_is_gathered_where_every_id_is_negative(gpu, way: float):
+@pytest.mark.parametrize("stored", [None, Stored(torch.bfloat16), Stored(torch.bfloat16, rounding_key(1, 2, 3))])
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+def test_a_scatter_passes_negative_ids_over(gpu, way: float, ids_on: str, stored: Stored | None):
+    """Their records stay unchanged; the others are rounded by the random bits of these ids."""
+    table, other, ids = Table(700, 80), Table(700, 80), ascending(700, 500)
+    kept, values = torch.rand(500) < 0.6, torch.randn(500, 16)
+    scatter_records(other.records, ids[kept], [Part(8, values[kept], stored)])
+    parts = [Part(8, values.to(gpu), stored)]
+    engines.move_between("scatter", way, table.records, torch.where(kept, ids, -1).to(ids_on), parts, gpu)
+    np.testing.assert_array_equal(table.now(), other.now())
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+@pytest.mark.parametrize("what", ["gather", "scatter"])
+def test_nothing_moves_where_every_id_is_negative(gpu, way: float, what: What):
     table, parts = Table(5, 64), blocks([(0, 64)], 3, gpu)
-    engines.move_between("gather", way, table.records, torch.full((3,), -1, device=gpu), parts, gpu)
+    engines.move_between(what, way, table.records, torch.full((3,), -1, device=gpu), parts, gpu)
     assert not parts[0].block.any()
+    np.testing.assert_array_equal(table.now(), table.expected)
 
 
 @pytest.mark.cuda_kernels

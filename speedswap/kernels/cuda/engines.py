@@ -116,7 +116,7 @@ class Ring:
             ready: the event after which the blocks may be written, and the ids read.
         """
         with self._turn(ready):
-            kept, places = self._to_gather(self._on_host(ids, ready))
+            kept, places = self._not_negative(self._on_host(ids, ready))
             packed, launches = self._plan("gather", kept, parts, in_order=places is None)
             pointer = 0 if places is None else places.data_ptr()
             self._turns.gather(_source(records, kept), packed, pointer, launches, get_num_threads())
@@ -135,13 +135,16 @@ class Ring:
 
         Args:
             records: the records in host memory; nothing else accesses the rows during the move.
-            ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
+            ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU; negative ones skip a row.
             parts: columns with blocks on the GPU.
             ready: the event after which blocks, ids and places are valid.
-            places: of the blocks' rows, int64, shape (n,), contiguous, on the GPU; by default the first n rows.
+            places: of the blocks' rows, int64, shape (n,), contiguous, on the GPU, if no id is negative; by default the
+                first n rows.
         """
         with self._turn(ready):
-            on_host = self._on_host(ids, ready)
+            on_host, kept = self._not_negative(self._on_host(ids, ready))
+            if kept is not None:
+                ids, places = on_host, kept
             if any(part.stored is not None and part.stored.key is not None for part in parts):
                 ids = ids.to(self._device)
             packed, launches = self._plan("scatter", on_host, parts, in_order=places is None)
@@ -169,7 +172,7 @@ class Ring:
             )  # fmt: skip
         return (packing.stride, packing.runs, at_once), launches
 
-    def _to_gather(self, on_host: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _not_negative(self, on_host: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the non-negative ids; and if some are negative, the remaining rows of the blocks, on the GPU."""
         if int(on_host.min()) >= 0:
             return on_host, None
@@ -271,8 +274,7 @@ def move_between(
         what: the direction.
         share: the share of the rows that a kernel moves directly; for pageable records 0.
         records: in host memory.
-        ids: integers, shape (n,), n > 0, on the CPU or the GPU; for a gather -1 skips a row; for a scatter they are
-            unique and not negative.
+        ids: integers, shape (n,), n > 0, on the CPU or the GPU; -1 skips a row; for a scatter the others are unique.
         parts: columns that are at least a byte wide, with blocks on the GPU.
         device: the GPU.
     """
