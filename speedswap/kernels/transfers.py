@@ -83,6 +83,20 @@ class Transfer(Generic[T]):
         if self.event is not None:
             torch.cuda.current_stream(self._device).wait_event(self.event)
 
+    def is_queued(self) -> bool:
+        """Return whether all its work on a GPU is queued, and its host work done."""
+        return self._work is not None and self._work.done()
+
+    def has_begun(self) -> bool:
+        """Return whether it has begun, or never will."""
+        is_started = self.transfers is None or self.transfers.is_started
+        return not isinstance(self._work, _Entry) or not is_started or self._work.begun.is_set()
+
+    def wait_until_begun(self) -> None:
+        """Wait until it has begun, in a thread that it does not wait for, unless it never will."""
+        if not self.has_begun():
+            cast(_Entry[T], self._work).begun.wait()
+
     def result_so_far(self) -> T | None:
         """Return the result, if available, for work in the same direction, which is ordered after it in any case."""
         work = self._work
@@ -146,6 +160,7 @@ class _Entry(Generic[T]):
     def __post_init__(self) -> None:
         self._error: BaseException | None = None
         self._is_done = False
+        self.begun = threading.Event()
         self._unfinished = threading.Lock()
         self._unfinished.acquire()
 
@@ -153,6 +168,7 @@ class _Entry(Generic[T]):
         """Keep the result or error, for those who wait for it, and nothing else."""
         self.value, self._error, self._is_done = value, error, True
         del self.transfer, self.begin, self.lookup, self.inputs
+        self.begun.set()
         self._unfinished.release()
 
     def result(self) -> T:
@@ -284,6 +300,8 @@ def _run(
                         lookup.found = found
                 # A lookup with an id out of range has no rows to move.
                 moves = [entry.begin() if entry.lookup is None or entry.lookup.found else None for entry in entries]
+            for entry in entries:
+                entry.begun.set()
             if rows_stream is not None and ids_stream is not None and rows_stream is not ids_stream:
                 rows_stream.wait_stream(ids_stream)
                 torch.cuda.set_stream(rows_stream)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.errors import TableClosedError
-from speedswap.kernels import Lookup, Transfers
+from speedswap.kernels import Lookup, Transfer, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
 from speedswap.tables.memory import HotBytes, RecordGroup, allocate, has_ample_room, make_cache, says_too_large
@@ -338,28 +339,44 @@ class LocalStore(RowStore):
     ) -> None:
         """Queue a pending write: on the CPU loops' thread if everything is in host memory, else with the transfers."""
         device = next(iter(blocks.values())).device
+        incomplete = [earlier for earlier in self._pending.unfinished if not earlier.is_replaced_by(write)]
         if self._in_host_memory(device):
+            if incomplete:
+                self.drain()
             for group, _ in groups:
                 group.settle(writing=True)
             moves = [(group.records(), fields.parts(blocks, forms)) for group, fields in groups]
             kernels.scatter_on_cpu(write, write.rows, moves)
             return
 
-        hot, waiting = self.notes.hot, self._pending.not_taken()
+        for earlier in incomplete:
+            earlier.queue_rest(transfers)
+        hot, rows, is_near = self.notes.hot, write.rows, device.type == "cuda"
+        waiting = [] if hot is None else self._pending.not_taken()
+        is_direct = is_near and all(group.records().direct_share("scatter") == 1 for group, _ in groups)
 
         def expected() -> list[Tensor]:
             return [rows for prefetch in waiting if (rows := prefetch.rows_so_far()) is not None]
 
-        def scatter() -> None:
+        def scatter(some: Tensor) -> None:
             for group, fields in groups:
-                _scatter(group.records(), write.rows, fields, blocks, forms)
+                _scatter(group.records(), some, fields, blocks, forms)
             if hot is not None:
                 hot.scattered(expected)
 
-        inputs = [write.rows, *blocks.values()]
-        inputs += [group.memory.bytes for group, _ in groups]  # the table may be freed before the write is done
-        waits = device.type != "cuda" or any(group.records().direct_share("scatter") < 1 for group, _ in groups)
-        transfers.add(write, lambda: scatter, device, inputs=inputs, waits=waits)
+        def queue(to: Transfer[None], into: Transfers, rows_of: Callable[[], Tensor], waits: bool) -> None:
+            inputs = [rows, *blocks.values()]
+            inputs += [group.memory.bytes for group, _ in groups]  # the table may be freed before the write is done
+            into.add(to, lambda: partial(scatter, rows_of()), device, inputs=inputs, waits=waits or not is_direct)
+
+        following = None
+        if is_near and hot is None and not self.notes.viewed and all(group.memory.bytes.is_cpu for group, _ in groups):
+            following = self._pending.next_to_write(write)
+        if following is not None:
+            write.leave_rows_to(following, queue)
+        waits = not all(earlier.is_queued() for earlier in self._pending.unfinished)
+        waits |= following is not None and not following.has_begun()
+        queue(write, transfers, partial(write.rows_to_write, following), waits)
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
         """Return how the next scatter converts a column: the scatter's number seeds stochastic rounding."""
@@ -412,6 +429,7 @@ class LocalStore(RowStore):
         def begin() -> Callable[[], Gathered]:
             assert lookup.found is not None
             rows, local = lookup.found
+            prefetch.note_found(rows)
             expected = previous.block_so_far() if previous is not None else None
             others = [(write.block, write.rows_here()) for write in writes if write.has(self.columns)]
             if expected is not None:

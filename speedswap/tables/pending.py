@@ -3,13 +3,16 @@
 A prefetch may read rows that a write changes at the same time or later. So every write that may not have arrived when
 the prefetch began is forwarded to it: the rows they share are copied from the written block to the gathered one. The
 result is bitwise equal to the store's rows.
+
+A GPU's write to host memory leaves out the rows of the next batch, which its step will write again. It has not arrived
+until that step's write is queued. If another write comes first, or anything waits for this one, those rows are written.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import torch
@@ -19,6 +22,10 @@ from speedswap import kernels
 from speedswap.kernels import Transfer, Transfers
 from speedswap.tables.record import Block
 from speedswap.tables.store import Found, Prefetched
+
+LEAST_BYTES = 4 << 20  # of a write that leaves rows out: finding them takes time as well
+# Adds a transfer that scatters the rows that a function returns by then, and skips -1; and whether that may wait.
+Queue = Callable[[Transfer[None], Transfers, Callable[[], Tensor], bool], None]
 
 
 class Gathered(NamedTuple):
@@ -46,7 +53,12 @@ class PendingWrite(Transfer[None]):
         block: the written lease; its rows are ascending.
         values: the columns' blocks, unchanged until they have arrived.
         forms: how the store converts the columns' values; None to store them unchanged.
+
+    Attributes:
+        is_replaced: True once another write has all rows that this one leaves out.
     """
+
+    is_replaced = False
 
     def __init__(self, block: Block, values: Mapping[str, Tensor], forms: Mapping[str, kernels.Stored | None]) -> None:
         super().__init__()
@@ -57,6 +69,68 @@ class PendingWrite(Transfer[None]):
         self._made_on = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._forms = forms
         self._rows_made: torch.cuda.Event | None = None
+        self._next: weakref.ref[Prefetch] | None = None  # whose step is to write the rows left out
+        self._written: Tensor | None = None  # the rows, with -1 for those left out; None if none are
+        self._queue: Queue
+        self._rest: Transfer[None] | None = None  # the scatter of the rows left out
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self._values.values())
+
+    # ------------------------------------------------------------------ rows left out
+
+    def leave_rows_to(self, prefetch: Prefetch, queue: Queue) -> None:
+        """Leave out the rows of a prefetch, whose step will write them; ``queue`` writes them if it does not."""
+        self._next, self._queue = weakref.ref(prefetch), queue
+
+    def rows_to_write(self, following: Prefetch | None) -> Tensor:
+        """Return the rows, with -1 for those left out, for torch's current stream; wait until they are known.
+
+        Args:
+            following: the prefetch whose rows are left out.
+        """
+        if following is not None:
+            following.wait_until_begun()
+            if (others := following.rows_so_far()) is not None and others.device == self.rows.device:
+                with suppress(torch.OutOfMemoryError):  # a model that barely fits trains as it would without
+                    self._written = kernels.shared_places(self.rows, [others])[0]
+        return self.rows if self._written is None else self._written
+
+    def _rows_left_out(self) -> Tensor:
+        if self._written is None:
+            return torch.full_like(self.rows, -1)
+        return self._written.neg_().add_(self.rows).sub_(1)  # -1 for the others, without taking memory
+
+    def is_replaced_by(self, write: PendingWrite) -> bool:
+        """Return whether a write has all rows left out, if there are any."""
+        if self._next is None or self.is_replaced or self._rest is not None:
+            return True
+        prefetch = self._next()
+        return prefetch is not None and prefetch.is_written_by(write) and write.has(self._values)
+
+    def queue_rest(self, transfers: Transfers) -> None:
+        """Write the rows left out after all."""
+        rest = Transfer[None]()
+        self._queue(rest, transfers, self._rows_left_out, not self.is_queued())
+        self._rest = rest
+
+    def has_arrived(self) -> bool:
+        if not super().has_arrived():
+            return False
+        if self._rest is not None:
+            return self._rest.has_arrived()
+        return self._written is None or self.is_replaced
+
+    def result(self) -> None:
+        super().result()
+        if self._written is not None and not self.is_replaced and self._rest is None:
+            self.queue_rest(Transfers("out"))
+        if self._rest is not None:
+            self._rest.result()
+            self.event = self._rest.event
+
+    # ------------------------------------------------------------------ forwarding
 
     def note_rows_made(self) -> None:
         """Record that the rows are made by what torch's current stream has queued, and not by a prefetch."""
@@ -103,6 +177,7 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         self.writes = list(writes)
         self._pending = pending
         self._taken: Block | None = None
+        self._found: tuple[Tensor, torch.cuda.Event] | None = None
 
     def take(self) -> Found | None:
         was_taken, self.is_taken = self.is_taken, True
@@ -131,13 +206,19 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         """Return whether this has gathered a block, and found its rows on the stream for ids."""
         return self._taken is block
 
+    def note_found(self, rows: Tensor) -> None:
+        """Record the rows that torch's current stream has found."""
+        if rows.is_cuda:
+            self._found = rows, torch.cuda.current_stream(rows.device).record_event()
+
     def rows_so_far(self) -> Tensor | None:
         """Return the rows, for work on torch's current stream; None if no GPU has found them so far."""
-        block = self.block_so_far()
-        if block is None or not block.rows.is_cuda:
+        if self._found is None:
             return None
-        self.wait_here()
-        return block.rows
+        rows, found = self._found
+        torch.cuda.current_stream(rows.device).wait_event(found)
+        kernels.used_here([rows])
+        return rows
 
     def is_written_by(self, write: PendingWrite) -> bool:
         """Return whether a step has written every column of the taken block."""
@@ -167,8 +248,20 @@ class PendingTransfers:
         self.unfinished = [write for write in reversed(self.unfinished) if not write.has_arrived()][::-1]
         return list(self.unfinished)
 
+    def next_to_write(self, write: PendingWrite) -> Prefetch | None:
+        """Return the prefetch whose step will probably be the next to write, as a step's write is the one before."""
+        if write.nbytes < LEAST_BYTES:
+            return None
+        alive = self._alive()
+        taken = [prefetch for prefetch in alive if prefetch.is_taken]
+        waiting = next((prefetch for prefetch in alive if not prefetch.is_taken), None)
+        follows = len(taken) == 1 and taken[0].is_written_by(write) and waiting is not None and not waiting.is_stale
+        return waiting if follows else None
+
     def add_write(self, write: PendingWrite) -> None:
         """Add a step's write, which is forwarded to prefetches under way."""
+        for earlier in self.unfinished:
+            earlier.is_replaced |= earlier.is_replaced_by(write)
         self.unfinished = [*self.writes(), write]
         alive = self._alive()
         if not any(prefetch.has_made(write.block) for prefetch in alive):

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap import Disk, Pageable, Pinned, Table
 from speedswap.kernels.cuda import hot
-from speedswap.tables import Storage
+from speedswap.tables import Commit, Storage, pending
 from speedswap.tables import memory as sizes
+from speedswap.tables.pending import PendingWrite, Prefetch
 
 SCENES = 20
 
@@ -38,7 +39,7 @@ WAYS = [place for way, place in PINNED.items() if way != "auto"]
 BETWEEN = (
     *("nothing", "nothing", "nothing", "gathered", "gathered by the host", "read", "written", "scattered"),
     *("scattered by the host", "evaluated", "looked up twice", "accumulated", "no step", "restarted", "drained"),
-    *("an exception", "clipped", "saved"),
+    *("an exception", "clipped", "saved", "scattered later"),
 )
 
 
@@ -65,6 +66,10 @@ class Scene:
             return [Pageable(), on_disk]
         cached = [replace(place, hot_bytes=0.3) for place in WAYS if place.shares[0] == 1]
         return [*WAYS, *cached, speedswap.Device(), Pageable(), on_disk]
+
+    def leaves_rows_out(self) -> bool:
+        """Return whether a step need not write what the next one writes."""
+        return isinstance(self.place, Pinned | Pageable) and self.place.hot_bytes is None
 
     def order_of_streams(self, name: str) -> AbstractContextManager[object]:
         return simulated_gpu.policy(name, self.number) if simulated_gpu.is_on() else contextlib.nullcontext()
@@ -133,6 +138,9 @@ class Scene:
             table.write(3, torch.full((4, self.dim), value))
         elif what == "scattered":
             table.scatter(near, torch.full((5, self.dim), value, device=self.device))
+        elif what == "scattered later":
+            with Commit() as commit:
+                table.scatter(near, torch.full((5, self.dim), value, device=self.device), commit=commit)
         elif what == "scattered by the host":
             table.scatter(few, torch.full((5, self.dim), value))
         elif what == "evaluated":
@@ -150,11 +158,44 @@ def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"EVERY": 1, "EVERY_AT_FIRST": 1, "LEAST_LIMIT": 3}.items():
         monkeypatch.setattr(hot, name, value)
     monkeypatch.setattr(sizes, "BATCHES", 0)
+    monkeypatch.setattr(pending, "LEAST_BYTES", 0)
+
+
+class Writes:
+    """The rows of each pending write of a GPU, -1 where one was left to the next step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rows: list[Tensor] = []
+        rows_to_write = PendingWrite.rows_to_write
+
+        def watched(write: PendingWrite, following: Prefetch | None) -> Tensor:
+            rows = rows_to_write(write, following)
+            self._rows.append(rows.clone())  # looked at later: waiting would change the order of the streams
+            return rows
+
+        monkeypatch.setattr(PendingWrite, "rows_to_write", watched)
+
+    def pop(self) -> tuple[int, int]:
+        """Return how many rows there were since the last call, and how many were left out."""
+        if self._rows:
+            torch.cuda.synchronize()
+        every_row = left = 0
+        for rows in self._rows:
+            rows.record_stream(torch.cuda.current_stream())
+            every_row, left = every_row + len(rows), left + int((rows < 0).sum())
+        self._rows = []
+        return every_row, left
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+    return Writes(monkeypatch)
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("some", range(40))
-def test_random_runs(some: int, device: str, tmp_path: Path):
+def test_random_runs(some: int, device: str, tmp_path: Path, writes: Writes):
+    every_row = every_left = 0
     for number in range(some * SCENES, (some + 1) * SCENES):
         scene = Scene(number, device, tmp_path / str(number))
         with warnings.catch_warnings():
@@ -166,3 +207,7 @@ def test_random_runs(some: int, device: str, tmp_path: Path):
         assert len(found) == len(expected)
         for ours, plain in zip(found, expected, strict=True):
             assert torch.equal(ours.cpu(), plain.cpu()), (number, scene.place, scene.between)
+        rows, left = writes.pop()
+        assert not left or scene.leaves_rows_out()
+        every_row, every_left = every_row + rows, every_left + left
+    assert every_row > every_left > 0 or device == "cpu"

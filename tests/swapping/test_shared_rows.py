@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -15,10 +16,12 @@ from torch import Tensor
 import speedswap
 from speedswap import kernels
 from speedswap.kernels.cuda import launch
-from speedswap.tables import Block, Column
-from speedswap.tables.pending import PendingWrite
+from speedswap.tables import Block, Column, Commit, memory, pending
+from speedswap.tables.pending import PendingWrite, Prefetch
 
 ROWS, DIM = 60, 4
+PLACES = {**PINNED, "pageable": speedswap.Pageable()}
+STORED: list[dict[str, Any]] = [{}, {"state_dtype": torch.bfloat16}, {"stored_dtype": torch.bfloat16}]
 
 
 @pytest.fixture
@@ -28,28 +31,42 @@ def gpu(device: str) -> str:
     return device
 
 
-class Gathered(list[set[int]]):
-    """The rows of a table that each gather has read, in order."""
+class Moved(list[set[int]]):
+    """The rows of a table that each move in one direction has read or written, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+        super().__init__()
+        move, copy = getattr(kernels, f"{what}_records"), kernels.copy_by_kernel
+
+        def watched(records: kernels.Records, ids: Tensor, *rest: object) -> None:
+            if records.device.type == "cpu":
+                self.append({row for row in ids.tolist() if row >= 0})
+            move(records, ids, *rest)
+
+        def copied(direction: str, records: kernels.Records, ids: Tensor, *rest: object) -> bool:
+            is_copied = copy(direction, records, ids, *rest)
+            if is_copied and what == direction:
+                self.append({row for row in ids.tolist() if row >= 0})
+            return is_copied
+
+        monkeypatch.setattr(kernels, f"{what}_records", watched)
+        monkeypatch.setattr(kernels, "copy_by_kernel", copied)
 
 
 @pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> Gathered:
-    seen, gather, copy = Gathered(), kernels.gather_records, kernels.copy_by_kernel
+def gathered(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    return Moved(monkeypatch, "gather")
 
-    def watched(records: kernels.Records, ids: Tensor, *rest: object) -> None:
-        if records.device.type == "cpu":
-            seen.append({row for row in ids.tolist() if row >= 0})
-        gather(records, ids, *rest)
 
-    def copied(what: str, records: kernels.Records, ids: Tensor, *rest: object) -> bool:
-        is_copied = copy(what, records, ids, *rest)
-        if is_copied and what == "gather":
-            seen.append({row for row in ids.tolist() if row >= 0})
-        return is_copied
+@pytest.fixture
+def scattered(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    return Moved(monkeypatch, "scatter")
 
-    monkeypatch.setattr(kernels, "gather_records", watched)
-    monkeypatch.setattr(kernels, "copy_by_kernel", copied)
-    return seen
+
+@pytest.fixture(autouse=True)
+def _writes_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are left out of small writes as well."""
+    monkeypatch.setattr(pending, "LEAST_BYTES", 0)
 
 
 def batches(gpu: str) -> list[Tensor]:
@@ -57,8 +74,8 @@ def batches(gpu: str) -> list[Tensor]:
     return [(torch.arange(20) + start).to(gpu) % ROWS for start in (0, 10, 20, 25, 35, 45, 55, 3)]
 
 
-def embedding(gpu: str, way: str = "auto", **stored: torch.dtype) -> speedswap.Embedding:
-    model = speedswap.Embedding(ROWS, DIM, storage=PINNED[way], device=gpu, seed=1, **stored)
+def embedding(gpu: str, way: str = "auto", **stored: Any) -> speedswap.Embedding:
+    model = speedswap.Embedding(ROWS, DIM, storage=PLACES[way], device=gpu, seed=1, **stored)
     for _ in range(2):  # from then on rows are read, not computed
         model.table.gather(torch.arange(ROWS, device=gpu))
     return model
@@ -89,7 +106,7 @@ def same_tables(one: speedswap.Embedding, other: speedswap.Embedding) -> None:
 
 
 @pytest.mark.parametrize("way", ["zero_copy", "staged out", "staged", "split"])
-def test_shared_rows_are_gathered_once(gpu: str, way: str, gathered: Gathered):
+def test_shared_rows_are_gathered_once(gpu: str, way: str, gathered: Moved):
     """From the third batch on a gather reads only rows that the batch before does not have."""
     plain, model = embedding(gpu), embedding(gpu, way=way)
     loader = batches(gpu)
@@ -106,9 +123,134 @@ def test_shared_rows_are_gathered_once(gpu: str, way: str, gathered: Gathered):
     same_tables(model, plain)
 
 
+def not_again(loader: list[Tensor]) -> list[set[int]]:
+    """Return each batch's rows that the next one does not have."""
+    sets = [set(ids.tolist()) for ids in loader]
+    return [rows - others for rows, others in zip(sets, [*sets[1:], set()], strict=True)]
+
+
+@pytest.mark.parametrize("way", ["zero_copy", "staged out", "staged", "split", "pageable"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_no_row_is_written_that_the_next_step_rewrites(
+    gpu: str, way: str, depth: int, stored: dict[str, Any], scattered: Moved
+):
+    plain, model = embedding(gpu, **stored), embedding(gpu, way, **stored)
+    loader = batches(gpu) * 2
+    for one in (plain, model):
+        train(one, loader[:1])  # the optimizer's columns are there
+    train(plain, loader)
+    scattered.clear()
+    train(model, ahead(model, loader, depth))
+    assert scattered[-len(loader) :] == not_again(loader)  # before, columns are filled
+    same_tables(model, plain)
+
+
+@pytest.mark.parametrize("way", ["zero_copy", "split"])
+@pytest.mark.parametrize("between", ["drain", "read", "break", "view"])
+def test_rows_left_out_are_written_if_anyone_waits_for_them(gpu: str, way: str, between: str, scattered: Moved):
+    plain, model, loader = embedding(gpu), embedding(gpu, way), batches(gpu) * 2
+    for one in (plain, model):
+        train(one, loader[:1])
+    train(plain, loader[:4])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    speedswap.attach(optimizer, model)
+    scattered.clear()
+    for step, ids in enumerate(ahead(model, loader)):
+        model(ids).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            break
+    if between == "drain":
+        model.table.drain()
+    elif between == "read":
+        model.table.read(column="exp_avg")
+    elif between == "view":
+        model.table.view()
+    else:
+        train(model, ahead(model, loader[4:6]))
+        train(plain, loader[4:6])
+    assert scattered[:4] == not_again(loader)[:4]
+    assert scattered[4] == set(loader[3].tolist()) & set(loader[4].tolist())
+    same_tables(model, plain)
+
+
+@pytest.mark.parametrize("case", ["plain", "small", "viewed", "hot", "on the GPU"])
+def test_writes_that_leave_nothing_out(gpu: str, case: str, scattered: Moved, monkeypatch: pytest.MonkeyPatch):
+    nbytes = 20 * 3 * DIM * 4  # of a batch with Adam's state
+    monkeypatch.setattr(pending, "LEAST_BYTES", nbytes + (case == "small"))
+    monkeypatch.setattr(memory, "BATCHES", 0)
+    places = {"hot": speedswap.Pinned(hot_bytes=0.5), "on the GPU": speedswap.Device()}
+    place, loader = places.get(case, speedswap.Pinned()), batches(gpu)
+    model = speedswap.Embedding(ROWS, DIM, storage=place, device=gpu)
+    train(model, loader[:1])
+    if case == "viewed":
+        model.table.view()
+    scattered.clear()
+    train(model, ahead(model, loader))
+    whole = [set(ids.tolist()) for ids in loader]
+    assert (model.table.store.notes.hot is not None) == (case == "hot")
+    assert scattered[-len(loader) :] == (not_again(loader) if case == "plain" else whole)
+
+
+@pytest.mark.parametrize("way", ["zero_copy", "staged out"])
+def test_a_write_waits_in_its_thread_for_the_rows_it_leaves_out(
+    gpu: str, way: str, scattered: Moved, monkeypatch: pytest.MonkeyPatch
+):
+    """The host goes on; writes keep their order, those of this thread as well."""
+    plain, model, loader = embedding(gpu), embedding(gpu, way), batches(gpu) * 2
+    for one in (plain, model):
+        train(one, loader[:1])
+    train(plain, loader)
+    threads, calls = [], itertools.count()
+    rows_to_write, has_begun = PendingWrite.rows_to_write, Prefetch.has_begun
+
+    def watched(write: PendingWrite, following: Prefetch | None) -> Tensor:
+        threads.append(threading.current_thread().name)
+        return rows_to_write(write, following)
+
+    def sometimes(prefetch: Prefetch) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return has_begun(prefetch)
+        kernels.finish_transfers()
+        return next(calls) % 3 < 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prefetch, "has_begun", sometimes)
+        patch.setattr(PendingWrite, "rows_to_write", watched)
+        scattered.clear()
+        train(model, ahead(model, loader))
+    assert "speedswap-out" in threads
+    assert ("MainThread" in threads) == (way == "zero_copy")
+    assert scattered == not_again(loader)
+    same_tables(model, plain)
+
+
+def test_a_write_in_between_comes_after_the_rows_left_out(gpu: str, scattered: Moved):
+    """A pending write of other rows, as of rows that get new keys, waits for nothing on the host."""
+    plain, model, loader = embedding(gpu), embedding(gpu), batches(gpu)
+    for one in (plain, model):
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.1)
+        speedswap.attach(optimizer, one)
+        for step, ids in enumerate(loader if one is plain else ahead(one, loader)):
+            one(ids).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (2, 4):
+                kernels.finish_transfers()
+                scattered.clear()
+                with Commit() as commit:
+                    ones = torch.ones(10, DIM, device=gpu)
+                    one.table.scatter(torch.arange(35, 45, device=gpu), ones, commit=commit)
+                kernels.finish_transfers()
+                assert len(scattered) == (1 if one is plain else 2)
+    same_tables(model, plain)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("stored", [{}, {"state_dtype": torch.bfloat16}, {"stored_dtype": torch.bfloat16}], ids=str)
-def test_any_depth_and_compact_columns(gpu: str, depth: int, stored: dict[str, torch.dtype]):
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_any_depth_and_compact_columns(gpu: str, depth: int, stored: dict[str, Any]):
     plain, model = embedding(gpu, **stored), embedding(gpu, **stored)
     train(plain, batches(gpu) * 2)
     train(model, ahead(model, batches(gpu) * 2, depth))
@@ -124,7 +266,7 @@ def test_a_step_that_was_not_taken_brings_nothing(gpu: str, skip: tuple[int, ...
     same_tables(model, plain)
 
 
-def test_evaluation_after_training(gpu: str, gathered: Gathered):
+def test_evaluation_after_training(gpu: str, gathered: Moved):
     """Nothing is written then: one lookup finds that out, and the others are gathered whole, and once."""
     model = embedding(gpu)
     train(model, ahead(model, batches(gpu)))
@@ -286,6 +428,7 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
 
     monkeypatch.setattr(launch, "kernel_handle", watched)
     monkeypatch.setattr(PendingWrite, "forward", noted)
+    monkeypatch.setattr(pending, "LEAST_BYTES", 1 << 20)  # a write that leaves rows out seeks them
     model = embedding(gpu)
     train(model, ahead(model, batches(gpu)))
     sought.clear()
