@@ -279,23 +279,31 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
         already rounded to nearest, so storing them changes nothing.
     """
     values: dict[str, Tensor] = {}
+    for column in columns.values():
+        _put_initial(column, values, columns, rows, seed, num_embeddings)
+    return {name: values[name] for name in columns}
 
-    def of(name: str) -> Tensor:
-        if name not in values:
-            values[name] = _of_column(columns[name])
-        return values[name]
 
-    def _of_column(column: Column) -> Tensor:
-        if isinstance(column.init, CopyOf):
-            source = columns[column.init.column]
-            found = column.begun_as(source.as_read(of(source.name)), rows)
-        else:
-            found = column.initial(rows, num_embeddings, seed)
-        if column.compact and column.stored_dtype.is_floating_point:
-            found = found.to(column.stored_dtype).to(column.dtype)
-        return found
-
-    return {name: of(name) for name in columns}
+# Not a function within the one above: that would refer to itself, and keep the values until garbage is collected.
+def _put_initial(
+    column: Column,
+    values: dict[str, Tensor],
+    columns: Mapping[str, Column],
+    rows: Tensor,
+    seed: int,
+    num_embeddings: int,
+) -> None:
+    if column.name in values:
+        return
+    if isinstance(column.init, CopyOf):
+        source = columns[column.init.column]
+        _put_initial(source, values, columns, rows, seed, num_embeddings)
+        found = column.begun_as(source.as_read(values[source.name]), rows)
+    else:
+        found = column.initial(rows, num_embeddings, seed)
+    if column.compact and column.stored_dtype.is_floating_point:
+        found = found.to(column.stored_dtype).to(column.dtype)
+    values[column.name] = found
 
 
 def records_over(held: torch.Tensor) -> kernels.Records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import math
 import multiprocessing
 import os
@@ -118,6 +119,20 @@ def test_untouched_rows_have_the_bits_of_a_table_in_memory(
     rows = torch.tensor([62, 0, 7, 0, 31])
     assert torch.equal(ours.gather(rows).weight, other.gather(rows).weight)
     assert_same(ours, other)
+
+
+def test_a_batch_of_untouched_rows_leaves_no_garbage(make: Callable[..., speedswap.Table]) -> None:
+    """Its values are released with it, not when Python next collects garbage."""
+    table = make()
+    table.add_columns([Column("state", (5,), torch.float32, initializers.copy_of("weight"))])
+    table.gather(torch.arange(10))
+    gc.collect()
+    gc.disable()
+    try:
+        table.gather(torch.arange(10, 20))
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_table_of_10_9_rows_takes_neither_time_nor_room(tmp_path: Path) -> None:
