@@ -79,6 +79,8 @@ class Bringing {
     bool wait();
     const std::vector<int64_t>& places() const { return places_; }
     const std::vector<Fresh>& fresh() const { return fresh_; }
+    // While others are being read: the groups that were never written, whose rows may come from elsewhere meanwhile.
+    std::vector<int64_t> unwritten() const;
     void filled();
     // Unpins the slots. Fresh groups that were not filled, and rows to be overwritten that were not, are as before.
     void release();

@@ -205,6 +205,8 @@ void bind_row_log(py::module_& module) {
         arg("salt"), arg("stamp"), arg("groups"), arg("records"), arg("count"), arg("stride"), arg("crcs"));
     py::class_<PyBringing>(module, "Bringing")
         .def("wait", &wait)
+        .def("unwritten",
+             [](const PyBringing& bringing) { return buffer_of(without_gil([&] { return bringing->unwritten(); })); })
         .def("filled", [](const PyBringing& bringing) { without_gil([&] { bringing->filled(); }); })
         .def("release", [](const PyBringing& bringing) { without_gil([&] { bringing->release(); }); });
     py::class_<PyScan>(module, "LogScan").def("next", &next_piece);

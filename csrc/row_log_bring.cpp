@@ -15,6 +15,18 @@ bool Bringing::wait() {
     return log.try_wait(lock, *this);
 }
 
+std::vector<int64_t> Bringing::unwritten() const {
+    RowLog& log = held_log();
+    const Slots& slots = log.slots_;
+    std::vector<int64_t> groups;
+    Lock lock(log.monitor_.mutex);
+    if (overwrite_ || std::all_of(reads_.begin(), reads_.end(), [](const auto& batch) { return batch->complete; }))
+        return groups;
+    for (const uint32_t slot : uncertain_)
+        if (slots.state(slot) == Slots::kBlank && slots.address[slot] == 0) groups.push_back(slots.group[slot]);
+    return groups;
+}
+
 void Bringing::filled() {
     RowLog& log = held_log();
     Lock lock(log.monitor_.mutex);

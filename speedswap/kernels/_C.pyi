@@ -206,6 +206,7 @@ def create_row_log(log_fd: int, head_fd: int, salt: int, head: bytes) -> None: .
 
 class Bringing:
     def wait(self) -> tuple[Buffer, Buffer]: ...  # int64: places; slot, group and layout of each fresh group
+    def unwritten(self) -> Buffer: ...  # int64: groups, if others are being read
     def filled(self) -> None: ...
     def release(self) -> None: ...
 

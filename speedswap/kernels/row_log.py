@@ -83,6 +83,10 @@ class Bringing(_Released):
             places, fresh = self.raw.wait()
         return from_buffer(places, torch.int64), from_buffer(fresh, torch.int64).view(-1, 3)
 
+    def unwritten(self) -> Tensor:
+        """Return the groups that were never written, int64, while others are being read; none after that."""
+        return from_buffer(self.raw.unwritten(), torch.int64)
+
     def filled(self) -> None:
         """Mark the fresh groups as filled."""
         self.raw.filled()

@@ -58,6 +58,9 @@ class Initializer:
         """
         raise NotImplementedError(f"{type(self).__name__} must implement fill")
 
+    def read_ahead(self, rows: Tensor) -> None:
+        """Start reading what the values of some rows, ascending, are read from, if anything."""
+
     def values(self, rows: range | Tensor, spec: ColumnSpec, device: torch.device = _CPU) -> Tensor:
         """Return the initial values of some rows, shape (n, *row_shape); arguments as for :meth:`fill`."""
         into = torch.empty(len(rows), *spec.row_shape, dtype=spec.dtype, device=device)
@@ -348,6 +351,9 @@ class OfTensors(Initializer):
         self.require_shape(spec.num_embeddings, spec.row_shape)
         self.rows.fill(into, ids_of(rows))
 
+    def read_ahead(self, rows: Tensor) -> None:
+        self.rows.read_ahead(rows)
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OfTensors:
         files, names, scale, block, fingerprint = (data[each.name] for each in fields(cls))
@@ -453,6 +459,17 @@ class InRanges(Initializer):
         return self.ranges[index] if begins else None
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        for each, within, some in self._split(rows):
+            each.init.fill(into[some], within, spec._replace(num_embeddings=each.num_rows, seed=each.seed))
+            if not each.init.keeps_zero_row:
+                zero_row_in(into[some], within, each.zero_row)
+
+    def read_ahead(self, rows: Tensor) -> None:
+        for each, within, _ in self._split(rows):
+            each.init.read_ahead(ids_of(within))
+
+    def _split(self, rows: range | Tensor) -> Iterator[tuple[Range, range | Tensor, slice]]:
+        """Yield the ranges that have some of the rows: their numbers within it, and their places among the rows."""
         if isinstance(rows, range):
             edges = [min(max(first - rows.start, 0), len(rows)) for first in self._firsts]
         else:
@@ -461,9 +478,7 @@ class InRanges(Initializer):
             if begin < end:
                 some = rows[begin:end]
                 within = range(some.start - first, some.stop - first) if isinstance(some, range) else some - first
-                each.init.fill(into[begin:end], within, spec._replace(num_embeddings=each.num_rows, seed=each.seed))
-                if not each.init.keeps_zero_row:
-                    zero_row_in(into[begin:end], within, each.zero_row)
+                yield each, within, slice(begin, end)
 
     def require_shape(self, num_embeddings: int, row_shape: tuple[int, ...]) -> None:
         for each in self.ranges:

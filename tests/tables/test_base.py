@@ -9,9 +9,11 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tensor_files import write
 from torch import Tensor
 
 import speedswap
-from speedswap import Column, Disk, Table, init
+from speedswap import Column, Disk, Table, init, kernels
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.init import InRanges, Range
 
@@ -122,6 +124,55 @@ def test_training_over_a_base_is_that_over_a_copy_and_the_log_has_the_trained_ro
             assert torch.equal(table.read(), given.read())
         assert Table.load(tmp_path / path).read().equal(given.read())
     assert (tmp_path / "copy" / "rows.log").stat().st_size < 2**21
+
+
+HELD_READS = 512  # a fault of the log: its reads wait for let_reads_go
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("in_ranges", [False, True])
+def test_rows_of_the_base_are_announced_while_the_log_reads_its_own(
+    ahead: bool, in_ranges: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base: Any = init.of_tensors(model, NAME)
+    if in_ranges:
+        base = InRanges((Range(7, init.zeros()), Range(ROWS, base)))
+    first, rows = (7, ROWS + 7) if in_ranges else (0, ROWS)
+    place = Disk(tmp_path / "t", cache_bytes=1 << 20)
+    with Table.create(rows, DIM, init=base, dtype=torch.bfloat16, storage=place) as table:
+        table.scatter(torch.arange(20) + first, torch.ones(20, DIM, dtype=torch.bfloat16))
+    announced, kernel = threading.Event(), kernels.read_ahead
+
+    def read_ahead(rows: Tensor, ids: Tensor) -> None:
+        kernel(rows, ids)
+        if len(ids):
+            announced.set()
+
+    with monkeypatch.context() as opening:
+        opening.setattr(kernels, "RowLog", partial(kernels.RowLog, faults=HELD_READS))
+        table = Table.open(place)
+    ids, found = torch.tensor([3, 19, 21, 249]) + first, []
+    table.read(rows - 1)  # the base is open
+    monkeypatch.setattr(kernels, "read_ahead", read_ahead)
+    items = speedswap.Embedding(rows, DIM, table=table)
+
+    def look_up() -> None:
+        batches: Any = speedswap.lookahead([ids] * 2, {items: lambda ids: ids}, depth=1) if ahead else [ids]
+        found.extend(items(ids).detach() for ids in batches)
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    try:
+        assert announced.wait(30)
+        assert not found
+    finally:
+        table.store.log.let_reads_go()
+        thread.join()
+    wanted = rows_of()[ids - first]
+    wanted[:2] = 1
+    assert len(found) == 1 + ahead
+    assert all(torch.equal(each, wanted) for each in found)
+    table.close()
 
 
 def test_default_device_does_not_matter(model: Path) -> None:

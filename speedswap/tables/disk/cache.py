@@ -164,6 +164,7 @@ class LogCache:
             self.log.cache_pointer, layout.stride, self.log.num_slots * manifest.group_rows, _CPU, False, self.log
         )
         self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
+        self._of_files = [init for each in layout.held if (init := each.origin.start.init).bases]
         self.most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
         self._fields: dict[tuple[str, ...], kernels.WantedColumns] = {}
         self._reserved: kernels.Room | None = None
@@ -247,9 +248,7 @@ class LogCache:
             TableFormatError: a record is damaged.
         """
         for rows in pieces:
-            bringing = self.log.bring(rows, seen=False)
-            assert bringing is not None
-            with bringing:
+            with self._bring(rows, seen=False) as bringing:
                 self._arrived(bringing)
 
     def set_aside(self, names: Iterable[str]) -> None:
@@ -332,8 +331,7 @@ class LogCache:
             rows: int64, shape (n,), in host memory; they must fit in the cache.
             overwrite: True if all of their bytes are about to be written, so that they need not be read.
         """
-        bringing = self.log.bring(rows, overwrite=overwrite)
-        assert bringing is not None
+        bringing = self._bring(rows, overwrite=overwrite)
         try:
             yield self.settled(bringing)
         finally:
@@ -341,14 +339,27 @@ class LogCache:
 
     def bring(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor]:
         """Hold rows of one piece in the cache until the returned handle is released; also return their places."""
-        bringing = self.log.bring(rows)
-        assert bringing is not None
+        bringing = self._bring(rows)
         return bringing, self.settled(bringing)
+
+    def _bring(self, rows: Tensor, *, overwrite: bool = False, seen: bool = True) -> kernels.Bringing:
+        bringing = self.log.bring(rows, overwrite=overwrite, seen=seen)
+        assert bringing is not None
+        return self._announced(bringing)
+
+    def _announced(self, bringing: kernels.Bringing) -> kernels.Bringing:
+        """Start reading rows of files that were never written, while the log reads the others."""
+        if self._of_files:
+            rows = self.fresh.rows_of(bringing.unwritten().sort()[0])
+            for init in self._of_files:
+                init.read_ahead(rows[rows < self.manifest.num_embeddings])
+        return bringing
 
     def bring_ahead(self, rows: Tensor) -> kernels.Bringing | None:
         """Start loading rows for a later step; return None if they would take more than half of the cache."""
         most = min(self.log.num_slots // 2, self.log.most_rows)
-        return self.log.bring(rows, ahead=True) if len(rows) <= most else None
+        bringing = self.log.bring(rows, ahead=True) if len(rows) <= most else None
+        return None if bringing is None else self._announced(bringing)
 
     def settled(self, bringing: kernels.Bringing) -> Tensor:
         """Wait for rows being loaded, fill those that have no values yet, and return their places."""

@@ -533,6 +533,11 @@ class TensorRows:
             digest.update(sample.numpy().tobytes())
         return digest.hexdigest()
 
+    def read_ahead(self, ids: Tensor) -> None:
+        """Start reading some of the rows, ascending ids as for :meth:`fill`."""
+        for segment, some, _ in self._split(ids):
+            segment.read_ahead(some)
+
     def fill(self, into: Tensor, ids: Tensor) -> None:
         """Copy some of the rows, converted to another dtype where that is wanted.
 
@@ -545,8 +550,7 @@ class TensorRows:
         """
         for tensor in self._tensors:
             tensor.check()
-        for segment, some, _ in self._split(ids):
-            segment.read_ahead(some)
+        self.read_ahead(ids)
         wanted = self.dtype
         if wanted == torch.float8_e4m3fn:
             wanted = into.dtype if into.dtype == torch.bfloat16 else torch.float32
