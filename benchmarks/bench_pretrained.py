@@ -1,5 +1,5 @@
-"""Tables over a released model's tensors: the published size, cold rows, rows ahead of their step, float8, and files of
-changed rows.
+"""Tables over a released model's tensors: the published size, torch's ways, cold rows, rows ahead of their step,
+float8, and files of changed rows.
 
     python benchmarks/bench_pretrained.py [--quick] [--json FILE]
 
@@ -23,11 +23,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from pretrained.peers import CANDIDATES, in_its_process, mapped, memory_of_process
 from script import main as run_script
 from torch import Tensor
 
 import speedswap
 from speedswap import Disk, Table, init, kernels
+from speedswap._machine import physical_bytes
 
 PUBLISHED = (320_001_536, 160, 128)
 LOOKUPS = 65_536
@@ -53,12 +55,6 @@ def file_of(path: Path, rows: int, dim: int, tensors: int, *, filled: bool = Fal
                 left -= file.write(block[: min(left, len(block))])
             file.flush()
             os.fsync(file.fileno())
-
-
-def memory_of_process() -> dict[str, int]:
-    """Return the bytes of this process's own memory, and the most that it ever had in memory, mapped files included."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(lines[key].split()[0]) << 10 for name, key in (("anonymous", "RssAnon"), ("peak", "VmHWM"))}
 
 
 @contextmanager
@@ -119,6 +115,28 @@ def published(folder: Path, quick: bool) -> dict[str, Any]:
     return found
 
 
+def peers(folder: Path, quick: bool) -> dict[str, Any]:
+    """Compare a table that torch can hold; and say what torch would need at the published size."""
+    (rows, lookups), dim = ((20_000, 1000) if quick else (4_000_000, LOOKUPS)), PUBLISHED[1]
+    file = folder / "peers.safetensors"
+    file_of(file, rows, dim, 1, filled=True)
+    found: dict[str, Any] = {"rows": rows, "dim": dim, "lookups": lookups, "candidates": {}}
+    for name in CANDIDATES:
+        found["candidates"][name] = entry = in_its_process(name, file, rows, dim, lookups)
+        shown = ", ".join(f"{what.partition('_')[0]} {entry[what]:.3f} s" for what in entry if "seconds" in what)
+        print(f"{rows:,} × {dim}, {name}: {shown}, {entry['anonymous_bytes'] >> 20} MiB of memory", flush=True)
+    assert len({entry.pop("sum_of_bits") for entry in found["candidates"].values()}) == 1
+    weight, memory = PUBLISHED[0] * dim * 2, physical_bytes()
+    needed = {name: 3 * weight if name == "nn.Embedding" else 2 * weight for name in CANDIDATES if "read" not in name}
+    del needed["speedswap"]
+    found["published"] = {
+        name: f"cannot be trained: weight and state in memory need {nbytes:,} bytes, and this machine has {memory:,}"
+        for name, nbytes in needed.items()
+        if nbytes > memory
+    }
+    return found
+
+
 def dropped(file: Path) -> None:
     """Drop a file's pages from the system's cache, unless they are mapped."""
     gc.collect()
@@ -136,6 +154,11 @@ def by_faults(file: Path, ids: Tensor, dim: int) -> Tensor:
     return items.table.gather(ids).weight
 
 
+def by_mapping(file: Path, ids: Tensor, dim: int) -> Tensor:
+    """Return rows of a file as torch's mapping gives them, for which the system reads what is around them, too."""
+    return mapped(file, dim).index_select(0, ids)
+
+
 def of_base(file: Path, ids: Tensor, dim: int) -> Tensor:
     base = init.of_tensors(file, PATTERN)
     into = torch.empty(len(ids), dim, dtype=torch.bfloat16)
@@ -150,13 +173,20 @@ def cold_reads(folder: Path, quick: bool) -> dict[str, Any]:
     file = folder / "cold.safetensors"
     file_of(file, rows, dim, 1, filled=True)
     generator = torch.Generator().manual_seed(2)
-    rates: dict[str, list[float]] = {"page faults": [], "announced": [], "log": []}
-    readers: Mapping[str, Callable[[Path, Tensor, int], Tensor]] = {"page faults": by_faults, "announced": of_base}
+    readers: Mapping[str, Callable[[Path, Tensor, int], Tensor]] = {
+        "plain mmap": by_mapping,
+        "page faults": by_faults,
+        "announced": of_base,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in (*readers, "log", "log and base")}
     of_log = min(rows, 2_000_000)
-    log = Disk(folder / "log", cache_bytes=256 << 20, commit_seconds=None)
-    with Table.create(of_log, dim, dtype=torch.bfloat16, storage=log) as table:
-        for start in range(0, of_log, 100_000):
-            table.write(start, torch.ones(min(100_000, of_log - start), dim, dtype=torch.bfloat16), commit=False)
+    log, mixed = (Disk(folder / name, cache_bytes=256 << 20, commit_seconds=None) for name in ("log", "mixed"))
+    bases = {log: None, mixed: init.of_tensors(file, PATTERN)}  # the second table is written for a part
+    for place, base in bases.items():
+        size = of_log if base is None else rows
+        with Table.create(size, dim, dtype=torch.bfloat16, init=base, storage=place) as table:
+            for start in range(0, of_log, 100_000):
+                table.write(start, torch.ones(min(100_000, of_log - start), dim, dtype=torch.bfloat16), commit=False)
     for _ in range(repeats):
         ids = torch.randint(rows, (lookups,), generator=generator).unique()
         seen = []
@@ -165,13 +195,21 @@ def cold_reads(folder: Path, quick: bool) -> dict[str, Any]:
             begin = time.perf_counter()
             seen.append(read(file, ids, dim))
             rates[name].append(len(ids) / (time.perf_counter() - begin))
-        assert torch.equal(*(each.view(torch.int16) for each in seen))
+        for each in seen[1:]:
+            assert torch.equal(each.view(torch.int16), seen[0].view(torch.int16))
         with Table.open(log) as table:
             dropped(folder / "log" / "rows.log")
             ids = torch.randint(of_log, (lookups,), generator=generator).unique()
             begin = time.perf_counter()
             assert bool((table.gather(ids).weight == 1).all())
             rates["log"].append(len(ids) / (time.perf_counter() - begin))
+        with Table.open(mixed) as table:
+            dropped(folder / "mixed" / "rows.log")
+            dropped(file)
+            ids = torch.randint(2 * of_log, (lookups,), generator=generator).unique()
+            begin = time.perf_counter()
+            table.gather(ids)
+            rates["log and base"].append(len(ids) / (time.perf_counter() - begin))
     best = {name: max(some) for name, some in rates.items()}
     print("cold rows a second: " + ", ".join(f"{name} {rate:,.0f}" for name, rate in best.items()), flush=True)
     return {"rows": rows, "dim": dim, "lookups": lookups, "rows_per_second": rates}
@@ -263,6 +301,7 @@ def changed(folder: Path, quick: bool) -> dict[str, Any]:
         with timed(seconds, "changed_since"):
             found = table.changed_since(commit)
         assert torch.equal(found, ids)
+        since = len(ids)
         with timed(seconds, "save_rows"):
             table.save_rows(file)
         sample = torch.randint(rows, (count,), generator=generator).unique()
@@ -288,11 +327,13 @@ def changed(folder: Path, quick: bool) -> dict[str, Any]:
         + f"; the merge with {more >> 20} MiB more memory at most",
         flush=True,
     )
-    return {"rows": rows, "dim": dim, "saved": saved, "bytes": nbytes, "seconds": seconds, "merge_peak_bytes": more}
+    counts = {"rows": rows, "dim": dim, "since": since, "saved": saved}
+    return {**counts, "bytes": nbytes, "seconds": seconds, "merge_peak_bytes": more}
 
 
 SECTIONS: Mapping[str, Callable[[Path, bool], dict[str, Any]]] = {
     "published": published,
+    "peers": peers,
     "cold": cold_reads,
     "ahead": ahead,
     "float8": float8,
