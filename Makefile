@@ -117,10 +117,8 @@ format: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-demo
 	@mkdir -p $(RESULTS)
-	@set -e; for name in transfer step; do \
-	    echo "== $$name"; \
-	    $(BIN)/speedswap bench $$name --device cpu --json $(RESULTS)/$$name-cpu.json; \
-	done; for bench in benchmarks/bench_*.py; do \
+	$(BIN)/speedswap bench transfer --device cpu --json $(RESULTS)/transfer-cpu.json
+	@set -e; for bench in benchmarks/bench_*.py; do \
 	    name=$$(basename $$bench .py); \
 	    echo "== $$name"; \
 	    $(BIN)/python $$bench --device cpu --json $(RESULTS)/$${name#bench_}-cpu.json; \

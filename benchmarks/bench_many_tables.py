@@ -19,13 +19,14 @@ from typing import Any
 
 import script
 import torch
+from fbgemm import step_peers
 from many_tables.trainers import Contestant, Ours, contestants
 from several_tables import IDS, ZIPF_EXPONENT, Shape, Trainer, draw, verify
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
-from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
+from speedswap.apps.bench.step import OPTIMIZERS
 
 _LOOPS = 6  # loops with separate ids
 

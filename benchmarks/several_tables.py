@@ -1,6 +1,6 @@
 """Several tables trained together, one id per sample of each: sizes, ids, the form of a trainer, and its check.
 
-As in :mod:`speedswap.apps.bench.trainers`, the model is the embeddings alone: rows of every table are looked up, a
+As in :mod:`speedswap.apps.bench.step`, the model is the embeddings alone: rows of every table are looked up, a
 gradient for them is given, one optimizer steps.
 """
 
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
+import fbgemm
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap.apps.bench import trainers
 from speedswap.apps.bench.measure import spread_ids
+from speedswap.apps.bench.step import require_alike, trained_by_torch
 
 __all__ = ["IDS", "ZIPF_EXPONENT", "Fbgemm", "Shape", "Trainer", "draw", "verify"]
 
@@ -78,12 +79,12 @@ class Trainer(Protocol):
         """Free the memory."""
 
 
-class Fbgemm(trainers.Fbgemm):
+class Fbgemm(fbgemm.Fbgemm):
     """FBGEMM's table-batched bags, whose backward pass is the optimizer's step.
 
     Args:
         shape: of the tables.
-        optimizer: of :data:`speedswap.apps.bench.trainers.OPTIMIZERS`.
+        optimizer: of :data:`speedswap.apps.bench.step.OPTIMIZERS`.
         device: of the computation.
         near: on a GPU, keep the tables there, not in host memory that the GPU reads and writes.
     """
@@ -133,7 +134,7 @@ def verify(
     each = zip(weights, grad.chunk(_SMALL.tables, dim=1), strict=True)
     expected = torch.stack(
         [
-            trainers.trained_by_torch(optimizer, rows, [ids[table] for ids in batches], some)
+            trained_by_torch(optimizer, rows, [ids[table] for ids in batches], some)
             for table, (rows, some) in enumerate(each)
         ]
     )
@@ -144,4 +145,4 @@ def verify(
         found = trainer.weights()
     finally:
         trainer.close()
-    trainers.require_alike(name, what or optimizer, found, expected, len(batches), atol=atol)
+    require_alike(name, what or optimizer, found, expected, len(batches), atol=atol)

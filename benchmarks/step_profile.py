@@ -25,8 +25,7 @@ from torch.profiler import ProfilerActivity, record_function
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import synchronize, zipf_batches
 from speedswap.apps.bench.plots import require_matplotlib
-from speedswap.apps.bench.step import StepPlan
-from speedswap.apps.bench.trainers import Ours
+from speedswap.apps.bench.step import Ours, StepPlan
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import check_output, write_whole
 from speedswap.cli import run_command

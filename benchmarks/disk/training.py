@@ -13,7 +13,7 @@ import torch
 import speedswap
 from speedswap.apps.bench import step
 from speedswap.apps.bench.measure import IdBatch, random_batches, zipf_batches
-from speedswap.apps.bench.trainers import Ours
+from speedswap.apps.bench.step import Ours
 from speedswap.apps.errors import WrongResultError
 
 __all__ = ["Cached", "cached", "create", "overlap"]

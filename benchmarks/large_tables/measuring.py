@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import step_profile
 import torch
+from fbgemm import step_peers
 from machine.growing import grow
 from several_tables import ZIPF_EXPONENT, Shape, draw
 from torch import Tensor
@@ -27,7 +28,6 @@ from large_tables.goals import PUBLISHED, acceptance, fair_seconds, show
 from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Kind, Ours, check, ours, peers
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.measure import Peer, steps_in_turn, synchronize
-from speedswap.apps.bench.trainers import step_peers
 from speedswap.kernels import Shares
 from speedswap.monitor import hot_rows
 

@@ -1,6 +1,6 @@
 """Several tables trained together: ours, torch's and FBGEMM's, each the way its own users would write it.
 
-As in :mod:`speedswap.apps.bench.trainers`, the model is the embeddings alone: rows of every table are looked up, a
+As in :mod:`speedswap.apps.bench.step`, the model is the embeddings alone: rows of every table are looked up, a
 gradient for them is given, one optimizer steps.
 """
 
@@ -17,7 +17,7 @@ from several_tables import Fbgemm, Shape, Trainer, verify
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE
+from speedswap.apps.bench.step import DENSE, LEARNING_RATE
 from speedswap.kernels import Shares
 from speedswap.tables import LocalStore
 

@@ -15,7 +15,7 @@ from several_tables import Fbgemm, Shape, Trainer
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE, SPARSE
+from speedswap.apps.bench.step import DENSE, LEARNING_RATE, SPARSE
 
 __all__ = ["Contestant", "Ours", "Separate", "Torch", "contestants", "has_fused"]
 
@@ -25,7 +25,7 @@ class Ours:
 
     Args:
         shape: of the tables.
-        optimizer: of :data:`speedswap.apps.bench.trainers.OPTIMIZERS`.
+        optimizer: of :data:`speedswap.apps.bench.step.OPTIMIZERS`.
         device: of the computation.
         storage: of the tables; ``auto`` is the user's default, host memory.
         state_dtype: of the optimizer's stored state.

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_tables import main
+from fbgemm import step_peers
 from large_tables import measuring
 from large_tables.goals import acceptance, fair_seconds
 from large_tables.measuring import RUNS, WAYS, Plan, measure
@@ -16,7 +17,6 @@ from large_tables.trainers import HOST, HOT, KINDS, NEAR, Contestant, Ours, Torc
 from machine import growing
 from several_tables import Shape, draw
 
-from speedswap.apps.bench.trainers import step_peers
 from speedswap.apps.errors import WrongResultError
 
 SMALL = Plan(Shape(3, 400, 8, 128), steps=4, repeats=1, seconds=600.0, hot_seconds=0.1, hot_batches=2)

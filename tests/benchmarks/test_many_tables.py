@@ -8,11 +8,12 @@ import bench_many_tables
 import pytest
 import torch
 from bench_many_tables import Plan, main, measure
+from fbgemm import step_peers
 from many_tables import trainers
 from many_tables.trainers import Contestant, Ours, Separate, contestants, has_fused
 from several_tables import Shape, draw, verify
 
-from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
+from speedswap.apps.bench.step import OPTIMIZERS
 from speedswap.apps.errors import WrongResultError
 
 SMALL = Plan(Shape(3, 400, 8, 32), ("uniform",), (1, 4), 400, 64, steps=4, repeats=1)

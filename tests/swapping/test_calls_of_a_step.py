@@ -1,4 +1,4 @@
-"""The fixed cost of a training step, by its calls of Python and C; benchmarks/bench_step.py has its time."""
+"""The fixed cost of a training step, by its calls of Python and C; benchmarks/bench_small_step.py has its time."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from speedswap import kernels
 from speedswap.apps.bench import mine, plots, step, transfer
 from speedswap.apps.bench.measure import write_json
-from speedswap.apps.bench.trainers import OPTIMIZERS
+from speedswap.apps.bench.step import OPTIMIZERS
 from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.options import whole
 
@@ -26,9 +26,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         help="measure this machine: rows to the device and back, and training steps, compared with other libraries",
         description="Measure this machine. Every result is verified before it is timed; figures are compared with a "
-        "floor and with other libraries, all measured in turn. docs/design/benchmarks.md has the details. Limits of "
-        "the machine and ten large tables are measured by bench_ceilings.py and bench_tables.py, under benchmarks in "
-        "the repository.",
+        "floor and with other libraries, all measured in turn. docs/design/benchmarks.md has the details. Under "
+        "benchmarks in the repository, bench_step.py adds FBGEMM, and bench_ceilings.py and bench_tables.py measure "
+        "limits of the machine and ten large tables.",
     )
     which = parser.add_argument(
         "which",

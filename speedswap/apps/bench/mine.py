@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from speedswap.apps.bench import step
-from speedswap.apps.bench.measure import IdBatch, Peer, lacking, renumbered
-from speedswap.apps.bench.trainers import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS
+from speedswap.apps.bench.measure import IdBatch, lacking, renumbered
+from speedswap.apps.bench.step import COLUMNS, VERIFIED_LOOKUPS, VERIFIED_STEPS
 from speedswap.apps.errors import BenchmarkError, named
 from speedswap.apps.files import PARQUET, opened, parquet_opened
 from speedswap.apps.options import WIDEST, one_of, whole
@@ -60,9 +60,8 @@ def run(device: str, path: Path, *, column: str | None, dim: int, optimizer: str
     batches = [IdBatch(host, host.to(device)) for host in hosts]
     batches *= -(-_STEPS // len(batches))
     plan = step.StepPlan(rows, dim, batch, _STEPS, _LOOPS, {}, (), ())
-    others = {"FBGEMM": Peer(None, "not plain torch")}
     sample = renumbered(batches[:VERIFIED_STEPS], VERIFIED_LOOKUPS)
-    found = step.compare(optimizer, device, plan, others, batches, sample)
+    found = step.compare(optimizer, device, plan, batches, sample)
     step.show_steps(optimizer, found)
     seconds = {name: one["seconds"] for name, one in found["trainers"].items() if "seconds" in one}
     fastest = min((name for name in seconds if name.startswith("torch")), key=seconds.__getitem__)

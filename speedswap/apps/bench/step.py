@@ -1,16 +1,20 @@
-"""The step benchmark: a training step's time, ours, torch's and FBGEMM's; over the table's size; and beside compute.
+"""The step benchmark: a training step's time, ours and torch's; over the table's size; and beside compute.
 
-The same ids and the same gradient for all: a lookup of 65,536 ids with Zipf's frequencies, 1.05, out of a million rows
-of 128; a gradient for the rows found; the optimizer's step. docs/design/benchmarks.md says more.
+The model is an embedding alone. The same ids and the same gradient for all: a lookup of 65,536 ids with Zipf's
+frequencies, 1.05, out of a million rows of 128; a gradient for the rows found; the optimizer's step.
+docs/design/benchmarks.md says more.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import product
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +22,231 @@ from torch import Tensor, nn
 import speedswap
 from speedswap import kernels
 from speedswap.apps.bench import measure
-from speedswap.apps.bench.measure import IdBatch, Peer, in_ms, lacking, steps_in_turn, zipf_batches
-from speedswap.apps.bench.trainers import (
-    COLUMNS,
-    LEARNING_RATE,
-    OPTIMIZERS,
-    Ours,
-    Trainer,
-    contestants,
-    step_peers,
-    verify,
-)
+from speedswap.apps.bench.measure import IdBatch, in_ms, lacking, steps_in_turn, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.swapping.lookup import look_up
+
+# ---- embeddings and their trainers, each the way its own users would write it ---------------------------------------
+
+LEARNING_RATE = {"sgd": 0.05, "adagrad": 0.05, "adam": 1e-3}
+OPTIMIZERS = tuple(LEARNING_RATE)
+DENSE = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+SPARSE = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
+
+
+class Trainer(Protocol):
+    """A table of rows with its optimizer."""
+
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
+        """Train on each batch in turn, yielding after each; ``grad`` is the gradient of every lookup's rows."""
+
+    def load(self, weights: Tensor) -> None:
+        """Take these weights for the whole table, before the first step."""
+
+    def weights(self) -> Tensor:
+        """Copy the whole table's weights to the CPU."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+
+class Ours:
+    """:class:`speedswap.Embedding` with one of torch's optimizers.
+
+    Args:
+        num_rows, dim: of the table.
+        optimizer: one of :data:`OPTIMIZERS`.
+        device: of the computation.
+        storage: of the table; ``auto`` is the user's default.
+        fused: torch's fused implementation of the optimizer.
+        ahead: prefetch the next batch's rows during a step.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        optimizer: str,
+        device: str,
+        *,
+        storage: speedswap.tables.Storage | str = "auto",
+        fused: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        init = speedswap.init.uniform(-0.1, 0.1)
+        self.embedding = speedswap.Embedding(num_rows, dim, storage=storage, init=init, seed=0, device=device)
+        how = {"fused": True} if fused else {}
+        self.optimizer = DENSE[optimizer](self.embedding.parameters(), lr=LEARNING_RATE[optimizer], **how)
+        self._ahead = ahead
+        speedswap.attach(self.optimizer, self.embedding)  # so that state gets its place before anything is written
+
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
+        depth = 1 if self._ahead else 0
+        for batch in speedswap.lookahead(batches, {self.embedding: lambda batch: batch.near}, depth=depth):
+            self.embedding(batch.near).backward(grad)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            yield
+
+    def load(self, weights: Tensor) -> None:
+        self.embedding.table.write(0, weights)
+
+    def weights(self) -> Tensor:
+        return self.embedding.table.read()
+
+    def close(self) -> None:
+        self.embedding.table.close()
+
+
+class Torch:
+    """``nn.Embedding`` in torch's memory: on the compute device, or on the host with the rows copied over.
+
+    Args:
+        sparse: sparse gradients, with the optimizer that takes them; else dense ones, which touch every row.
+        home: the device of the table.
+    """
+
+    def __init__(self, num_rows: int, dim: int, optimizer: str, device: str, *, sparse: bool, home: str) -> None:
+        weight = torch.empty(num_rows, dim, device=home).uniform_(-0.1, 0.1)
+        self.embedding = nn.Embedding(num_rows, dim, sparse=sparse, _weight=weight)
+        kind = (SPARSE if sparse else DENSE)[optimizer]
+        self.optimizer = kind(list(self.embedding.parameters()), lr=LEARNING_RATE[optimizer])
+        self._device = device
+        self._home = home
+
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
+        for batch in batches:
+            ids = batch.near if self._home == self._device else batch.host
+            self.embedding(ids).to(self._device).backward(grad)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            yield
+
+    def load(self, weights: Tensor) -> None:
+        self.embedding.weight.data.copy_(weights)
+
+    def weights(self) -> Tensor:
+        return self.embedding.weight.detach().to("cpu", copy=True)
+
+    def close(self) -> None:
+        del self.embedding, self.optimizer
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    Attributes:
+        name: as it is reported.
+        package: the library.
+        make: makes the trainer: rows, width, optimizer, device.
+        dense: every row takes part in every step, so that rows outside the batch drift, and has a gradient.
+    """
+
+    name: str
+    package: str
+    make: Callable[[int, int, str, str], Trainer]
+    dense: bool = False
+
+
+COLUMNS = {"sgd": 1, "adagrad": 2, "adam": 3}
+
+
+def contestants(optimizer: str, device: str, *, dense: bool = True) -> Iterator[Contestant]:
+    """Yield the trainers of this optimizer: ours first. Some torch releases lack a fused implementation of it.
+
+    Args:
+        optimizer: one of :data:`OPTIMIZERS`.
+        device: of the computation.
+        dense: whether torch's dense optimizer is one of them.
+    """
+    for ahead, fused in product((False, True), repeat=2):
+        name = ", ".join(["speedswap", *(["fused"] if fused else []), *(["lookahead"] if ahead else [])])
+        yield Contestant(name, "speedswap", partial(Ours, fused=fused, ahead=ahead))
+    sparse = f"torch {SPARSE[optimizer].__name__}" + (", sparse" if optimizer != "adam" else "")
+    on_gpu = "" if device == "cpu" else ", on the GPU"
+    for home, where in {"cpu": "", device: on_gpu}.items():
+        yield Contestant(sparse + where, "torch", partial(Torch, sparse=True, home=home))
+    if dense:
+        name = f"torch {DENSE[optimizer].__name__}, dense{on_gpu}"
+        yield Contestant(name, "torch", partial(Torch, sparse=False, home=device), dense=True)
+
+
+# ---- verification ---------------------------------------------------------------------------------------------------
+
+VERIFIED_STEPS, VERIFIED_LOOKUPS = 3, 4096
+_NUM_ROWS, _DIM = 5000, 32
+
+
+def verify(optimizer: str, one: Contestant, device: str, batches: Sequence[IdBatch] | None = None) -> None:
+    """Check that one trains a small table as torch's sparse optimizer does in double precision.
+
+    The gradients are eighths, so that their sum over an id's lookups is the same in any order; only the update itself
+    rounds, by little: ``rtol`` 1e-5, ``atol`` 1e-6 after three steps. torch's sparse SGD updates a row for each lookup,
+    which adds up where a given id has thousands of them. A trainer that touches every row drifts apart
+    from the second step on by definition, and takes one.
+
+    Args:
+        optimizer, one, device: whom to check.
+        batches: ids to train on, of one number, from 0 on without large gaps; random ones by default.
+
+    Raises:
+        WrongResultError: names the trainer, and the first wrong row.
+    """
+    generator = torch.Generator().manual_seed(3)
+    atol: float | Tensor = 1e-6
+    if batches is not None:
+        atol = 1e-6 + 1e-7 * torch.cat([batch.host for batch in batches]).bincount().unsqueeze(1)
+    batches = batches or zipf_batches(_NUM_ROWS, VERIFIED_LOOKUPS, VERIFIED_STEPS, device, seed=5)
+    rows = 1 + max(int(batch.host.max()) for batch in batches)
+    weights = torch.rand(rows, _DIM, generator=generator) - 0.5
+    grad = torch.randint(-16, 17, (len(batches[0].host), _DIM), generator=generator) / 8
+    taken = batches[:1] if one.dense else batches
+    expected = trained_by_torch(optimizer, weights, [batch.host for batch in taken], grad)
+    trainer = one.make(rows, _DIM, optimizer, device)
+    try:
+        trainer.load(weights)
+        deque(trainer.steps(taken, grad.to(device)), maxlen=0)
+        found = trainer.weights()
+    finally:
+        trainer.close()
+    require_alike(one.name, optimizer, found, expected, len(taken), atol=atol)
+
+
+def require_alike(
+    name: str, optimizer: str, found: Tensor, expected: Tensor, steps: int, *, atol: float | Tensor = 1e-6
+) -> None:
+    """Raise WrongResultError, which names the first wrong row, unless a trainer's rows are as expected.
+
+    Args:
+        name: of the trainer.
+        optimizer: its own, for the message.
+        found, expected: weights after the steps, shape (rows, dim), or (tables, rows, dim).
+        steps: their number.
+        atol: of weights, besides ``rtol`` 1e-5; one for all, or of a shape that fits theirs.
+    """
+    wrong = ~((found - expected).abs() <= atol + 1e-5 * expected.abs()).all(dim=-1)
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        row = f"row {place[-1]}" + (f" of table {place[0]}" if len(place) > 1 else "")
+        raise WrongResultError(
+            f"{name} trains {int(wrong.sum())} rows of {wrong.numel()} wrongly with {optimizer}: {row} is "
+            f"{found[place][:4].tolist()}… after {steps} steps, and should be {expected[place][:4].tolist()}…"
+        )
+
+
+def trained_by_torch(optimizer: str, weights: Tensor, ids: Sequence[Tensor], grad: Tensor) -> Tensor:
+    """Return weights after a step of torch's sparse optimizer per batch of ids, in double precision."""
+    embedding = nn.Embedding(weights.shape[0], weights.shape[1], sparse=True, _weight=weights.double())
+    stepping = SPARSE[optimizer](list(embedding.parameters()), lr=LEARNING_RATE[optimizer])
+    for batch in ids:
+        embedding(batch).backward(grad.double())
+        stepping.step()
+        stepping.zero_grad()
+    return embedding.weight.detach().float()
+
+
+# ---- the measurement ----------------------------------------------------------------------------------------------
 
 _LOOPS = 8  # loops with different ids
 _DENSE_STEPS = 4
@@ -68,16 +284,23 @@ class StepPlan:
         return cls(10**6, 128, 65_536, steps, repeats, sizes, OPTIMIZERS, (1.0, 2.0, 4.0))
 
 
-def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> dict[str, Any]:
+def run(
+    device: str,
+    *,
+    quick: bool = False,
+    plan: StepPlan | None = None,
+    others: Callable[[str], Iterable[Contestant]] = lambda optimizer: (),
+) -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
 
     Args:
         device: ``cpu`` or ``cuda``: the compute device.
         quick: small sizes, in seconds.
         plan: other sizes.
+        others: returns further contestants for an optimizer.
 
     Returns:
-        The figures, as JSON can hold them: ``peers``, ``workload``, ``optimizers``, ``overlap`` and ``sizes``.
+        The figures, as JSON can hold them: ``workload``, ``optimizers``, ``overlap`` and ``sizes``.
 
     Raises:
         BenchmarkError: this machine cannot measure it.
@@ -86,14 +309,12 @@ def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> di
     plan = plan or StepPlan.of(device, quick)
     if missing := lacking(4 * plan.num_rows * plan.dim):
         raise BenchmarkError(f"{missing}; use --quick")
-    peers = step_peers(device)
-    measure.show_peers(peers)
     batches = zipf_batches(plan.num_rows, plan.lookups, _LOOPS * plan.steps, device)
     workload = {"rows": plan.num_rows, "dim": plan.dim, "lookups": plan.lookups, "zipf_exponent": 1.05}
     optimizers = {}
     for optimizer in OPTIMIZERS:
         with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # torch warns unless told
-            optimizers[optimizer] = compare(optimizer, device, plan, peers, batches)
+            optimizers[optimizer] = compare(optimizer, device, plan, batches, others=others(optimizer))
         show_steps(optimizer, optimizers[optimizer])
     distinct = measure.random_batches(plan.num_rows, plan.lookups // 2, plan.dim * 4, device)
     with closing(Ours(plan.num_rows, plan.dim, "adam", device, fused=device == "cpu")) as trainer:
@@ -107,7 +328,6 @@ def run(device: str, *, quick: bool = False, plan: StepPlan | None = None) -> di
     return {
         "device": device,
         "threads": torch.get_num_threads(),
-        "peers": {name: peer._asdict() for name, peer in peers.items()},
         "workload": {**workload, "unique_rows": _unique_rows(batches)},
         "optimizers": optimizers,
         "overlap": overlap,
@@ -119,23 +339,23 @@ def compare(
     optimizer: str,
     device: str,
     plan: StepPlan,
-    peers: Mapping[str, Peer],
     batches: Sequence[IdBatch],
     sample: Sequence[IdBatch] | None = None,
+    *,
+    others: Iterable[Contestant] = (),
 ) -> dict[str, Any]:
     """Compare the trainers of one optimizer: each is verified, then all are timed in turn.
 
     Args:
         optimizer, device, plan, batches: of the steps.
-        peers: the libraries; those that are missing are left out.
         sample: batches of a user's ids to verify with; torch's dense optimizer is compared too then.
+        others: further contestants.
 
     Returns:
         ``trainers``: by name the ``package`` and median ``seconds`` of a step, or why it was ``skipped``;
         ``time_over``: the time of each of ours over that of each peer, below 1 where ours is faster.
     """
-    known = contestants(optimizer, device, dense=optimizer == "adam" or sample is not None)
-    everyone = [one for one in known if one.package not in peers or peers[one.package].present]
+    everyone = [*contestants(optimizer, device, dense=optimizer == "adam" or sample is not None), *others]
     grad = torch.randn(plan.lookups, plan.dim, device=device)
     trainers: dict[str, dict[str, Any]] = {one.name: {"package": one.package} for one in everyone}
     # A dense step takes tens of times as long: a few of them tell as much.

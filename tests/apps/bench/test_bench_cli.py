@@ -12,13 +12,12 @@ import torch
 
 from speedswap.apps.bench import measure, step, transfer
 from speedswap.apps.bench.measure import Peer, find_peer, zipf_batches
-from speedswap.apps.bench.stores import peer_makers, transfer_peers
-from speedswap.apps.bench.trainers import Contestant, contestants
+from speedswap.apps.bench.step import Contestant, contestants
+from speedswap.apps.bench.transfer import peer_makers, transfer_peers
 from speedswap.cli import main
 
 SWEEPS = {"row_bytes": (64, 512), "batch_rows": (256,), "table_bytes": (2**24, 2**60)}
 SMALL_TRANSFER = transfer.TransferPlan(2**24, 512, 1024, 2, SWEEPS, 1000)
-PEERS = {"FBGEMM": Peer(None, "left out here")}
 SMALL_STEP = step.StepPlan(2000, 8, 512, 4, 1, {8: (2000, 4000)}, ("sgd",), (1.0,))
 
 
@@ -251,8 +250,8 @@ def test_a_library_that_fails_is_left_out_with_its_reason(small, monkeypatch):
         return [*contestants(optimizer, device), Contestant("FBGEMM on Tuesday", "other", failing)]
 
     monkeypatch.setattr(step, "contestants", one_more)
-    found = step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))
+    found = step.compare("sgd", "cpu", SMALL_STEP, zipf_batches(2000, 512, 32, "cpu"))
     assert found["trainers"]["FBGEMM on Tuesday"]["skipped"] == "failed: TypeError: no such argument"
     monkeypatch.setattr(step, "contestants", lambda *_, **__: [Contestant("speedswap", "speedswap", failing)])
     with pytest.raises(TypeError):
-        step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))
+        step.compare("sgd", "cpu", SMALL_STEP, zipf_batches(2000, 512, 32, "cpu"))

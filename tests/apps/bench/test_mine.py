@@ -14,7 +14,7 @@ import torch
 from speedswap.apps.bench import measure, mine, step
 from speedswap.apps.bench.measure import IdBatch
 from speedswap.apps.bench.mine import read_ids
-from speedswap.apps.bench.trainers import Contestant, Ours, contestants
+from speedswap.apps.bench.step import Contestant, Ours, contestants
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.cli import main
 
@@ -199,7 +199,7 @@ def test_trainers_are_verified_with_the_users_ids(monkeypatch):
     plan = step.StepPlan(50, 8, 50, 4, 1, {}, (), ())
 
     def compared(ids):
-        return step.compare("sgd", "cpu", plan, {}, [IdBatch(ids, ids)] * 4, [IdBatch(ids, ids)] * 3)
+        return step.compare("sgd", "cpu", plan, [IdBatch(ids, ids)] * 4, [IdBatch(ids, ids)] * 3)
 
     mistaken = [*contestants("sgd", "cpu"), Contestant("forgetful", "other", partial(Forgetful, storage="pageable"))]
     monkeypatch.setattr(step, "contestants", lambda optimizer, device, dense=None: mistaken)

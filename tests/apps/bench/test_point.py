@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from speedswap.apps.bench.measure import IdBatch
-from speedswap.apps.bench.stores import RowBuffers, Store, ours, peer_makers
-from speedswap.apps.bench.transfer import DIRECTIONS, measure, verify
+from speedswap.apps.bench.transfer import DIRECTIONS, RowBuffers, Store, measure, ours, peer_makers, verify
 from speedswap.apps.errors import WrongResultError
 
 STORAGES = ("device", "pinned", "pageable", "disk")

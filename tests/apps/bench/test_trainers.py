@@ -5,20 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import fbgemm
 import pytest
 import torch
 
 from speedswap.apps.bench import step
-from speedswap.apps.bench.measure import Peer, zipf_batches
-from speedswap.apps.bench.trainers import (
-    DENSE,
-    OPTIMIZERS,
-    Contestant,
-    Ours,
-    contestants,
-    step_peers,
-    verify,
-)
+from speedswap.apps.bench.measure import zipf_batches
+from speedswap.apps.bench.step import DENSE, OPTIMIZERS, Contestant, Ours, contestants, verify
 from speedswap.apps.errors import WrongResultError
 from speedswap.errors import OptimizerError
 
@@ -36,8 +29,9 @@ def torchs_refusal(optimizer, device):
 
 def require_all_agree(optimizer, device):
     """Verify every contestant; those that are fused where torch is not must be refused in torch's words."""
-    peers, refusal = step_peers(device), torchs_refusal(optimizer, device)
-    everyone = [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
+    peers, refusal = fbgemm.step_peers(device), torchs_refusal(optimizer, device)
+    everyone = [*contestants(optimizer, device), *fbgemm.contestants(optimizer, device)]
+    everyone = [one for one in everyone if one.package not in peers or peers[one.package].present]
     assert {"speedswap", "torch"} <= {one.package for one in everyone}
     assert sum("fused" in one.name for one in everyone) == 2
     for one in everyone:
@@ -78,8 +72,7 @@ def test_contestants_that_torch_cannot_fuse_are_refused_in_its_words(monkeypatch
 def test_an_optimizer_without_a_fused_implementation_is_measured_without_it(monkeypatch):
     monkeypatch.setitem(DENSE, "adagrad", NotFused)
     plan = step.StepPlan(2000, 8, 512, 4, 1, {}, (), ())
-    peers = {"FBGEMM": Peer(None, "left out here")}
-    found = step.compare("adagrad", "cpu", plan, peers, zipf_batches(2000, 512, 32, "cpu"))["trainers"]
+    found = step.compare("adagrad", "cpu", plan, zipf_batches(2000, 512, 32, "cpu"))["trainers"]
     assert {name for name, entry in found.items() if "seconds" in entry} >= {"speedswap", "speedswap, lookahead"}
     for name in ("speedswap, fused", "speedswap, fused, lookahead"):
         assert "`fused=True` requires" in found[name]["skipped"]
