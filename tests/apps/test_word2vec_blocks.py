@@ -114,8 +114,8 @@ def test_blocks_come_in_random_order_and_epochs_differ(corpus_of, device):
 def test_window_sizes_are_uniform(corpus_of, device):
     """Inside one long sentence each of 1 to 5 is drawn a fifth of the time, alike on both sides."""
     sentences = torch.zeros(100_000, dtype=torch.int32, device=device)
-    draws = sampler_of(corpus_of([["a", "b"]]), device).draws
-    left, right = (each.cpu() for each in reach(sentences, draws.of_blocks(100_000, 5, 1)[0]))
+    sampler = sampler_of(corpus_of([["a", "b"]]), device)
+    left, right = (each.cpu() for each in reach(sentences, sampler.draw_blocks(100_000, 1)[0]))
     assert torch.equal(left[5:-5], right[5:-5])
     shares = np.bincount(left[5:-5], minlength=6) / len(left[5:-5])
     assert shares[0] == 0
@@ -127,7 +127,7 @@ def test_negatives_follow_the_counts_to_the_power_of_three_quarters(corpus_of, d
     counts = {"a": 256, "b": 81, "c": 16, "d": 1}
     corpus = corpus_of([[word for word, count in counts.items() for _ in range(count)]])
     sampler = sampler_of(corpus, device)
-    drawn = sampler.negatives(sampler.draws.of_blocks(1, 5, 20_000)[2]).cpu()
+    drawn = sampler.negatives(sampler.draw_blocks(1, 20_000)[2]).cpu()
     assert drawn.shape == (20_000, NOISE)
     assert drawn.dtype == torch.int32
     shares = np.bincount(drawn.flatten(), minlength=4) / drawn.numel()

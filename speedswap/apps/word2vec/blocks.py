@@ -36,100 +36,59 @@ RESIDENT_SHARE = 0.25
 
 
 class BlockPosition(NamedTuple):
-    """A point in the course of all batches, from which they can resume."""
+    """A point in the course of all batches, from which they can resume.
+
+    Attributes:
+        piece: of the corpus.
+        batch: batches of the piece that came before.
+        random: the state of the random generator before the piece; None at the beginning.
+    """
 
     epoch: int = 0
     piece: int = 0
-    """Of the corpus."""
     batch: int = 0
-    """Batches of the piece that came before."""
-    random: Any = None
-    """The state of the random generator before the piece; None at the beginning."""
+    random: Tensor | None = None
 
 
 START = BlockPosition()
 
 
 class BlockBatch(NamedTuple):
-    """Some window blocks, drawn from anywhere in a piece of the corpus."""
+    """Some window blocks, drawn from anywhere in a piece of the corpus.
+
+    Attributes:
+        words: ids, int32, one-dimensional, for a rank's share of the blocks: the BLOCK centers of each, then the
+            contexts of each, BLOCK + 2 * window around and NOISE negatives, whose ids come after those of all centers.
+        reach: number of words before each center that are its contexts, and after it, shape (2, blocks, BLOCK).
+        pairs: number of (center, context) pairs in all shares, an int64 scalar on the device; the host need not wait
+            for it.
+        corpus_words: the batch's share of the piece's words, unknown ones included.
+        next: the point after the batch.
+    """
 
     words: Tensor
-    """Ids, int32, one-dimensional, for a rank's share of the blocks: the BLOCK centers of each, then the contexts of
-    each, BLOCK + 2 * window around and NOISE negatives, whose ids come after those of all centers."""
     reach: Tensor
-    """Number of words before each center that are its contexts, and after it, shape (2, blocks, BLOCK)."""
     pairs: Tensor
-    """Number of (center, context) pairs in all shares, an int64 scalar on the device; the host need not wait for it."""
     corpus_words: float
-    """The batch's share of the piece's words, unknown ones included."""
     next: BlockPosition = START
-    """The point after the batch."""
-
-
-class HostDraws:
-    """Random numbers of NumPy's generator, for the CPU."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
-
-    @property
-    def state(self) -> Any:
-        return self._random.bit_generator.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._random.bit_generator.state = state
-
-    def of_words(self, known: Tensor) -> Tensor:
-        """Draw a number from 0 to 1 for each known word, float32; unknown ones get 1."""
-        drawn = np.ones(len(known), np.float32)
-        drawn[known.numpy()] = self._random.random(np.count_nonzero(known.numpy()), np.float32)
-        return torch.from_numpy(drawn)
-
-    def of_blocks(self, words: int, window: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw a window from 1 to ``window`` for each word, the order of the blocks, and NOISE numbers for each."""
-        windows = self._random.integers(1, window + 1, words).astype(np.int32)
-        noise = self._random.random((blocks, NOISE))
-        order = self._random.permutation(blocks)
-        return torch.from_numpy(windows), torch.from_numpy(order), torch.from_numpy(noise[order])
-
-
-class DeviceDraws:
-    """The same of a GPU's generator, which draws other numbers."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._device = device
-        self._random = torch.Generator(device).manual_seed(seed)
-
-    @property
-    def state(self) -> Any:
-        return self._random.get_state()
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._random.set_state(state)
-
-    def of_words(self, known: Tensor) -> Tensor:
-        return torch.rand(len(known), generator=self._random, device=self._device)
-
-    def of_blocks(self, words: int, window: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-        order = torch.randperm(blocks, generator=self._random, device=self._device)
-        windows = torch.randint(1, window + 1, (words,), generator=self._random, device=self._device)
-        noise = torch.rand(blocks, NOISE, generator=self._random, device=self._device, dtype=torch.float64)
-        return windows, order, noise
 
 
 class Piece(NamedTuple):
-    """Some of the corpus, on the device."""
+    """Some of the corpus, on the device.
+
+    Attributes:
+        numbers: as the corpus has them, int32, shape (n,): sentence ends and rare words among them.
+        corpus_words: number of words among them.
+    """
 
     numbers: Tensor
-    """As the corpus has them, int32, shape (n,): sentence ends and rare words among them."""
     corpus_words: int
-    """Number of words among them."""
 
 
 class Sampler:
     """A source of the word2vec paper's random choices: kept words, window sizes and negatives.
+
+    A generator on the compute device draws them; a GPU's draws other numbers than the CPU's.
 
     Args:
         corpus: the text.
@@ -157,7 +116,7 @@ class Sampler:
         self._job = job or Job()
         self._corpus = corpus
         self._device = device
-        self.draws = HostDraws(seed) if device.type == "cpu" else DeviceDraws(seed, device)
+        self._random = torch.Generator(device).manual_seed(seed)
         shares = np.append(kept_share(corpus.counts, sample), np.float32(0))  # the last is for words without a position
         self._kept_share = torch.from_numpy(shares[corpus.position]).to(device)
         self._position = torch.from_numpy(corpus.position).to(device)
@@ -174,10 +133,10 @@ class Sampler:
             start: the point to begin at.
         """
         if start.random is not None:
-            self.draws.state = start.random
+            self._random.set_state(start.random)
         for epoch in range(start.epoch, epochs):
             for number, piece in enumerate(self._pieces(start.piece), start.piece):
-                here = BlockPosition(epoch, number, 0, self.draws.state)
+                here = BlockPosition(epoch, number, 0, self._random.get_state())
                 for taken, batch in enumerate(self.of_piece(piece, blocks_per_batch), 1):
                     if taken > start.batch:
                         yield batch._replace(next=here._replace(batch=taken))
@@ -206,7 +165,7 @@ class Sampler:
         blocks = -(-len(words) // BLOCK)
         if not blocks:
             return
-        windows, order, noise = self.draws.of_blocks(len(words), self.window, blocks)
+        windows, order, noise = self.draw_blocks(len(words), blocks)
         missing = blocks * BLOCK - len(words)
         # The last block's missing centers reach nowhere, so that they are in no pair.
         reached = F.pad(torch.stack(reach(sentences, windows)), (0, missing)).view(2, blocks, BLOCK)[:, order]
@@ -235,9 +194,16 @@ class Sampler:
         Here alone the host waits for a GPU, for their number.
         """
         words = self._position.index_select(0, numbers)
-        kept = (self.draws.of_words(words >= 0) < self._kept_share.index_select(0, numbers)).nonzero().squeeze(1)
+        drawn = torch.rand(len(words), generator=self._random, device=self._device)
+        kept = (drawn < self._kept_share.index_select(0, numbers)).nonzero().squeeze(1)
         sentences = (numbers == END).cumsum(0, dtype=torch.int32)
         return words[kept], sentences[kept]
+
+    def draw_blocks(self, words: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw a window from 1 to ``window`` for each word, the order of the blocks, and NOISE numbers for each."""
+        drawn: dict[str, Any] = {"generator": self._random, "device": self._device}
+        order, windows = torch.randperm(blocks, **drawn), torch.randint(1, self.window + 1, (words,), **drawn)
+        return windows, order, torch.rand(blocks, NOISE, dtype=torch.float64, **drawn)
 
     def negatives(self, drawn: Tensor) -> Tensor:
         """Return the words that numbers from 0 to 1 stand for, in proportion to count^0.75: int32."""

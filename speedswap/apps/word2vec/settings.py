@@ -27,16 +27,19 @@ OWN = {"rowwise_adagrad": partial(RowwiseAdagrad, initial_accumulator_value=0.1)
 
 
 class Suited(NamedTuple):
-    """The settings that suit an optimizer, tuned on a corpus of 4 million words."""
+    """The settings that suit an optimizer, tuned on a corpus of 4 million words.
+
+    Attributes:
+        lr: learning rate; the optimizer's own default without one.
+        batch: centers per step of a long corpus. Gradients are summed: only an optimizer that scales them takes many.
+        gpu_batch: the same on a GPU, whose work on a step should take longer than its launch; ``batch`` by default.
+        falls: True if the learning rate falls linearly to almost nothing; Adagrad's steps shrink anyway.
+    """
 
     lr: float | None = None
-    """Learning rate; the optimizer's own default without one."""
     batch: int = 4096
-    """Centers per step of a long corpus. Gradients are summed: only an optimizer that scales them takes many."""
     gpu_batch: int | None = None
-    """The same on a GPU, whose work on a step should take longer than its launch; ``batch`` by default."""
     falls: bool = True
-    """True if the learning rate falls linearly to almost nothing; Adagrad's steps shrink anyway."""
 
     def batch_for(self, corpus_words: int, device: torch.device) -> int:
         """Return centers per step for a corpus: at least a hundred steps per epoch, two hundred on a GPU."""

@@ -23,13 +23,16 @@ PAIRS_CHARACTERS = 1 << 24
 
 
 class Similarity(NamedTuple):
-    """The agreement of the vectors' similarities with people's, over pairs of words."""
+    """The agreement of the vectors' similarities with people's, over pairs of words.
+
+    Attributes:
+        spearman: rank correlation, -1 to 1; NaN with fewer than two known pairs.
+        known: pairs of which both words have a vector.
+    """
 
     name: str
     spearman: float
-    """Rank correlation, -1 to 1; NaN with fewer than two known pairs."""
     known: int
-    """Pairs of which both words have a vector."""
     total: int
 
     def to_json(self) -> dict[str, Any]:
@@ -41,10 +44,9 @@ class Similarity(NamedTuple):
 
 
 class WordPairs(NamedTuple):
-    """Pairs of words with their similarity to people."""
+    """Pairs of words with their similarity to people, and the name of their file."""
 
     name: str
-    """Of the file."""
     pairs: list[tuple[str, str, float]]
 
 
