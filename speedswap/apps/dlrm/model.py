@@ -178,15 +178,10 @@ class Interaction(torch.autograd.Function):
         return pair_gradients(grad, *ctx.saved_tensors)
 
 
-PENDING = 1 << 18
-"""Scores that are kept as they come, before equal ones are counted."""
-
-
 class Scores:
-    """Predictions and labels of any number of samples, counted by score.
+    """Predictions and labels of any number of samples.
 
-    AUC and log loss are functions of the counts alone: the order of the samples does not matter. Memory holds 20 bytes
-    per different score, on the CPU.
+    Their order does not matter. Memory holds 5 bytes per sample, on the device of the predictions until they are read.
 
     Example:
         >>> scores = Scores()
@@ -196,52 +191,44 @@ class Scores:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, Tensor]] = []
-        self._num_pending = 0
-        self._counted = (torch.zeros(0), torch.zeros(2, 0, dtype=torch.int64))
+        self._parts = [(torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add predictions.
 
         Args:
-            logits: before the sigmoid, float32, shape (n,), on any device, which is not waited for.
+            logits: before the sigmoid, shape (n,), on any device, which is not waited for.
             labels: 0 or 1, float32, shape (n,), on the same.
         """
-        self._pending.append((logits.detach(), labels))
-        self._num_pending += len(logits)
-        if self._num_pending >= max(PENDING, len(self._counted[0])):
-            self.state()
+        self._parts.append((logits.detach().float(), labels == 1))
 
     def __len__(self) -> int:
-        return int(self.state()[1].sum())
+        return sum(len(logits) for logits, _ in self._parts)
 
     @property
     def rate(self) -> float:
         """The share of positive labels; NaN without samples."""
-        negatives, positives = self.state()[1].sum(dim=1).tolist()
-        return positives / (positives + negatives) if positives + negatives else math.nan
+        return self.state()[1].double().mean().item()
 
     @property
     def auc(self) -> float:
         """The area under the ROC curve: the probability that a positive sample has a higher score than a negative one,
         where equal scores count half (Hanley and McNeil 1982). NaN where all labels are equal, or a score is NaN.
         """
-        scores, (negatives, positives) = self.state()
-        if scores.isnan().any():
+        logits, labels = self.state()
+        negatives, positives = logits[~labels].sort().values, logits[labels]
+        pairs = len(negatives) * len(positives)
+        if not pairs or logits.isnan().any():
             return math.nan
-        pairs = int(negatives.sum()) * int(positives.sum())
-        below = negatives.cumsum(0) - negatives
-        return (positives * (2 * below + negatives)).sum().item() / (2 * pairs) if pairs else math.nan
+        below = sum(torch.searchsorted(negatives, positives, right=ties).sum().item() for ties in (False, True))
+        return below / (2 * pairs)
 
     @property
     def log_loss(self) -> float:
         """The mean binary cross-entropy; infinite if an infinite score is wrong, NaN without samples."""
-        logits, (negatives, positives) = self.state()
-        losses = [
-            (counts * F.softplus(margins))[counts > 0].sum()  # 0 · ∞ counts as 0
-            for counts, margins in ((positives, -logits.double()), (negatives, logits.double()))
-        ]
-        return float(sum(losses) / (positives.sum() + negatives.sum()))
+        logits, labels = self.state()
+        losses = F.softplus(torch.where(labels, -logits, logits).double())
+        return losses.sort().values.mean().item()  # in one order, whatever that of the samples
 
     @property
     def base_loss(self) -> float:
@@ -253,29 +240,18 @@ class Scores:
         """Return the predictions of all ranks."""
         if job.size == 1:
             return self
-        scores, counts = self.state()
-        own = torch.stack([scores.view(torch.int32).long(), *counts], dim=1)
-        every = torch.cat(job.collect(own.flatten())).view(-1, 3).T
+        logits, labels = self.state()
+        every = torch.cat(job.collect(2 * logits.view(torch.int32).long() + labels))
         found = Scores()
-        found.restore(merged(every[0].int().view(torch.float32), every[1:]))
+        found.restore(((every >> 1).int().view(torch.float32), (every & 1).bool()))
         return found
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """Return the different scores, ascending, and the numbers of negative and of positive samples of each."""
-        if self._pending:
-            logits, labels = (torch.cat(parts).cpu() for parts in zip(*self._pending, strict=True))
-            scores, counts = self._counted
-            new = torch.stack([labels == 0, labels == 1]).long()
-            self.restore(merged(torch.cat([scores, logits.float()]), torch.cat([counts, new], dim=1)))
-        return self._counted
+        """Return the predictions, and True for those of positive samples, on the CPU."""
+        logits, labels = (torch.cat([part.cpu() for part in parts]) for parts in zip(*self._parts, strict=True))
+        self.restore((logits, labels))
+        return logits, labels
 
     def restore(self, state: tuple[Tensor, Tensor]) -> None:
         """Go on from a state."""
-        self._pending, self._num_pending, self._counted = [], 0, state
-
-
-def merged(scores: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each score once, ascending, with the sums of its counts, which have a row per label."""
-    scores, places = torch.unique(scores, return_inverse=True)
-    none = torch.zeros(len(scores), dtype=torch.int64)
-    return scores, torch.stack([none.index_add(0, places, each) for each in counts])
+        self._parts = [state]
