@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,11 +83,6 @@ class Interactions:
         """Return the items that a user has a pair with, ascending."""
         return self.pairs(np.arange(self.first[user], self.first[user + 1]))[1]
 
-    @cached_property
-    def checksum(self) -> int:
-        """A checksum of the pairs, to tell one data set from another."""
-        return zlib.crc32(self._unseen_before.view(np.uint8).data, self.num_items)
-
 
 class OwnIds:
     """The ids of a table's rows in the ratings, ascending, so that an id is found by bisection.
@@ -130,11 +123,6 @@ class OwnIds:
             wanted = int(wanted)
         row = bisect_left(self.values, wanted)
         return row if row < len(self) and self.values[row] == wanted else None
-
-    @cached_property
-    def checksum(self) -> int:
-        """A checksum of the ids, to tell one data set from another."""
-        return zlib.crc32(np.ascontiguousarray(self.array()).view(np.uint8).data)
 
     def array(self) -> NDArray[np.generic]:
         """Return the ids as an array of plain numbers, for a file: text as the bytes of JSON."""
@@ -178,10 +166,10 @@ class NcfSplit:
         tested = slice(*np.searchsorted(self.test_users, [user, user + 1]))
         return np.append(self.train.items(user), self.test_items[tested])
 
-    def checksums(self) -> dict[str, Any]:
-        """Return checksums of interactions and ids, to tell one data set from another."""
-        ids = [each and each.checksum for each in (self.user_ids, self.item_ids)]
-        return {"ratings_checksum": self.train.checksum, "ids_checksum": ids}
+    def is_that_of(self, arrays: Mapping[str, NDArray[np.generic]]) -> bool:
+        """Return whether these arrays are a split's of the same interactions and ids."""
+        ours = self.arrays()
+        return ours.keys() == arrays.keys() and all(np.array_equal(each, arrays[name]) for name, each in ours.items())
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return the split as arrays of plain numbers, for a checkpoint: where each user's items end, the items, …"""

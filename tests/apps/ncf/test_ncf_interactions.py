@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf.interactions import Interactions, leave_one_out
+from speedswap.apps.ncf.interactions import Interactions, NcfSplit, OwnIds, leave_one_out
 
 
 def split(rows, num_items=10):
@@ -87,9 +87,12 @@ def test_keys_of_large_tables_do_not_overflow():
     assert interactions.unseen(np.array([0]), np.array([0])).tolist() == [1]
 
 
-def test_checksum_tells_data_apart():
-    keys = np.array([1, 5, 7])
-    same, other = Interactions(keys.copy(), 2, 5), Interactions(np.array([1, 5, 8]), 2, 5)
-    assert Interactions(keys, 2, 5).checksum == same.checksum
-    assert same.checksum != other.checksum
-    assert same.checksum != Interactions(keys, 3, 4).checksum
+def test_arrays_tell_data_apart():
+    def made(keys, users, items, ids=None):
+        own = None if ids is None else OwnIds(np.array(ids))
+        return NcfSplit(Interactions(np.array(keys), users, items), np.array([0]), np.array([2]), own)
+
+    found = made([1, 5, 7], 2, 5)
+    assert found.is_that_of(made([1, 5, 7], 2, 5).arrays())
+    for keys, users, items, ids in (([1, 5, 8], 2, 5, None), ([1, 5, 7], 3, 4, None), ([1, 5, 7], 2, 5, [3, 4])):
+        assert not found.is_that_of(made(keys, users, items, ids).arrays())
