@@ -22,9 +22,10 @@ from batching.limits import measure_limits
 from batching.overhead import measure_overhead, measure_recovery
 from batching.rungs import measure_rungs
 from batching.searches import measure_searches
+from peers import find_peer
 
 from speedswap._words import pip_install
-from speedswap.apps.bench.measure import find_peer, show_peers
+from speedswap.apps.bench.measure import show_peers
 
 BATCHES = (128, 256, 512, 1024, 2048, 4096, 8192)
 

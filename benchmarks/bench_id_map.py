@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import script
 from id_map.contestants import Contestant, contestants, verify, zipf_keys
+from peers import find_peer
 from torch import Tensor
 
 import speedswap
-from speedswap.apps.bench.measure import Peer, find_peer, show_peers
+from speedswap.apps.bench.measure import Peer, show_peers
 
 # Time of a peer over ours, at least; per peer the contestant of ours that does its job.
 GOALS = {"python": ("speedswap", 5.0), "pandas": ("speedswap", 2.0), "torchrec": ("speedswap, lfu", 3.0)}

@@ -20,11 +20,12 @@ from typing import Any
 
 import script
 import torch
+from peers import find_peer
 from torch import Tensor, nn
 
 import speedswap
 from speedswap._words import pip_install
-from speedswap.apps.bench.measure import find_peer, show_peers
+from speedswap.apps.bench.measure import show_peers
 from speedswap.apps.errors import BenchmarkError
 from speedswap.losses import UniformSampler, full_softmax
 

@@ -18,11 +18,12 @@ from typing import Any
 import script
 import torch
 import torch.nn.functional as F
+from peers import find_peer
 from torch import Tensor, nn
 
 import speedswap
 from speedswap._words import pip_install
-from speedswap.apps.bench.measure import find_peer, show_peers
+from speedswap.apps.bench.measure import show_peers
 from speedswap.batching import Padded
 from speedswap.batching.memory import is_out_of_memory, limited
 

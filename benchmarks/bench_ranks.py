@@ -20,6 +20,7 @@ from typing import Any
 
 import script
 import torch
+from peers import find_peer
 from ranks import probes, trainers
 from ranks.balance import by_order
 from ranks.fitting import fit
@@ -27,7 +28,7 @@ from ranks.processes import Processes
 from ranks.simulator import Protocols
 from ranks.trainers import Dense, Shape
 
-from speedswap.apps.bench.measure import Peer, find_peer, in_ms
+from speedswap.apps.bench.measure import Peer, in_ms
 from speedswap.collectives import ROOM
 
 Ask = Callable[..., list[Any]]

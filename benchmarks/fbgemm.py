@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from peers import find_peer
 from torch import Tensor
 
 from speedswap._words import pip_install
-from speedswap.apps.bench.measure import IdBatch, Peer, find_peer
+from speedswap.apps.bench.measure import IdBatch, Peer
 from speedswap.apps.bench.step import LEARNING_RATE, Contestant
 
 __all__ = ["Fbgemm", "contestants", "step_peers"]

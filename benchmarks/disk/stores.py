@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from peers import find_peer
 from torch import Tensor
 
 import speedswap
 from disk.workload import Shape
 from speedswap._words import pip_install
-from speedswap.apps.bench.measure import Peer, find_peer
+from speedswap.apps.bench.measure import Peer
 from speedswap.tables import Block
 
 __all__ = ["CONTESTANTS", "Contestant", "Limits", "OnDisk", "Ours", "present"]

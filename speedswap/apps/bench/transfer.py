@@ -30,7 +30,6 @@ from speedswap._machine import available_bytes, cache_bytes, process_bytes
 from speedswap.apps.bench.measure import (
     IdBatch,
     Peer,
-    find_peer,
     in_ms,
     in_turn,
     lacking,
@@ -108,24 +107,20 @@ StoreMaker = Callable[[Tensor, RowBuffers, Path], Store]
 """Makes a store that holds a copy of rows, or the rows themselves, with files in a folder."""
 
 
-def ours(storage: str) -> StoreMaker:
-    """Return the maker of a :class:`speedswap.Table`, used through its public functions, which check ids."""
-
-    def make(rows: Tensor, buffers: RowBuffers, folder: Path) -> Store:
-        place = speedswap.Disk(folder / f"table-{rows.shape[1]}") if storage == "disk" else storage
-        table = speedswap.Table.create(*rows.shape, dtype=rows.dtype, storage=place)
-        table.write(0, rows)
-        table.flush()
-        return Store(
-            "speedswap",
-            table.storage,
-            RowsOnDisk(table) if storage == "disk" else table.view(),
-            lambda batch: speedswap.gather_rows(table, batch.near, out=buffers.out),
-            lambda batch: speedswap.scatter_rows(table, batch.near, buffers.values),
-            table.close,
-        )
-
-    return make
+def ours(storage: str, rows: Tensor, buffers: RowBuffers, folder: Path) -> Store:
+    """Make a :class:`speedswap.Table`, used through its public functions, which check ids."""
+    place = speedswap.Disk(folder / f"table-{rows.shape[1]}") if storage == "disk" else storage
+    table = speedswap.Table.create(*rows.shape, dtype=rows.dtype, storage=place)
+    table.write(0, rows)
+    table.flush()
+    return Store(
+        "speedswap",
+        table.storage,
+        RowsOnDisk(table) if storage == "disk" else table.view(),
+        lambda batch: speedswap.gather_rows(table, batch.near, out=buffers.out),
+        lambda batch: speedswap.scatter_rows(table, batch.near, buffers.values),
+        table.close,
+    )
 
 
 def transfer_peers(device: str) -> dict[str, Peer]:
@@ -134,7 +129,11 @@ def transfer_peers(device: str) -> dict[str, Peer]:
     if device == "cpu":
         return {**torchs, "numpy": Peer(np.__version__)}
     ready, reason = kernels.cuda_ready()
-    return {**torchs, "SpeedTorch's method (CuPy)": find_peer("cupy", "cupy") if ready else Peer(None, reason)}
+    if not ready:
+        return {**torchs, "SpeedTorch's method (CuPy)": Peer(None, reason)}
+    import cupy
+
+    return {**torchs, "SpeedTorch's method (CuPy)": Peer(cupy.__version__)}
 
 
 def peer_makers(device: str) -> dict[str, dict[str, StoreMaker]]:
@@ -484,7 +483,7 @@ class _Points:
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(TemporaryDirectory(dir=self.folder)))
             for storage in OUR_STORAGES[self.device] if home is None else [home]:
-                stores.append(ours(storage)(rows, buffers, scratch))
+                stores.append(ours(storage, rows, buffers, scratch))
                 stack.callback(stores[-1].close)
             for name, makers in peer_makers(self.device).items():
                 for storage, make in makers.items():

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import readme_figures
 import torch
+from peers import find_peer
 
 from speedswap.apps.bench import measure, step, transfer
-from speedswap.apps.bench.measure import Peer, find_peer, zipf_batches
+from speedswap.apps.bench.measure import Peer, zipf_batches
 from speedswap.apps.bench.step import Contestant, contestants
 from speedswap.apps.bench.transfer import peer_makers, transfer_peers
 from speedswap.cli import main

@@ -43,7 +43,7 @@ def plain(rows: torch.Tensor, buffers: RowBuffers) -> Store:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.filterwarnings("ignore:SW405")
 def test_our_stores_are_right(storage, rows, buffers, batches, tmp_path):
-    store = ours(storage)(rows, buffers, tmp_path)
+    store = ours(storage, rows, buffers, tmp_path)
     verify([store], rows, batches, buffers)
     assert torch.equal(store.memory[batches[0].host].cpu(), buffers.values.cpu())
     store.close()
