@@ -95,6 +95,58 @@ def test_bags_are_rounded_once(mode: str) -> None:
             ours(IDS, per_sample_weights=factors.float())
 
 
+def test_tables_of_a_collection_have_it(tmp_path: Path) -> None:
+    """Each returns the bits of an embedding alone, also over a checkpoint's rows, and is trained in float32."""
+    file = tmp_path / "base.safetensors"
+    speedswap.Table.create(ROWS, DIM, init=speedswap.init.normal(), dtype=torch.bfloat16).export(file)
+    settings: dict[str, Any] = {"embedding_dim": DIM, "lookup_dtype": torch.bfloat16, "num_embeddings": ROWS}
+    configs = [
+        speedswap.EmbeddingConfig(name="drawn", seed=3, **settings),
+        speedswap.EmbeddingConfig(
+            name="over", init=speedswap.init.of_tensors(file, "weight"), stored_dtype=torch.bfloat16, **settings
+        ),
+        speedswap.EmbeddingConfig(name="plain", seed=3, num_embeddings=ROWS, embedding_dim=DIM),
+    ]
+    tables = speedswap.EmbeddingCollection(configs, path=tmp_path / "tables")
+    assert sorted(group.table.name for group in tables.groups) == [
+        f"{DIM}-float32", f"{DIM}-float32-as-bfloat16-lookup-bfloat16", f"{DIM}-float32-lookup-bfloat16"
+    ]  # fmt: skip
+    alone = {"drawn": embedding(), "plain": speedswap.Embedding(ROWS, DIM, seed=3)}
+    alone["over"] = speedswap.Embedding.from_pretrained(tables.embeddings["over"].read())
+    ids = {name: torch.arange(ROWS).unsqueeze(1) for name in alone}
+    found = tables(ids)
+    for name, items in alone.items():
+        dtype = torch.float32 if name == "plain" else torch.bfloat16
+        assert found[name].values().dtype == tables.embeddings[name].weight.dtype == dtype
+        assert torch.equal(found[name].values(), items(torch.arange(ROWS)).to(dtype))
+        assert torch.equal(tables.embeddings[name](IDS), items(IDS).to(dtype))
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (tables, alone["drawn"])]
+    for values, optimizer in zip((found["drawn"].values(), alone["drawn"](ids["drawn"])), optimizers, strict=True):
+        values.float().square().sum().backward()
+        optimizer.step()
+    assert torch.equal(tables.embeddings["drawn"].read(), alone["drawn"].read())
+    assert tables.embeddings["drawn"].read().dtype == torch.float32
+    again = speedswap.EmbeddingCollection.from_modules({"drawn": alone["drawn"]})
+    assert again.embedding_configs()[0].lookup_dtype == torch.bfloat16
+    assert torch.equal(again.embeddings["drawn"].read(), alone["drawn"].read())
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_bags_of_a_collection_are_rounded_once(pooling: str) -> None:
+    config = speedswap.EmbeddingBagConfig(
+        name="a", num_embeddings=ROWS, embedding_dim=DIM, seed=3, lookup_dtype=torch.bfloat16, pooling=pooling
+    )
+    found = speedswap.EmbeddingBagCollection([config])({"a": IDS})["a"]
+    theirs = nn.EmbeddingBag.from_pretrained(embedding().read(), mode=pooling)
+    assert torch.equal(found, theirs(IDS).bfloat16())
+
+
+def test_a_collection_refuses_one_that_rows_cannot_have() -> None:
+    config = speedswap.EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=2, lookup_dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"lookup_dtype is torch.int8, but the rows are torch.float32"):
+        speedswap.EmbeddingCollection([config])
+
+
 def test_a_state_dict_has_what_is_stored(tmp_path: Path) -> None:
     exact, compact = embedding(), embedding(stored_dtype=torch.bfloat16)
     assert exact.state_dict()["weight"].dtype == torch.float32

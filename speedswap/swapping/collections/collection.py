@@ -82,7 +82,8 @@ class Pass(NamedTuple):
         if found.is_single and counts is None and mode == "mean":
             mode, is_mean = "sum", None
         is_mean = None if is_mean is None else near(is_mean, offsets.device)
-        return pool(weight, local, offsets, mode, factors, counts, is_mean=is_mean, features=features)
+        pooled = pool(weight, local, offsets, mode, factors, counts, is_mean=is_mean, features=features)
+        return pooled.to(found.slots.groups[self.group].lookup_dtype or pooled.dtype)
 
     def _counting(self, found: FeatureBatch) -> Tensor | None:
         """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
@@ -277,7 +278,7 @@ class TableCollection(nn.Module, Generic[Config]):
             embedding_dim=module.embedding_dim,
             feature_names=feature_names,
             padding_idx=module.padding_idx,
-            dtype=weight.dtype,
+            dtype=module.table.dtype if isinstance(module, TableModule) else weight.dtype,
             trainable=weight.requires_grad and stored.get("stored_dtype") != torch.int8,
             **stored,
         )
@@ -496,7 +497,7 @@ def _rows_of(module: nn.Embedding | nn.EmbeddingBag) -> Tensor:
 
 
 def _stored_as(module: TableModule) -> dict[str, Any]:
-    """Return the config settings that describe an embedding table's compact columns."""
+    """Return the config settings that describe an embedding table's compact columns, and what is looked up."""
     compact = {name: column for name, column in module.table.columns.items() if column.compact}
     dtypes = {name: column.stored for name, column in compact.items()}
     state_dtype, rounding = module._step.state._stored_as
@@ -504,6 +505,7 @@ def _stored_as(module: TableModule) -> dict[str, Any]:
         "stored_dtype": dtypes.pop("weight", None),
         "state_dtype": state_dtype or next(iter(dtypes.values()), None),
         "rounding": rounding or next((column.rounding for column in compact.values()), None),
+        "lookup_dtype": module.lookup_dtype,
     }
 
 
@@ -578,7 +580,7 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         for index, some in enumerate(slots.of_group):
             weight, local = self._look_up(found, index)
             counts = [stop - start for start, stop in pairwise(found.starts[some.start : some.stop + 1])]
-            vectors = look_up(weight, local).split_with_sizes(counts)
+            vectors = look_up(weight, local, slots.groups[index].lookup_dtype).split_with_sizes(counts)
             for own, slot in zip(vectors, some, strict=True):
                 results[slots.keys[slot]] = JaggedTensor(own, lengths=lengths[slot])
         return (

@@ -45,6 +45,7 @@ class EmbeddingConfig:
         storage: ``device``, ``pinned`` or ``pageable``, or the place itself, as for :class:`speedswap.Embedding`; by
             default the collection's.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
+        lookup_dtype: what lookups return, as for :class:`speedswap.Embedding`.
         group: tables in different groups have different parameters, so that an optimizer can train them with different
             settings. It becomes part of a directory name.
         trainable: False freezes the rows, in a separate store of frozen tables.
@@ -71,6 +72,7 @@ class EmbeddingConfig:
     stored_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     rounding: str | None = None
+    lookup_dtype: torch.dtype | None = None
     group: str = ""
     trainable: bool = True
 

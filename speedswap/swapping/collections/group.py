@@ -60,6 +60,7 @@ class GroupKey(NamedTuple):
     stored_dtype: torch.dtype | None
     state_dtype: torch.dtype | None
     rounding: str | None
+    lookup_dtype: torch.dtype | None
     storage: Storage
     group: str
     trainable: bool
@@ -73,6 +74,7 @@ class GroupKey(NamedTuple):
             config.stored_dtype,
             config.state_dtype,
             config.rounding,
+            config.lookup_dtype,
             storage if config.storage is None else storage.of_table(config.name, config.storage),
             config.group,
             config.trainable,
@@ -85,6 +87,7 @@ class GroupKey(NamedTuple):
         words += ["as", _word(self.stored_dtype)] if self.stored_dtype else []
         words += ["state", _word(self.state_dtype)] if self.state_dtype else []
         words += [self.rounding] if self.rounding else []
+        words += ["lookup", _word(self.lookup_dtype)] if self.lookup_dtype else []
         words += [self.group] if self.group else []
         words += [] if self.trainable else ["frozen"]
         return "-".join(words)
@@ -324,6 +327,7 @@ class TableGroup(TableModule):
         key, name, configs, table = group
         num_rows = sum(config.num_embeddings for config in configs)
         arguments |= {"configs": configs, "id_maps": id_maps, "state_dtype": key.state_dtype, "rounding": key.rounding}
+        arguments["lookup_dtype"] = key.lookup_dtype
         if table is None:
             with torch.device("cpu"):  # also while a model is built on meta
                 ranges = tuple(_range(config, values or {}) for config in configs)
@@ -357,12 +361,12 @@ class TableGroup(TableModule):
                 its entry in ``first_rows``; ids of a table with an id map are not keys here.
 
         Returns:
-            Shape (\*input.shape, embedding_dim).
+            Shape (\*input.shape, embedding_dim), of ``lookup_dtype``.
 
         Raises:
             IdError, LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
         """
-        return look_up(*self._look_up(input))
+        return look_up(*self._look_up(input), self.lookup_dtype)
 
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
         if init is not None:  # one per table; padding rows stay zero
@@ -500,7 +504,8 @@ class TableInGroup(nn.Module):
         self._awaits_rows = self._is_on_meta  # for an assigned parameter, as libraries load
 
     # They use only the attributes and properties defined here.
-    lookup_dtype, saves_rows, saved_writes = None, False, 0
+    saves_rows, saved_writes = False, 0
+    lookup_dtype: Any = property(attrgetter("group.lookup_dtype"))
     read: Any = TableModule.read
     score: Any = TableModule.score
     reset_parameters: Any = TableModule.reset_parameters
@@ -543,10 +548,10 @@ class TableInGroup(nn.Module):
         """
         group, keyed = self.group, self._keyed
         if keyed is None:
-            return look_up(*self._look_up(input))
+            return look_up(*self._look_up(input), self.lookup_dtype)
         device = input.device if isinstance(input, Tensor) else group.weight.device
         rows = functools.partial(keyed.rows, input, device, adds=group._adds())
-        return look_up(*of_one_commit([keyed], lambda: self._look_up(rows())))
+        return look_up(*of_one_commit([keyed], lambda: self._look_up(rows())), self.lookup_dtype)
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.group._look_up(self._in_group(ids))
@@ -561,7 +566,7 @@ class TableInGroup(nn.Module):
         """All rows, which functions of ``torch.nn.init`` can fill in place; the parameter is the group's."""
         if self._is_on_meta:
             return nn.Parameter(self.group.weight.detach()[: self.num_embeddings])
-        return TableRows(self.table, self.table.dtype)
+        return TableRows(self.table, self.lookup_dtype or self.table.dtype)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name != "weight":
