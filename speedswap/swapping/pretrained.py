@@ -12,7 +12,8 @@ import inspect
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import TableFormatError
+from speedswap.errors import ConversionError, TableFormatError, WeightError
 from speedswap.swapping.attach import attach
 from speedswap.swapping.convert import Places, embeddings, places_of, replaced, replacement, require_replaceable
 from speedswap.swapping.optimizers import innermost
@@ -78,7 +79,8 @@ def from_pretrained(
         TypeError: ``cls`` is not a class of transformers, or a setting is unknown.
         ValueError: a pattern is the name of no embedding, or no tensors of the checkpoint are the rows of one; or no
             pattern is given, and the folder has no rows.
-        ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`.
+        ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`. Or ``device_map`` has several
+            devices.
         FileNotFoundError: the folder does not exist, or has no safetensors files.
         FileExistsError: the path of a table exists.
         TableFormatError: a file is damaged, or the checkpoint of a saved model has changed. In all cases nothing was
@@ -144,7 +146,7 @@ class _Loading:
             settings["generation_config"] = GenerationConfig.from_pretrained(folder)
         loader: Any = type(real.__name__, (real,), {"__new__": new, "__module__": real.__module__})
         try:
-            with rows_apart():
+            with rows_apart(), _on_one_device():
                 result = loader.from_pretrained(None, config=self._skeleton.config, state_dict=tensors, **settings)
             model = result[0] if isinstance(result, tuple) else result
             if rows is not None:
@@ -173,6 +175,18 @@ class _Loading:
 
         with torch.device("cpu"):
             return replaced(model, self._found(model), made)
+
+
+@contextmanager
+def _on_one_device() -> Iterator[None]:
+    """Say what to do if accelerate is to move a table's rows from device to device."""
+    try:
+        yield
+    except WeightError as error:
+        raise ConversionError(
+            "device_map has several devices, between which accelerate would move the rows of tables; give it one, such "
+            'as device_map="cuda:0"'
+        ) from error
 
 
 def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:

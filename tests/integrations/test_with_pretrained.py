@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -156,7 +157,47 @@ def test_adamw_trains_as_torch_if_idle_rows_take_its_steps(checkpoints: dict[str
     assert max(differences(model, theirs)) < 1e-12
 
 
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_one_device_of_a_map(checkpoints: dict[str, Path], device_map: Any) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    theirs = plain(checkpoints["gemma4"], device_map=device_map)
+    model = ours("gemma4", checkpoints["gemma4"], device_map=device_map)
+    assert torch.equal(model(IDS.to(model.device)).logits, theirs(IDS.to(theirs.device)).logits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_model_has_its_tables_rows_as_they_are(checkpoints: dict[str, Path], bits: int) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    quantized = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    theirs = plain(checkpoints["gemma4"], quantization_config=quantized)
+    model = ours("gemma4", checkpoints["gemma4"], quantization_config=quantized)
+    assert {type(each) for each in model.modules()} >= {type(each) for each in theirs.modules()} - {torch.nn.Embedding}
+    assert torch.equal(model(IDS).logits, theirs(IDS).logits)
+    trained(model, torch.optim.Adagrad(table_of(model)[1].parameters(), lr=0.1))
+    assert not torch.equal(model(IDS).logits, theirs(IDS).logits)
+
+
 # ---------------------------------------------------------------------- refused
+
+
+def test_a_map_of_several_devices_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    names = ("model.embed_tokens", "model.norm", "model.layers", "model.rotary_emb", "lm_head")
+    names += ("model.per_layer_model_projection", "model.per_layer_projection_norm")
+    several = {"model.embed_tokens_per_layer": "disk"} | dict.fromkeys(names, "cpu")
+    with pytest.raises(ConversionError, match=r"device_map has several devices, .* give it one"):
+        ours("gemma4", checkpoints["gemma4"], device_map=several, offload_folder=tmp_path / "offloaded")
+    assert not [*Path("rows").glob("*")]
+
+
+def test_a_quantization_that_is_not_there_says_so(checkpoints: dict[str, Path]) -> None:
+    """transformers' own error, before anything is created."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
+    quantized = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        ours("gemma4", checkpoints["gemma4"], quantization_config=quantized)
+    assert not Path("rows").exists()
 
 
 def test_names_that_match_nothing_are_refused_with_those_that_are_there(checkpoints: dict[str, Path]) -> None:

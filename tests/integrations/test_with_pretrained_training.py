@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from integrations.tiny_models import TABLES, tiny
 
 import speedswap
-from speedswap.errors import TableFormatError, WeightError
+from speedswap.errors import SpeedswapWarning, TableFormatError, WeightError
 
 transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
@@ -171,6 +172,22 @@ def test_a_frozen_table_saves_no_rows(base: Path, tmp_path: Path) -> None:
 def trained_with_callback(model: Any) -> None:
     callbacks = [speedswap.RowsCallback()]
     transformers.Trainer(model, arguments("run"), train_dataset=DATA, callbacks=callbacks).train()
+
+
+def test_what_is_saved_after_the_training_says_that_it_leaves_rows_out(base: Path) -> None:
+    """The callback saves rows beside the trainer's checkpoints, and only those."""
+    model = gemma(base)
+    given, callbacks = arguments("run", save_strategy="steps", save_steps=3), [speedswap.RowsCallback()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedswapWarning)
+        transformers.Trainer(model, given, train_dataset=DATA, callbacks=callbacks).train()
+    assert not table_of(model).saves_rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedswapWarning)
+        model.state_dict()  # the last step's rows are in checkpoint-6
+    rows_after(model, max_steps=1)
+    with pytest.warns(SpeedswapWarning, match="SW411: state_dict leaves out the rows of table 'model.embed_tokens"):
+        model.save_pretrained("later")
 
 
 def test_adapters_that_copy_a_table_are_refused(base: Path) -> None:
