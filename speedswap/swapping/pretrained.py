@@ -12,8 +12,7 @@ import inspect
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -146,15 +145,20 @@ class _Loading:
             settings["generation_config"] = GenerationConfig.from_pretrained(folder)
         loader: Any = type(real.__name__, (real,), {"__new__": new, "__module__": real.__module__})
         try:
-            with rows_apart(), _on_one_device():
+            with rows_apart():
                 result = loader.from_pretrained(None, config=self._skeleton.config, state_dict=tensors, **settings)
             model = result[0] if isinstance(result, tuple) else result
             if rows is not None:
                 load_beside(model, rows)
-        except BaseException:
+        except BaseException as error:
             for name, module in self._made.items():
                 module.table.close()
                 self._places[name].discard()
+            if isinstance(error, WeightError):
+                raise ConversionError(
+                    "device_map has several devices, between which accelerate would move the rows of tables; give it "
+                    'one, such as device_map="cuda:0"'
+                ) from error
             raise
         model.name_or_path = model.config.name_or_path = os.fspath(folder)
         mapped = {each.untyped_storage().data_ptr() for each in tensors.values()}
@@ -175,18 +179,6 @@ class _Loading:
 
         with torch.device("cpu"):
             return replaced(model, self._found(model), made)
-
-
-@contextmanager
-def _on_one_device() -> Iterator[None]:
-    """Say what to do if accelerate is to move a table's rows from device to device."""
-    try:
-        yield
-    except WeightError as error:
-        raise ConversionError(
-            "device_map has several devices, between which accelerate would move the rows of tables; give it one, such "
-            'as device_map="cuda:0"'
-        ) from error
 
 
 def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
@@ -330,21 +322,14 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **settings: Any)
         ValueError: PEFT has copied a table (``modules_to_save``).
         TableFullError: the disk has no room. An older file of rows stays.
     """
-    tables = tables_apart(model).values()  # raises before anything is written
-    before = [each.saves_rows for each in tables]
-    for each in tables:
-        each.saves_rows = True
-    try:
-        model.save_pretrained(folder, **settings)
-    finally:
-        for each, was in zip(tables, before, strict=True):
-            each.saves_rows = was
-    save_beside(model, Path(folder))
+    save_beside(model, Path(folder))  # first: then nothing that the model leaves out is lost
+    model.save_pretrained(folder, **settings)
 
 
 def save_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
     """Write the changed rows of a model's tables over a checkpoint, and where that is; errors as for the tables."""
     if tables := tables_apart(model):
+        folder.mkdir(parents=True, exist_ok=True)
         save_rows(
             {name: each.table.store for name, each in tables.items()}, folder / ROWS_FILE, state=state, overwrite=True
         )

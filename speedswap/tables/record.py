@@ -280,27 +280,22 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
     """
     values: dict[str, Tensor] = {}
     for column in columns.values():
-        _put_initial(column, values, columns, rows, seed, num_embeddings)
+        _put_initial(column, values, columns, rows, (num_embeddings, seed))
     return {name: values[name] for name in columns}
 
 
 # Not a function within the one above: that would refer to itself, and keep the values until garbage is collected.
 def _put_initial(
-    column: Column,
-    values: dict[str, Tensor],
-    columns: Mapping[str, Column],
-    rows: Tensor,
-    seed: int,
-    num_embeddings: int,
+    column: Column, values: dict[str, Tensor], columns: Mapping[str, Column], rows: Tensor, of_table: tuple[int, int]
 ) -> None:
     if column.name in values:
         return
     if isinstance(column.init, CopyOf):
         source = columns[column.init.column]
-        _put_initial(source, values, columns, rows, seed, num_embeddings)
+        _put_initial(source, values, columns, rows, of_table)
         found = column.begun_as(source.as_read(values[source.name]), rows)
     else:
-        found = column.initial(rows, num_embeddings, seed)
+        found = column.initial(rows, *of_table)
     if column.compact and column.stored_dtype.is_floating_point:
         found = found.to(column.stored_dtype).to(column.dtype)
     values[column.name] = found
