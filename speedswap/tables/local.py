@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -305,7 +304,7 @@ class LocalStore(RowStore):
             forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
             self._written = True
             write = PendingWrite(block, blocks, forms)
-            self._scatter_later(write, groups, blocks, forms, transfers)
+            self._scatter_later(write, groups, transfers)
             self.notes.writes += 1
             self._pending.add_write(write)
             return
@@ -334,29 +333,20 @@ class LocalStore(RowStore):
         if is_busy:
             self._pending.make_stale()
 
-    def _scatter_later(
-        self, write: PendingWrite, groups: _Fields, blocks: _Blocks, forms: _Forms, transfers: Transfers
-    ) -> None:
+    def _scatter_later(self, write: PendingWrite, groups: _Fields, transfers: Transfers) -> None:
         """Queue a pending write: on the CPU loops' thread if everything is in host memory, else with the transfers."""
-        device = next(iter(blocks.values())).device
-        incomplete = [earlier for earlier in self._pending.unfinished if not earlier.is_replaced_by(write)]
+        blocks, forms, device = write.values, write.forms, write.device
         if self._in_host_memory(device):
-            if incomplete:
-                self.drain()
+            self._pending.settle_before(write)
             for group, _ in groups:
                 group.settle(writing=True)
             moves = [(group.records(), fields.parts(blocks, forms)) for group, fields in groups]
             kernels.scatter_on_cpu(write, write.rows, moves)
             return
 
-        for earlier in incomplete:
-            earlier.queue_rest(transfers)
         hot, rows, is_near = self.notes.hot, write.rows, device.type == "cuda"
-        waiting = [] if hot is None else self._pending.not_taken()
+        expected = tuple if hot is None else self._pending.rows_expected()
         is_direct = is_near and all(group.records().direct_share("scatter") == 1 for group, _ in groups)
-
-        def expected() -> list[Tensor]:
-            return [rows for prefetch in waiting if (rows := prefetch.rows_so_far()) is not None]
 
         def scatter(some: Tensor) -> None:
             for group, fields in groups:
@@ -365,18 +355,12 @@ class LocalStore(RowStore):
                 hot.scattered(expected)
 
         def queue(to: Transfer[None], into: Transfers, rows_of: Callable[[], Tensor], waits: bool) -> None:
-            inputs = [rows, *blocks.values()]
-            inputs += [group.memory.bytes for group, _ in groups]  # the table may be freed before the write is done
-            into.add(to, lambda: partial(scatter, rows_of()), device, inputs=inputs, waits=waits or not is_direct)
+            # The table may be freed before the write is done.
+            inputs = [rows, *blocks.values(), *[group.memory.bytes for group, _ in groups]]
+            into.add(to, lambda: lambda: scatter(rows_of()), device, inputs=inputs, waits=waits or not is_direct)
 
-        following = None
-        if is_near and hot is None and not self.notes.viewed and all(group.memory.bytes.is_cpu for group, _ in groups):
-            following = self._pending.next_to_write(write)
-        if following is not None:
-            write.leave_rows_to(following, queue)
-        waits = not all(earlier.is_queued() for earlier in self._pending.unfinished)
-        waits |= following is not None and not following.has_begun()
-        queue(write, transfers, partial(write.rows_to_write, following), waits)
+        leaves_rows = is_near and hot is None and not self.notes.viewed and self._in_host_memory(_CPU)
+        self._pending.queue_write(write, transfers, queue, leaves_rows=leaves_rows)
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
         """Return how the next scatter converts a column: the scatter's number seeds stochastic rounding."""

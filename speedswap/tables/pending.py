@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class PendingWrite(Transfer[None]):
         forms: how the store converts the columns' values; None to store them unchanged.
 
     Attributes:
+        device: of the values.
         is_replaced: True once another write has all rows that this one leaves out.
     """
 
@@ -64,10 +66,10 @@ class PendingWrite(Transfer[None]):
         super().__init__()
         self.block = block
         self.rows = block.rows.to(torch.int64).contiguous()  # in the form that is forwarded
-        self._values = values
-        self._device = [*values.values(), self.rows][0].device
-        self._made_on = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        self._forms = forms
+        self.values = values
+        self.device = [*values.values(), self.rows][0].device
+        self._made_on = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self.forms = forms
         self._rows_made: torch.cuda.Event | None = None
         self._next: weakref.ref[Prefetch] | None = None  # whose step is to write the rows left out
         self._written: Tensor | None = None  # the rows, with -1 for those left out; None if none are
@@ -76,7 +78,7 @@ class PendingWrite(Transfer[None]):
 
     @property
     def nbytes(self) -> int:
-        return sum(value.nbytes for value in self._values.values())
+        return sum(value.nbytes for value in self.values.values())
 
     # ------------------------------------------------------------------ rows left out
 
@@ -107,7 +109,7 @@ class PendingWrite(Transfer[None]):
         if self._next is None or self.is_replaced or self._rest is not None:
             return True
         prefetch = self._next()
-        return prefetch is not None and prefetch.is_written_by(write) and write.has(self._values)
+        return prefetch is not None and prefetch.is_written_by(write) and write.has(self.values)
 
     def queue_rest(self, transfers: Transfers) -> None:
         """Write the rows left out after all."""
@@ -146,19 +148,19 @@ class PendingWrite(Transfer[None]):
 
     def has(self, columns: Mapping[str, object]) -> bool:
         """Return whether this writes all of the given columns, so a block of them needs no other source."""
-        return columns.keys() <= self._values.keys()
+        return columns.keys() <= self.values.keys()
 
     def forward(self, block: Block, places: Tensor | None = None) -> None:
         """Copy shared rows into a block; ``places`` are the indices of its rows within these, if known."""
         device = block.rows.device
-        names = [name for name in block.columns if name in self._values]
-        if self._made_on is not None and (here := torch.cuda.current_stream(self._device)) != self._made_on:
+        names = [name for name in block.columns if name in self.values]
+        if self._made_on is not None and (here := torch.cuda.current_stream(self.device)) != self._made_on:
             here.wait_stream(self._made_on)
-            kernels.used_here([self.rows, *self._values.values()])
-        rows, values = self.rows.to(device), [self._values[name] for name in names]
-        if device != self._device:
+            kernels.used_here([self.rows, *self.values.values()])
+        rows, values = self.rows.to(device), [self.values[name] for name in names]
+        if device != self.device:
             values = [value.to(device) for value in values]
-        targets, forms = [block.columns[name] for name in names], [self._forms[name] for name in names]
+        targets, forms = [block.columns[name] for name in names], [self.forms[name] for name in names]
         kernels.forward(rows, values, block.rows, targets, forms, places)
 
 
@@ -248,7 +250,31 @@ class PendingTransfers:
         self.unfinished = [write for write in reversed(self.unfinished) if not write.has_arrived()][::-1]
         return list(self.unfinished)
 
-    def next_to_write(self, write: PendingWrite) -> Prefetch | None:
+    def settle_before(self, write: PendingWrite) -> None:
+        """Wait for writes that left out rows which a new write does not have."""
+        if not all(earlier.is_replaced_by(write) for earlier in self.unfinished):
+            self.drain()
+
+    def queue_write(self, write: PendingWrite, transfers: Transfers, queue: Queue, *, leaves_rows: bool) -> None:
+        """Queue a GPU's write, after the rows that earlier ones left out and this one does not have.
+
+        Args:
+            write: the write.
+            transfers: are given it.
+            queue: adds a scatter of its rows.
+            leaves_rows: True if it may leave rows to the next one.
+        """
+        for earlier in self.unfinished:
+            if not earlier.is_replaced_by(write):
+                earlier.queue_rest(transfers)
+        following = self._next_to_write(write) if leaves_rows else None
+        if following is not None:
+            write.leave_rows_to(following, queue)
+        waits = not all(earlier.is_queued() for earlier in self.unfinished)
+        waits |= following is not None and not following.has_begun()
+        queue(write, transfers, partial(write.rows_to_write, following), waits)
+
+    def _next_to_write(self, write: PendingWrite) -> Prefetch | None:
         """Return the prefetch whose step will probably be the next to write, as a step's write is the one before."""
         if write.nbytes < LEAST_BYTES:
             return None
@@ -280,6 +306,11 @@ class PendingTransfers:
     def not_taken(self) -> list[Prefetch]:
         """Return the prefetches whose steps are to come."""
         return [prefetch for prefetch in self._alive() if not prefetch.is_taken]
+
+    def rows_expected(self) -> Callable[[], Sequence[Tensor]]:
+        """Return a function that returns the rows of these prefetches that a GPU has found by then."""
+        waiting = self.not_taken()
+        return lambda: [rows for prefetch in waiting if (rows := prefetch.rows_so_far()) is not None]
 
     def _alive(self) -> list[Prefetch]:
         return [prefetch for reference in self.prefetches if (prefetch := reference()) is not None]
