@@ -14,7 +14,7 @@ from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfer, Transfers
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import chunks_of
-from speedswap.tables.memory import HotBytes, RecordGroup, allocate, has_ample_room, make_cache, says_too_large
+from speedswap.tables.memory import RecordGroup, allocate, begin_cache, placed_near, says_too_large
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Block, Column, RecordLayout, initial_values, is_lazy
 from speedswap.tables.store import Prefetched, RowStore, StoreFacts
@@ -35,19 +35,21 @@ class LocalStore(RowStore):
     Args:
         facts: facts about the store; ``storage`` is the kind of memory.
         written: True if rows may differ from their initial values.
+        may_be_near: True if pinned rows are to lie in the memory of the first GPU that steps with them, if that has
+            ample room.
 
     Attributes:
         groups: record groups, each with some of the columns: most tables have one group, which holds every column;
             columns added after the first write get another group.
     """
 
-    def __init__(self, facts: StoreFacts, *, written: bool = False) -> None:
+    def __init__(self, facts: StoreFacts, *, written: bool = False, may_be_near: bool = False) -> None:
         self.facts = facts
         self.num_embeddings, self.seed, self.name = facts.num_embeddings, facts.seed, facts.name
         self.groups: tuple[RecordGroup, ...] = ()
         self._columns: dict[str, Column] = {}
         self._by_names: dict[tuple[str, ...], _Fields] = {}  # cached for these groups, since every batch needs it
-        self._written = written
+        self._written, self._may_be_near = written, may_be_near
         self._is_filled = True
         self._num_computed = 0  # rows
         self._lost = False  # neither could columns be added nor the old ones restored
@@ -58,10 +60,10 @@ class LocalStore(RowStore):
         self._replaces_memory = False  # a child forked in the meantime has none
 
     @classmethod
-    def create(cls, facts: StoreFacts, weight: Column) -> LocalStore:
+    def create(cls, facts: StoreFacts, weight: Column, *, may_be_near: bool = False) -> LocalStore:
         """Return a new store filled with initial values; errors are those of :meth:`Table.create`."""
         require_size(facts.num_embeddings, [weight])
-        store = cls(facts, written=weight.init.is_given)
+        store = cls(facts, written=weight.init.is_given, may_be_near=may_be_near)
         store._hold(store._new_group([weight]))
         return store
 
@@ -172,20 +174,12 @@ class LocalStore(RowStore):
         if self._is_filled:
             return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            if self.facts.may_be_near and device.type == "cuda":
-                self._place_near(device)
+            if self._may_be_near and device.type == "cuda" and placed_near(self.groups, device):
+                self.facts.storage, self._is_divided = "device", True
             for group in self.groups:
                 if not group.is_filled:
                     self._take(group, group.layout.columns)
         self._hold(*self.groups)
-
-    def _place_near(self, device: torch.device) -> None:
-        """Take memory of the current GPU, if it has ample room, for rows that have none yet."""
-        nbytes = sum(group.nbytes for group in self.groups)
-        if not any(group.is_filled for group in self.groups) and has_ample_room(device, nbytes):
-            for group in self.groups:
-                group.memory = allocate("device", group.nbytes)
-            self.facts.storage, self._is_divided = "device", True
 
     def _divide(self, device: torch.device) -> None:
         """Measure, before rows first go to or from a GPU, in which shares they go, where that is left open."""
@@ -299,7 +293,8 @@ class LocalStore(RowStore):
         if self._hot_bytes is not None:
             near = [each for each in blocks.values() if each.is_cuda]
             if near and self.notes.hot is None:
-                self._begin_cache(self._hot_bytes, near[0])
+                self.notes.hot = begin_cache(self._hot_bytes, self.groups, near[0], self.name)
+                self._hot_bytes = None if self.notes.hot is None else self._hot_bytes
         if transfers is not None and (near or self.notes.hot is None):
             forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
             self._written = True
@@ -548,19 +543,6 @@ class LocalStore(RowStore):
             self._replaces_memory = False
 
     # ------------------------------------------------------------------ the cache of hot rows
-
-    def _begin_cache(self, hot_bytes: HotBytes, batch: Tensor) -> None:
-        """Hold hot rows on a GPU, from the first batch that it writes, if there is room for them."""
-        cache = None
-        if all(group.memory.pinned for group in self.groups):
-            records = [group.records() for group in self.groups]
-            cache = make_cache(hot_bytes, records, len(batch), batch.device, self.name)
-        if cache is None:
-            self._hot_bytes = None
-            return
-        for group, hot in zip(self.groups, cache.of_groups(), strict=True):
-            group.use(hot)
-        self.notes.hot = cache  # which admits rows from here on
 
     def _end_cache(self) -> None:
         """Bring all rows home; the next batch that a GPU writes begins another cache."""

@@ -24,7 +24,7 @@ from speedswap.tables.init import ColumnSpec, CopyOf
 from speedswap.tables.record import Column, RecordLayout
 
 if TYPE_CHECKING:
-    from speedswap.kernels import HotRows, Records
+    from speedswap.kernels import HotRows
 
 HotBytes = int | float | Literal["auto"]
 """GPU memory for records: bytes, a fraction of the table, or a quarter of the free memory."""
@@ -54,51 +54,12 @@ def require_hot_bytes(hot_bytes: HotBytes | None, gather_share: float | None) ->
         )
 
 
-def make_cache(
-    hot_bytes: HotBytes, groups: Sequence[Records], batch_rows: int, device: torch.device, table: str
-) -> HotRows | None:
-    """Return the cache of a table's hot rows; None, with a warning, if there is no room for a useful cache.
-
-    Args:
-        hot_bytes: as given to :class:`speedswap.Pinned`.
-        groups: the table's pinned record groups.
-        batch_rows: the rows of a batch.
-        device: the GPU.
-        table: the table's name, for the warning.
-    """
-    num_rows, row_bytes = groups[0].num_rows, sum(each.stride for each in groups)
-    if isinstance(hot_bytes, float):
-        slots = int(hot_bytes * num_rows)
-    else:
-        room = torch.cuda.mem_get_info(device)[0] // _AUTO_SHARE if hot_bytes == "auto" else hot_bytes
-        slots = room // row_bytes
-    slots, least = min(slots, num_rows, MOST_SLOTS), min(BATCHES * batch_rows, num_rows, MOST_SLOTS)
-    if slots < max(least, 1):
-        why = (
-            f"makes room for {slots:,} rows, fewer than {BATCHES} batches of {batch_rows:,}; give "
-            f"{least * row_bytes:,} bytes or more"
-        )
-    else:
-        try:
-            homes = [Home(each.pointer, each.stride, each.num_rows, each.fence) for each in groups]
-            return HotRows(homes, slots, device)
-        except torch.OutOfMemoryError as error:
-            why = f"is more than the GPU has left ({error}); give less"
-    warn_once("SW404", f"hot_bytes={hot_bytes!r} of table {table!r} {why}: it trains without a cache of hot rows")
-    return None
-
-
 MemoryKind = Literal["device", "pinned", "pageable"]
 
 
 def default_kind() -> MemoryKind:
     """Return the default kind of memory: pinned if there is a CUDA device, else pageable."""
     return "pinned" if kernels.cuda_ready()[0] else "pageable"
-
-
-def has_ample_room(device: torch.device, nbytes: int) -> bool:
-    """Return whether a table would take so little of a GPU's free memory that a batch's activations hardly miss it."""
-    return nbytes <= _NEAR_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 class Memory:
@@ -347,3 +308,57 @@ class RecordGroup:
                 # Fill a column before another column copies it.
                 if column.zero_row is not None and column.zero_row in rows and not column.init.keeps_zero_row:
                     self.bytes_of(column.name)[column.zero_row] = 0
+
+
+def placed_near(groups: Sequence[RecordGroup], device: torch.device) -> bool:
+    """Take memory of the current GPU for all groups, if none has any yet and the GPU has ample room.
+
+    Returns:
+        True if it was taken.
+    """
+    nbytes = sum(group.nbytes for group in groups)
+    if any(group.is_filled for group in groups) or nbytes > _NEAR_SHARE * torch.cuda.mem_get_info(device)[0]:
+        return False
+    for group in groups:
+        group.memory = allocate("device", group.nbytes)
+    return True
+
+
+def begin_cache(hot_bytes: HotBytes, groups: Sequence[RecordGroup], batch: Tensor, table: str) -> HotRows | None:
+    """Begin a cache of a table's hot rows on a GPU.
+
+    Args:
+        hot_bytes: as given to :class:`speedswap.Pinned`.
+        groups: the table's.
+        batch: the rows that a step writes, on the GPU.
+        table: the table's name, for the warning.
+
+    Returns:
+        The cache; None if the memory is not pinned, or, with a warning, if there is no room for a useful cache.
+    """
+    if not all(group.memory.pinned for group in groups):
+        return None
+    records = [group.records() for group in groups]
+    num_rows, row_bytes = records[0].num_rows, sum(each.stride for each in records)
+    if isinstance(hot_bytes, float):
+        slots = int(hot_bytes * num_rows)
+    else:
+        room = torch.cuda.mem_get_info(batch.device)[0] // _AUTO_SHARE if hot_bytes == "auto" else hot_bytes
+        slots = room // row_bytes
+    slots, least = min(slots, num_rows, MOST_SLOTS), min(BATCHES * len(batch), num_rows, MOST_SLOTS)
+    if slots < max(least, 1):
+        why = (
+            f"makes room for {slots:,} rows, fewer than {BATCHES} batches of {len(batch):,}; give "
+            f"{least * row_bytes:,} bytes or more"
+        )
+    else:
+        try:
+            homes = [Home(each.pointer, each.stride, each.num_rows, each.fence) for each in records]
+            cache = HotRows(homes, slots, batch.device)
+            for group, hot in zip(groups, cache.of_groups(), strict=True):
+                group.use(hot)
+            return cache
+        except torch.OutOfMemoryError as error:
+            why = f"is more than the GPU has left ({error}); give less"
+    warn_once("SW404", f"hot_bytes={hot_bytes!r} of table {table!r} {why}: it trains without a cache of hot rows")
+    return None

@@ -143,8 +143,8 @@ class _InMemory(Storage):
 
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
         rows = num_embeddings, self.kind, self.shares, seed, name or "table"
-        facts = StoreFacts(*rows, hot_bytes=self.hot_bytes, may_be_near=self.may_be_near)
-        return LocalStore.create(facts, weight)
+        facts = StoreFacts(*rows, hot_bytes=self.hot_bytes)
+        return LocalStore.create(facts, weight, may_be_near=self.may_be_near)
 
     def copy(self, source: RowStore) -> RowStore:
         return copy_rows(source, self.kind, self.shares, self.hot_bytes)

@@ -242,8 +242,6 @@ class StoreFacts:
         ranks: the ranks that own the rows together, if any; all of them must make each call about rows, each with its
             own rows or none.
         hot_bytes: GPU memory for a cache of hot rows, as :class:`speedswap.Pinned` takes it.
-        may_be_near: True if pinned rows are to lie in the memory of the first GPU that steps with them, if that has
-            ample room.
         locked: the lock of every table over these rows.
     """
 
@@ -259,7 +257,6 @@ class StoreFacts:
     reads_copies: bool = False
     ranks: RankGroup | None = None
     hot_bytes: HotBytes | None = None
-    may_be_near: bool = False
     locked: Locked = field(default_factory=Locked)
 
 

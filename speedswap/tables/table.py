@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
+from speedswap.errors import DuplicateIdError, TableClosedError, TableFormatError
 from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
@@ -621,13 +621,7 @@ class Table:
         """
         kernels.require_dense(values, "values")
         fitting({column: values}, self.columns, len(values), self.name)
-        if not isinstance(start, SupportsIndex):
-            raise TypeError(f"start is {start!r}; give the first row's number, and the column as column=")
-        if start < 0 or start + len(values) > self.num_embeddings:
-            raise IdError(
-                f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
-                f"{self.num_embeddings - 1}"
-            )
+        whole_table.require_rows(self.store.facts, start, len(values))
         if self.ranks is not None:  # each rank writes in pieces
             self.reserve_rows(len(values))
             self.ranks.require_alike(values, f"values of column {column!r} of table {self.name!r}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedswap._machine import available_bytes
 from speedswap._words import AVERAGE_OTHERS, a_kind
-from speedswap.errors import TableTooLargeError
+from speedswap.errors import IdError, TableTooLargeError
 from speedswap.tables.files.manifest import part_of_ranks
 from speedswap.tables.init import chunks_of
 from speedswap.tables.record import RecordLayout, column_among
@@ -21,7 +21,7 @@ from speedswap.tables.record import RecordLayout, column_among
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-    from speedswap.tables.store import RowStore
+    from speedswap.tables.store import RowStore, StoreFacts
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -48,6 +48,17 @@ def read_rows(store: RowStore, start: int, stop: int | None, column: str, dtype:
     for some in chunks_of(len(rows)):
         rows[some.start : some.stop] = store.read(column, start + some.start, start + some.stop)
     return rows
+
+
+def require_rows(facts: StoreFacts, start: int, count: int) -> None:
+    """Raise IdError or TypeError unless a table has ``count`` rows from ``start`` on."""
+    if not isinstance(start, SupportsIndex):
+        raise TypeError(f"start is {start!r}; give the first row's number, and the column as column=")
+    if start < 0 or start + count > facts.num_embeddings:
+        raise IdError(
+            f"rows {start} to {start + count - 1} were to be written, but table {facts.name!r} has rows 0 to "
+            f"{facts.num_embeddings - 1}"
+        )
 
 
 def described(store: RowStore, *, closed: bool) -> str:
