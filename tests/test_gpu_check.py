@@ -317,8 +317,8 @@ def test_plan_has_what_is_worth_most_first(tmp_path):
     parts = make_plan(tmp_path)
     assert [[part.name for part in parts if part.call == call] for call in ("build", *CALLS)] == [
         ["build", "build without nvcc", "info"],
-        ["probe", "SGD", "Adam with hot rows", "Adam", "Adam in bfloat16"],
-        ["tests of what changed", "word2vec", "profile"],
+        ["probe", "pages", "SGD", "Adam with hot rows", "Adam", "Adam in bfloat16"],
+        ["tests of what changed", "word2vec", "profile", "managed"],
         ["promises", "tests", "tests that failed", "memcheck", "kernel tests by NVRTC"],
         ["Adam on the GPU", "SGD with hot rows", "fits in hot rows", "ceilings"],
         ["recoveries", "ncf", "dlrm", "digits", "speedtorch", "step", "transfer", "many_tables",

@@ -167,12 +167,12 @@ def _memcheck(place: Place) -> Part:
 
 
 def _script(
-    place: Place, name: str, limit: float, kept: float, *words: str, out: bool = False, call: str = "applications"
+    place: Place, of: str, limit: float, kept: float, *words: str, call: str, name: str = "", out: bool = False
 ) -> Part:
-    """Run a benchmark; ``out`` if its figures should come back by themselves."""
-    file = (place.out if out else place.more) / f"{name}-cuda.json"
-    command = place.on_gpu(f"benchmarks/bench_{name}.py", "--device", "cuda", "--json", str(file), *words)
-    return Part(name, command, limit, kept, call=call)
+    """Run the benchmark ``of`` something; ``out`` if its figures should come back by themselves."""
+    file = (place.out if out else place.more) / f"{name or of}-cuda.json"
+    command = place.on_gpu(f"benchmarks/bench_{of}.py", "--device", "cuda", "--json", str(file), *words)
+    return Part(name or of, command, limit, kept, call=call)
 
 
 def _large(place: Place, name: str, runs: str, limit: float, kept: float, *words: str, call: str) -> Part:
@@ -184,11 +184,11 @@ def _large(place: Place, name: str, runs: str, limit: float, kept: float, *words
 
 def _first(place: Place) -> list[Part]:
     """Return what no GPU has measured yet, and the steps that most users take."""
+    pages = (*place.quick("--gib", "8"), "--seconds", "{seconds}")
     words = ("--probe", *place.quick(), "--gib", "0.03" if place.rehearsal else "8", "--seconds", "{seconds}")
-    probe = _script(place, "ceilings", 45, 30, *words, call="first")
-    to = [word.replace("ceilings-cuda.json", "probe-cuda.json") for word in probe.command]
     return [
-        dataclasses.replace(probe, name="probe", command=to),
+        _script(place, "ceilings", 45, 30, *words, name="probe", call="first"),
+        _script(place, "pages", 45, 30, *pages, "--kinds", "registered,allocated", call="first"),
         _large(place, "SGD", "sgd", 70, 35, call="first"),
         _large(place, "Adam with hot rows", "adam-hot", 70, 45, call="first"),
         _large(place, "Adam", "adam", 70, 35, call="first"),
@@ -199,11 +199,14 @@ def _first(place: Place) -> list[Part]:
 def _second(place: Place) -> list[Part]:
     """Return the tests of what has changed, word2vec, and a step in detail."""
     which = CHANGED[:1] if place.rehearsal else CHANGED
+    pages = (*place.quick("--gib", "8"), "--seconds", "{seconds}")
     words = ("--quick", "--words", "50000") if place.rehearsal else ("--epochs", "2")
     return [
         _pytest(place, "tests of what changed", 90, 60, *which, several=True, call="second"),
         _script(place, "word2vec", 60, 35, *words, out=True, call="second"),
-        _large(place, "profile", "adam", 80, 0, "--profile", str(place.out), call="second"),
+        _large(place, "profile", "adam", 80, 20, "--profile", str(place.out), call="second"),
+        # Last, since too much of it has hung GPUs.
+        _script(place, "pages", 30, 0, *pages, "--kinds", "managed", name="managed", call="second"),
     ]
 
 
@@ -240,10 +243,10 @@ def _applications(place: Place) -> list[Part]:
         app("ncf", 40, 20, "--epochs", "1" if place.rehearsal else "3"),
         app("dlrm", 40, 20, "--generate", "20000" if place.rehearsal else "500000"),
         _real(place, app("digits", 30, 10, "--epochs", "2", unless=("which is not installed",))),
-        _script(place, "speedtorch", 30, 15, *place.quick()),
+        _script(place, "speedtorch", 30, 15, *place.quick(), call="applications"),
         bench("step", 30, 10),
         _real(place, bench("transfer", 40, 10)),
-        _real(place, _script(place, "many_tables", 60, 0, "--quick")),
-        dataclasses.replace(_script(place, "ncf", 60, 0, "--quick"), name="ncf of large tables"),
-        _real(place, _script(place, "batching", 60, 0, "--quick")),
+        _real(place, _script(place, "many_tables", 60, 0, "--quick", call="applications")),
+        dataclasses.replace(_script(place, "ncf", 60, 0, "--quick", call="applications"), name="ncf of large tables"),
+        _real(place, _script(place, "batching", 60, 0, "--quick", call="applications")),
     ]

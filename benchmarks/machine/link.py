@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from machine import bandwidth
+from machine.memories import KINDS
 from speedswap import kernels
 from speedswap.apps.bench.measure import synchronize
 from speedswap.apps.errors import BenchmarkError, WrongResultError
@@ -65,6 +66,7 @@ class Link:
     Args:
         nbytes: of the memory.
         device: ``cpu`` or ``cuda``.
+        kind: of the memory where there is a GPU, one of :data:`machine.memories.KINDS`.
 
     Attributes:
         seconds: of faulting in, registering and filling it, by name.
@@ -74,12 +76,12 @@ class Link:
         BenchmarkError: the memory cannot be pinned.
     """
 
-    def __init__(self, nbytes: int, device: str) -> None:
+    def __init__(self, nbytes: int, device: str, kind: str = "registered") -> None:
         self.nbytes = nbytes // _RECORD_BYTES * _RECORD_BYTES
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.seconds: dict[str, float] = {}
         began = time.perf_counter()
-        self._pinned = pinning.PinnedMemory(self.nbytes) if device == "cuda" else None
+        self._pinned = KINDS[kind](self.nbytes) if device == "cuda" else None
         if self._pinned is not None and self._pinned.failure is not None:
             raise BenchmarkError(f"{nbytes / 2**30:.1f} GiB could not be pinned: {self._pinned.failure}")
         if self._pinned is not None:

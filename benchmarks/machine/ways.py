@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from speedswap.apps.bench.measure import synchronize
 from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import WrongResultError
 
-__all__ = ["kernel_rates", "point", "ratios", "show"]
+__all__ = ["kernel_rates", "point", "rates_in_shares", "ratios", "show"]
 
 # Shares of the rows that go directly, relative to the one with which both ways end together.
 _SHARES = (-0.1, 0.0, 0.1)
@@ -90,6 +90,24 @@ def kernel_rates(
         batch = batches[0] if not moves else Batch(batches[1].host, batches[1].block.clone())
         moves.append(lambda call, mover=mover, batch=batch: mover(batch))
     return {**found, "both_each": link.rate(batches[0].block.nbytes, moves, repeats)}
+
+
+def rates_in_shares(
+    link: Link, row_bytes: int, batches: list[Batch], shares: Sequence[float], repeats: int
+) -> dict[str, dict[float, float]]:
+    """Measure bytes per second of the engines, in each direction, by the share of the rows that kernels move.
+
+    Raises:
+        WrongResultError: other bytes were moved.
+    """
+    table = link.matrix(link.nbytes, row_bytes)
+    found: dict[str, dict[float, float]] = {direction: {} for direction in DIRECTIONS}
+    for direction, by_share in found.items():
+        for share in shares:
+            mover = _engine(link, link.nbytes, row_bytes, direction, share)
+            _verify(f"a share of {share}", direction, mover, table, batches[0])
+            by_share[share] = _rate(link, mover, batches, repeats)
+    return found
 
 
 def ratios(rates: dict[str, float]) -> dict[str, float]:

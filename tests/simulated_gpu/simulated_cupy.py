@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import operator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -212,6 +213,27 @@ def _host_unregister(ptr: int) -> None:
     simulated.raise_fault()
 
 
+_OWN: dict[int, mmap.mmap] = {}  # host memory that the runtime has allocated, by address
+
+
+def _host_alloc(size: int, flags: int = 0) -> int:
+    memory = mmap.mmap(-1, operator.index(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pointer = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    _host_register(pointer, size, flags)
+    _OWN[pointer] = memory
+    return pointer
+
+
+def _free_host(ptr: int) -> None:
+    _host_unregister(ptr)
+    del _OWN[ptr]  # unmapped once no tensor is over it
+
+
+def _mem_advise(ptr: int, size: int, advice: int, device: int) -> None:
+    if ptr not in _OWN or not 1 <= operator.index(advice) <= 6 or device not in (-1, 0):
+        raise CUDARuntimeError(1)
+
+
 def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     assert simulated.call("is_stream", _address(stream)), f"{stream:#x} is not a stream"
     status = simulated.call("memcpy", _address(dst), _address(src), operator.index(size), operator.index(kind), stream)
@@ -254,6 +276,11 @@ RUNTIME: dict[str, Any] = {
     "runtimeGetVersion": lambda: CUDA_VERSION,
     "hostRegister": _host_register,
     "hostUnregister": _host_unregister,
+    "hostAlloc": _host_alloc,
+    "freeHost": _free_host,
+    "mallocManaged": _host_alloc,
+    "memAdvise": _mem_advise,
+    "free": _free_host,
     "memcpy": _memcpy,
     "memcpyAsync": _memcpy_async,
     "memsetAsync": _memset_async,
@@ -266,6 +293,8 @@ RUNTIME: dict[str, Any] = {
     "memcpyDefault": 4,
     "hostRegisterPortable": 1,
     "hostRegisterMapped": 2,
+    "hostAllocPortable": 1,
+    "hostAllocMapped": 2,
     "errorInvalidValue": 1,
     "errorMemoryAllocation": 2,
     **{name: number for name, (number, _) in _ATTRIBUTES.items()},

@@ -1,0 +1,73 @@
+"""Kinds of host memory that a GPU reads and writes over the bus."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speedswap.kernels.cuda import modules, pinning
+
+__all__ = ["KINDS", "HostMemory"]
+
+# Of CUDA's headers: CuPy has no names for them.
+_PREFERRED_LOCATION, _ACCESSED_BY, _THE_PROCESSOR = 3, 5, -1
+
+
+class HostMemory(Protocol):
+    """Memory as bytes.
+
+    Attributes:
+        bytes: uint8, shape (nbytes,); empty once it is closed.
+        failure: what kept a GPU from using it; None if it may.
+    """
+
+    bytes: Tensor
+    failure: str | None
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class _OfCuda:
+    """Memory that CUDA has allocated at an address, which ``free`` gives back to it."""
+
+    failure: str | None = None
+
+    def __init__(self, pointer: int, nbytes: int, free: Callable[[int], None]) -> None:
+        self.bytes = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), dtype=torch.uint8)
+        self._pointer, self._free = pointer, free
+
+    def close(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._free(self._pointer)
+
+
+def _allocated(nbytes: int) -> HostMemory:
+    runtime = modules.cupy().cuda.runtime
+    flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+    return _OfCuda(runtime.hostAlloc(nbytes, flags), nbytes, runtime.freeHost)
+
+
+def _managed(nbytes: int) -> HostMemory:
+    """Take memory that stays with the processor, and is mapped by the current GPU."""
+    runtime = modules.cupy().cuda.runtime
+    taken = _OfCuda(runtime.mallocManaged(nbytes), nbytes, runtime.free)
+    try:
+        runtime.memAdvise(taken.bytes.data_ptr(), nbytes, _PREFERRED_LOCATION, _THE_PROCESSOR)
+        runtime.memAdvise(taken.bytes.data_ptr(), nbytes, _ACCESSED_BY, runtime.getDevice())
+    except BaseException:
+        taken.close()
+        raise
+    return taken
+
+
+KINDS: dict[str, Callable[[int], HostMemory]] = {
+    "registered": pinning.PinnedMemory,
+    "allocated": _allocated,
+    "managed": _managed,
+}
+"""Functions that take memory, by kind; managed memory comes last, since too much of it can hang a GPU."""
