@@ -37,7 +37,8 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
 
 def test_trains_to_97_percent_in_memory_for_100_with_the_losses_of_whole_batches(monkeypatch):
     monkeypatch.setattr(attempts, "memory_class", lambda device: 0)  # else that of what other processes leave free
-    result = train(Settings(epochs=30, compare=True, device="cpu"), progress=False)
+    # With seed 0 three of the 359 images decide, and other processors round otherwise; with seed 1 seven.
+    result = train(Settings(epochs=30, seed=1, compare=True, device="cpu"), progress=False)
     assert result.accuracy >= 0.97
     ours, theirs = ([step.loss for step in run.steps] for run in (result, result.whole))
     assert len(ours) == len(theirs) == 60
