@@ -281,7 +281,7 @@ class PendingTransfers:
         alive = self._alive()
         taken = [prefetch for prefetch in alive if prefetch.is_taken]
         waiting = next((prefetch for prefetch in alive if not prefetch.is_taken), None)
-        follows = len(taken) == 1 and taken[0].is_written_by(write) and waiting is not None and not waiting.is_stale
+        follows = taken != [] and taken[-1].is_written_by(write) and waiting is not None and not waiting.is_stale
         return waiting if follows else None
 
     def add_write(self, write: PendingWrite) -> None:

@@ -17,7 +17,7 @@ import speedswap
 from speedswap import kernels
 from speedswap.kernels.cuda import launch
 from speedswap.tables import Block, Column, Commit, memory, pending
-from speedswap.tables.pending import PendingWrite, Prefetch
+from speedswap.tables.pending import PendingTransfers, PendingWrite, Prefetch
 
 ROWS, DIM = 60, 4
 PLACES = {**PINNED, "pageable": speedswap.Pageable()}
@@ -144,6 +144,22 @@ def test_no_row_is_written_that_the_next_step_rewrites(
     train(model, ahead(model, loader, depth))
     assert scattered[-len(loader) :] == not_again(loader)  # before, columns are filled
     same_tables(model, plain)
+
+
+def test_prefetches_that_others_still_hold_do_not_matter(gpu: str, scattered: Moved, monkeypatch: pytest.MonkeyPatch):
+    """A thread may hold one for a moment after its batch."""
+    held, add = list[Prefetch](), PendingTransfers.add_prefetch
+
+    def add_and_hold(pending: PendingTransfers, prefetch: Prefetch) -> None:
+        held.append(prefetch)
+        add(pending, prefetch)
+
+    monkeypatch.setattr(PendingTransfers, "add_prefetch", add_and_hold)
+    model, loader = embedding(gpu), batches(gpu)
+    train(model, loader[:1])
+    scattered.clear()
+    train(model, ahead(model, loader, depth=3))
+    assert scattered[-len(loader) :] == not_again(loader)
 
 
 @pytest.mark.parametrize("way", ["zero_copy", "split"])
