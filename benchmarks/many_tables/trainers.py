@@ -15,6 +15,7 @@ from several_tables import Fbgemm, Shape, Trainer
 from torch import Tensor, nn
 
 import speedswap
+from speedswap.apps.bench.measure import host_memory
 from speedswap.apps.bench.step import DENSE, LEARNING_RATE, SPARSE
 
 __all__ = ["Contestant", "Ours", "Separate", "Torch", "contestants", "has_fused"]
@@ -27,7 +28,7 @@ class Ours:
         shape: of the tables.
         optimizer: of :data:`speedswap.apps.bench.step.OPTIMIZERS`.
         device: of the computation.
-        storage: of the tables; ``auto`` is the user's default, host memory.
+        storage: of the tables; host memory by default, however small they are.
         state_dtype: of the optimizer's stored state.
         fused: torch's fused implementation of the optimizer.
         ahead: prefetch the next batch's rows during a step.
@@ -39,7 +40,7 @@ class Ours:
         optimizer: str,
         device: str,
         *,
-        storage: speedswap.tables.Storage | str = "auto",
+        storage: speedswap.tables.Storage | str | None = None,
         state_dtype: torch.dtype | None = None,
         fused: bool = False,
         ahead: bool = False,
@@ -61,7 +62,7 @@ class Ours:
                 for i, name in enumerate(self._names)
             ],
             device=device,
-            storage=storage,
+            storage=storage or host_memory(device),
         )
         how = {"fused": True} if fused else {}
         self.optimizer = DENSE[optimizer](self.tables.parameters(), lr=LEARNING_RATE[optimizer], **how)

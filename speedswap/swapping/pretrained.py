@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import ConversionError, TableFormatError, WeightError
 from speedswap.swapping.attach import attach
@@ -154,7 +155,7 @@ class _Loading:
             for name, module in self._made.items():
                 module.table.close()
                 self._places[name].discard()
-            if isinstance(error, WeightError):
+            if isinstance(error, WeightError) and settings.get("device_map") is not None:
                 raise ConversionError(
                     "device_map has several devices, between which accelerate would move the rows of tables; give it "
                     'one, such as device_map="cuda:0"'
@@ -318,10 +319,12 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **settings: Any)
         settings: as for ``model.save_pretrained``.
 
     Raises:
-        TypeError: a table has an id map.
+        TypeError: a table has an id map; or ``model`` has no ``save_pretrained``. Nothing was written.
         ValueError: PEFT has copied a table (``modules_to_save``).
         TableFullError: the disk has no room. An older file of rows stays.
     """
+    if not hasattr(model, "save_pretrained"):
+        raise TypeError(f"model is {a_kind(model)}, which has no save_pretrained; give a model of transformers or PEFT")
     save_beside(model, Path(folder))  # first: then nothing that the model leaves out is lost
     model.save_pretrained(folder, **settings)
 

@@ -172,6 +172,10 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Embedding(3, 4, init=torch.ones(3, 4)),  # type: ignore[arg-type]
         "init is a Tensor; give these rows to Embedding.from_pretrained",
     ),
+    "save_pretrained of a plain model": (
+        lambda: speedswap.save_pretrained(torch.nn.Linear(2, 2), "there"),
+        "model is a Linear, which has no save_pretrained; give a model of transformers or PEFT",
+    ),
     "load into an optimizer": (
         lambda: speedswap.load_checkpoint("there", torch.optim.SGD(ITEMS.parameters())),  # type: ignore[arg-type]
         r"model is an SGD; give a torch\.nn\.Module, then its optimizer",

@@ -213,6 +213,11 @@ def steps_in_turn(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def host_memory(device: str) -> str:
+    """Return the name of the place in host memory that a device's rows come from."""
+    return "pageable" if device == "cpu" else "pinned"
+
+
 def in_ms(seconds: float) -> str:
     """Return seconds as tables show them."""
     return f"{1000 * seconds:8.3f} ms"

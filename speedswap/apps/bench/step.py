@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import speedswap
 from speedswap import kernels
 from speedswap.apps.bench import measure
-from speedswap.apps.bench.measure import IdBatch, in_ms, lacking, steps_in_turn, zipf_batches
+from speedswap.apps.bench.measure import IdBatch, host_memory, in_ms, lacking, steps_in_turn, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.swapping.lookup import look_up
 
@@ -57,7 +57,7 @@ class Ours:
         num_rows, dim: of the table.
         optimizer: one of :data:`OPTIMIZERS`.
         device: of the computation.
-        storage: of the table; ``auto`` is the user's default.
+        storage: of the table; host memory by default, however small the table is.
         fused: torch's fused implementation of the optimizer.
         ahead: prefetch the next batch's rows during a step.
     """
@@ -69,12 +69,14 @@ class Ours:
         optimizer: str,
         device: str,
         *,
-        storage: speedswap.tables.Storage | str = "auto",
+        storage: speedswap.tables.Storage | str | None = None,
         fused: bool = False,
         ahead: bool = False,
     ) -> None:
         init = speedswap.init.uniform(-0.1, 0.1)
-        self.embedding = speedswap.Embedding(num_rows, dim, storage=storage, init=init, seed=0, device=device)
+        self.embedding = speedswap.Embedding(
+            num_rows, dim, storage=storage or host_memory(device), init=init, seed=0, device=device
+        )
         how = {"fused": True} if fused else {}
         self.optimizer = DENSE[optimizer](self.embedding.parameters(), lr=LEARNING_RATE[optimizer], **how)
         self._ahead = ahead
