@@ -25,9 +25,9 @@ _WAYS = ("", "-zero-copy", "-staged-out", "-scatter-0.2")
 # Milliseconds of the collection's step with lookahead: what is asked of each run, in whatever shares rows go, and what
 # docs/design/engines.md computes for an H100 in these ways.
 _STEPS_MS = {
-    "adam": (14.0, (12.0, 17.7, 12.0, 12.0)),
-    "sgd": (6.0, (4.2, 10.3, 4.2, 5.5)),
-    "bfloat16": (10.0, (8.0, 15.5, 8.3, 8.5)),
+    "adam": (14.0, (9.4, 15.4, 9.4, 9.4)),
+    "sgd": (6.0, (4.2, 9.0, 4.2, 5.2)),
+    "bfloat16": (10.0, (6.4, 13.4, 6.4, 7.8)),
     "adam-hot": (7.0, (4.6, 9.4, 4.6, 5.8)),
 }
 ASKED_MS = {f"{run}{way}": asked for run, (asked, _) in _STEPS_MS.items() for way in _WAYS}

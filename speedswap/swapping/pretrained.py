@@ -152,9 +152,8 @@ class _Loading:
             if rows is not None:
                 load_beside(model, rows)
         except BaseException as error:
-            for name, module in self._made.items():
-                module.table.close()
-                self._places[name].discard()
+            for module in self._made.values():
+                module.table.remove()
             if isinstance(error, WeightError) and settings.get("device_map") is not None:
                 raise ConversionError(
                     "device_map has several devices, between which accelerate would move the rows of tables; give it "

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +86,17 @@ def test_the_kernel_gives_the_bits_of_the_loop_in_every_launch(launch: tuple[int
         assert np.array_equal(mine.numpy(), theirs)
 
 
-def test_every_instruction_set_gives_the_same_bits() -> None:
+def test_every_instruction_set_gives_the_same_bits(run_with_isa: Callable[[str, str], str], tmp_path: Path) -> None:
     """Those that the processor has."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_adagrad as t; rows = t.some(100);"
-        "t.step_adagrad(*rows, t.ALL); print(rows[0].numpy().tobytes().hex())"
-    )
-    found = set()
-    for isa in ("sse2", "avx2", "avx512"):
-        environment = {**os.environ, "SPEEDSWAP_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", code, str(Path(__file__).parent)]
-        found.add(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
-    assert len(found) == 1
+    torch.save(some(100), tmp_path / "rows")
+    program = f"""
+import torch
+from speedswap.kernels import step_adagrad
+rows = torch.load({str(tmp_path / "rows")!r})
+assert step_adagrad(*rows, {ALL})
+print(rows[0].numpy().tobytes().hex())
+"""
+    assert len({run_with_isa(isa, program) for isa in ("sse2", "avx2", "avx512")}) == 1
 
 
 def test_rows_that_are_not_finite_spread_no_further() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -59,15 +55,9 @@ def test_strided_and_empty_arguments():
     assert pair_products(first[:, :0], rest[..., :0]).equal(torch.zeros(10, 15))
 
 
-def test_neither_threads_nor_instruction_set_change_a_bit(tmp_path):
-    script = (
-        "import sys, torch; from speedswap.kernels import pair_gradients, pair_products; "
-        "grad, first, rest = torch.load(sys.argv[1]); "
-        "torch.save([pair_products(first, rest), *pair_gradients(grad, first, rest)], sys.argv[2])"
-    )
+def test_neither_threads_nor_instruction_set_change_a_bit(run_with_isa):
     first, rest = some(300, 26, 19)
     grad = torch.randn(300, 19 + 351, generator=torch.Generator().manual_seed(2))
-    torch.save([grad, first, rest], tmp_path / "given")
     expected = [pair_products(first, rest), *pair_gradients(grad, first, rest)]
     threads = get_num_threads()
     try:
@@ -77,10 +67,16 @@ def test_neither_threads_nor_instruction_set_change_a_bit(tmp_path):
             assert all(map(torch.equal, found, expected))
     finally:
         set_num_threads(threads)
+    program = """
+import torch, test_pairs
+first, rest = test_pairs.some(300, 26, 19)
+grad = torch.randn(300, 19 + 351, generator=torch.Generator().manual_seed(2))
+for each in (test_pairs.pair_products(first, rest), *test_pairs.pair_gradients(grad, first, rest)):
+    print(each.contiguous().numpy().tobytes().hex())
+"""
     for isa in ("sse2", "avx2"):
-        words = [sys.executable, "-c", script, str(tmp_path / "given"), str(tmp_path / isa)]
-        subprocess.run(words, env={**os.environ, "SPEEDSWAP_ISA": isa}, check=True)
-        assert all(map(torch.equal, torch.load(tmp_path / isa), expected))
+        found = run_with_isa(isa, program).split()
+        assert found == [each.contiguous().numpy().tobytes().hex() for each in expected]
 
 
 @pytest.mark.parametrize(
