@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pretrained.peers import CANDIDATES, in_its_process, mapped, memory_of_process
+from pretrained.peers import CANDIDATES, STEPS, in_its_process, mapped, memory_of_process
 from script import main as run_script
 from torch import Tensor
 
@@ -120,7 +120,7 @@ def peers(folder: Path, quick: bool) -> dict[str, Any]:
     (rows, lookups), dim = ((20_000, 1000) if quick else (4_000_000, LOOKUPS)), PUBLISHED[1]
     file = folder / "peers.safetensors"
     file_of(file, rows, dim, 1, filled=True)
-    found: dict[str, Any] = {"rows": rows, "dim": dim, "lookups": lookups, "candidates": {}}
+    found: dict[str, Any] = {"rows": rows, "dim": dim, "lookups": lookups, "steps": STEPS, "candidates": {}}
     for name in CANDIDATES:
         found["candidates"][name] = entry = in_its_process(name, file, rows, dim, lookups)
         shown = ", ".join(f"{what.partition('_')[0]} {entry[what]:.3f} s" for what in entry if "seconds" in what)

@@ -286,16 +286,27 @@ def id_map(found: Figures) -> Rows:
 
 def pretrained(found: Figures) -> Rows:
     """Say how long the rows of a released model's table take to open, step, read, decode and save."""
-    whole, cold, float8, changed = (found[name] for name in ("published", "cold", "float8", "changed"))
+    whole, peers, cold, float8, changed = (found[name] for name in ("published", "peers", "cold", "float8", "changed"))
     table, seconds = f"{whole['rows']:,} × {whole['dim']} in bfloat16", whole["seconds"]
     opened = f"{1000 * seconds['opened']:.0f} ms, {whole['peak_bytes_opened'] / 2**20:.0f} MiB of memory"
     yield f"open a table on disk over a file of {table}", opened, "", ""
-    step = f"{whole['step_seconds']:.2f} s"
+    step = f"{whole['step_seconds']:.2f} s, {whole['anonymous_bytes'] / 2**20:,.0f} MiB of memory after some steps"
     yield f"step with Adam, {whole['lookups']:,} lookups in it", step, "", ""
+    ways = dict(peers["candidates"])
+    ours, smaller = ways.pop("speedswap"), f"{peers['rows']:,} × {peers['dim']}"
+    for what, key in ((f"open a file of {smaller}", "open_seconds"), ("step with lazy Adam in it", "step_seconds")):
+        for name, entry in ways.items():
+            if key in entry:
+                ratio = f"{entry[key] / ours[key]:.1f}"
+                yield what, f"{ours[key]:.2f} s", f"{name} {entry[key]:.2f} s", ratio
+    memory = {name: f"{entry['anonymous_bytes'] / 2**20:,.0f} MiB" for name, entry in peers["candidates"].items()}
+    others = ", ".join(f"{name} {size}" for name, size in memory.items() if "step_seconds" in ways.get(name, ()))
+    yield f"memory after {peers['steps']} such steps", memory["speedswap"], others, ""
     rates = {name: statistics.median(each) for name, each in cold["rows_per_second"].items()}
-    ours, faults = rates["announced"], rates["page faults"]
-    what = f"rows of {cold['dim']} bfloat16 that are in no cache, read in place"
-    yield what, f"{ours:,.0f} rows/s", f"page faults {faults:,.0f} rows/s", f"{ours / faults:.1f}"
+    ours, what = rates["announced"], f"rows of {cold['dim']} bfloat16 that are in no cache, read in place"
+    for name in ("page faults", "plain mmap"):
+        yield what, f"{ours:,.0f} rows/s", f"{name} {rates[name]:,.0f} rows/s", f"{ours / rates[name]:.1f}"
+    yield "the same, half of them trained and in the log", f"{rates['log and base']:,.0f} rows/s", "", ""
     ours, torchs = (1000 * float8["seconds"][name] for name in ("base", "torch"))
     what = f"decode {float8['rows']:,} × {float8['dim']} float8 with scales"
     yield what, f"{ours:.1f} ms", f"torch {torchs:.1f} ms", f"{torchs / ours:.1f}"
