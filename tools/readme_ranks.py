@@ -115,9 +115,8 @@ def _counts(counts: list[dict[str, Any]]) -> str:
         of = [line["hosts"][host] for line in (flat, two)]
         cells = [two["model"], f"{two['ranks']}", host]
         cells += [f"{each[name]:.0f}" for name in ("messages_near", "messages_away") for each in of]
-        cells += [f"{each['bytes_away'] / 1000:.1f}" for each in of]
-        rows.append([*cells, *(f"{1000 * line['processor_seconds']:.0f}" for line in (flat, two))])
-    both = [f"{what}{how}" for what in ("Within a host", "Between hosts", "kB between hosts", "ms of processor")
+        rows.append([*cells, *(f"{each['bytes_away'] / 1000:.1f}" for each in of)])
+    both = [f"{what}{how}" for what in ("Within a host", "Between hosts", "kB between hosts")
             for how in (", flat", ", two levels")]  # fmt: skip
     return _table(["Model", "Ranks", "Per host", *both], rows)
 
