@@ -57,6 +57,7 @@ class Costs(NamedTuple):
 def counted(which: Callable[[Any], bool] = lambda event: True) -> Iterator[Callable[[], Costs]]:
     """Count until the block's end, of torch's operations some; the function returns the costs then."""
     gc.collect()
+    kernels.finish_transfers()  # of an earlier test, whose threads would be counted
     gc.disable()
     try:
         with simulated_gpu.counted() as counts, torch.autograd.profiler.profile() as profiled:
