@@ -16,18 +16,17 @@ T = TypeVar("T")
 def of_runs(run: Callable[[int], T], seeds: Iterable[int]) -> Iterator[T]:
     """Yield the results of many runs, quickly: they collect garbage after each failure, walking through all objects.
 
-    Those that are there after the first run, with its imports, are left out, and no messages are logged, which pytest
-    keeps.
+    Those that are there after the first run, with its imports, are left out from then on, and no messages are logged,
+    which pytest keeps.
     """
     first, *others = seeds
     logging.disable()
     try:
         yield run(first)
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # for good: unfreezing would return what the session has frozen as well
         yield from map(run, others)
     finally:
-        gc.unfreeze()
         logging.disable(logging.NOTSET)
 
 

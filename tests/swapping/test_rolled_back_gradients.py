@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,15 +15,6 @@ import speedswap
 from speedswap.errors import LostUpdateError
 
 ROWS, DIM = 12, 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_collect() -> Iterator[None]:
-    """Leave what is there out of garbage collections, of which each failure asks for one."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Points:
