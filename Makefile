@@ -50,10 +50,10 @@ CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh
 demo check test test-package test-simulated test-all torture docs: export OMP_WAIT_POLICY ?= passive
 
 # Many processes import the same files, which Python would compile again for each.
-demo check test test-package test-simulated test-all torture docs: export PYTHONDONTWRITEBYTECODE :=
+demo check test test-package test-simulated test-all torture docs bytecode: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-package test-simulated test-all torture lint libraries lint-and-libraries format bench \
-    figures docs gpu-check clean FORCE
+.PHONY: demo check test test-package test-simulated test-all torture lint libraries bytecode lint-and-libraries format \
+    bench figures docs gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -107,8 +107,15 @@ lint: $(VENV)/.stamp-dev
 libraries: $(VENV)/.stamp-dev
 	PYTHONPATH=tests $(BIN)/python tests/kernels/host_build.py
 
+# What all processes of the tests import, compiled once, before each of them would do it.
+bytecode: $(VENV)/.stamp-bytecode
+
+$(VENV)/.stamp-bytecode: $(VENV)/.stamp-dev-packages | $(VENV)/.stamp-dev
+	@$(BIN)/python -m pytest --collect-only --quiet > $@.txt || { cat $@.txt; exit 1; }
+	@touch $@
+
 lint-and-libraries:
-	@$(MAKE) --no-print-directory --jobs 2 lint libraries
+	@$(MAKE) --no-print-directory --jobs 2 lint libraries bytecode
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix-only

@@ -39,6 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "html"
 
 
+@pytest.mark.slow
 def test_every_link_leads_somewhere(site: Path) -> None:
     assert (site / "docs" / "index.html").exists()
     assert not site_links.broken(site)
@@ -82,6 +83,7 @@ def names_of(module: str, name: str) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_the_api_has_every_public_name(site: Path) -> None:
     known = documented(site)
     modules = public_modules()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scipy import stats
 
 import speedswap
 from speedswap import Column, Table, init
@@ -62,6 +61,8 @@ def test_seed_column_and_row_each_matter() -> None:
 
 
 def test_distributions() -> None:
+    from scipy import stats
+
     uniform = Table.create(100_000, 4, init=init.uniform(-2, 3), seed=1).read().flatten().double()
     assert -2 <= uniform.min()
     assert uniform.max() < 3

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import log_loss, roc_auc_score
 
 from speedswap.apps.dlrm.model import Scores
 
@@ -38,6 +37,8 @@ def test_pairs_in_the_right_order_and_ties_by_half():
 @settings(max_examples=60, deadline=None)
 def test_any_scores_are_those_of_scikit_learn(samples, pieces):
     """With many ties, and added in pieces."""
+    from sklearn.metrics import log_loss, roc_auc_score  # slow to import, and other processes have no use for it
+
     logits, labels = [number / 2 for number, _ in samples], [float(label) for _, label in samples]
     found = Scores()
     for first in range(0, len(samples), pieces):
