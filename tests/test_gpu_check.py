@@ -542,19 +542,19 @@ def test_parts_of_each_kind_rehearsed(tmp_path):
     if reason := simulated_gpu.unavailable():
         pytest.skip(reason)
     out = tmp_path / "out"
-    parts = "promises,memcheck,probe,Adam,Adam on the GPU"
+    parts = "promises,memcheck,probe,pages,managed,Adam,Adam on the GPU"
     done, _ = run_tool("--rehearse", "--part", parts, "--commit", "abc", "--out", str(out))
     summary = json.loads((out / "summary.json").read_text())
     statuses = {part["name"]: part["status"] for part in summary["parts"]}
     assert statuses.pop("memcheck") == "not run"  # there is no sanitizer for it
-    assert [*statuses] == ["info", "probe", "Adam", "promises", "Adam on the GPU"]
+    assert [*statuses] == ["info", "probe", "pages", "Adam", "managed", "promises", "Adam on the GPU"]
     assert set(statuses.values()) == {"passed"}, done.stdout[-LONGEST:]
     page = (out / "page.txt").read_text()
     assert done.stdout.endswith(page)
     assert len(page) < LONGEST
     assert "A REHEARSAL ON A SIMULATED GPU" in page
     assert "abc" in page.splitlines()[0]
-    for said in ("zero_copy", "adam-gpu", "speedswap, one table, lookahead", "asked ≤ 14 ms (computed: 9.4), reached",
+    for said in ("registered memory, rows of 512 B", "managed memory", "a staged move", "zero_copy", "adam-gpu", "speedswap, one table, lookahead", "asked ≤ 14 ms (computed: 9.4), reached",
                  "in smaller tables"):  # fmt: skip
         assert said in page
     assert len([*out.iterdir()]) <= 8

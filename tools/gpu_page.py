@@ -39,11 +39,7 @@ def page(summary: Mapping[str, Any], folders: Sequence[Path]) -> str:
         if line.asked
     ]
     unmeasured = [name for name in _MAKERS if name not in found]
-    figures = [
-        line
-        for name, lines in (("probe", _bus), ("tables", _tables), ("recoveries", _recoveries), ("speedtorch", _others))
-        for line in (lines(found[name]) if name in found else [])
-    ]
+    figures = [line for name, lines in _FIGURES for line in (lines(found[name]) if name in found else [])]
     parts = summary["parts"]
     head = [_machine(summary["machine"]), *([summary["note"]] if "note" in summary else [])]
     ran = ["", f"PARTS, {summary['seconds']:.0f} s", *map(_ran, parts)]
@@ -176,3 +172,9 @@ def _recoveries(found: Mapping[str, Any]) -> Iterator[str]:
 def _others(found: Mapping[str, Any]) -> Iterator[str]:
     times = ", ".join(f"{way} {ratio:.2f}" for way, ratio in found["times_faster"].items())
     yield f"SpeedTorch's script, × as fast as torch: {times}"
+
+
+_FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = (
+    ("probe", _bus), ("pages", readme_gpu.memory_rates), ("managed", readme_gpu.memory_rates), ("tables", _tables),
+    ("recoveries", _recoveries), ("speedtorch", _others),
+)  # fmt: skip

@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +196,25 @@ def ceilings_lines(found: dict[str, Any], source: str) -> list[Line]:
         what = f"{ratio.what}, tables of {sizes} GiB"
         lines.append(Line(what, f"≥ {ratio.asked:.2f}", reached, met, source))
     return lines
+
+
+def memory_rates(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield GB/s of rows of each kind of host memory, in shares, and of the parts of a staged move."""
+    for kind, by_size in found["memory"].items():
+        for size, by_number in by_size.items():
+            rates = ", ".join(f"{most}: {_in_out(each, 'both_each')}" for most, each in by_number.items())
+            yield f"{kind} memory, rows of {size} B, by multiprocessors, in/out/both at once, each: {rates}"
+    for size, ways in found["shares"].items():
+        rates = ", ".join(f"{share}: {_in_out({way: ways[way][share] for way in ways})}" for share in ways["to_device"])
+        yield f"rows of {size} B, by the share that kernels move, in/out: {rates}"
+    for size, parts in found["staged"].items():
+        rates = ", ".join(f"{what} {rate / 1e9:.1f}" for what, rate in parts.items())
+        yield f"a staged move of rows of {size} B: {rates}"
+    yield from (f"left out: {what}" for what in found["left_out"])
+
+
+def _in_out(rates: Mapping[str, float], *more: str) -> str:
+    return "/".join(f"{rates[way] / 1e9:.1f}" for way in (*DIRECTIONS, *more))
 
 
 def tables_lines(found: dict[str, Any], source: str) -> list[Line]:
