@@ -11,6 +11,7 @@ import difflib
 import inspect
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -41,6 +42,9 @@ Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 ROWS_FILE, BASES_FILE = "speedswap_rows.safetensors", "speedswap_rows.json"
 _SHOWN = 8
 _WHOLE = ("model.safetensors.index.json", "model.safetensors")  # of a folder that may have other tensors, too
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_OTHER_COPIES = ("original/*", "consolidated*")  # of the same tensors, in their makers' own form
 
 
 @of_all_ranks
@@ -64,7 +68,8 @@ def from_pretrained(
         cls: ``AutoModelForCausalLM`` or another class of transformers (5 or newer).
         folder: a checkpoint of safetensors files, which must stay as they are; or what :func:`save_pretrained` saved:
             trained rows go to ``storage``, and untouched ones are read from the checkpoint that was loaded then. A
-            folder of PEFT's adapters loads the model that they are for, without them, and the rows.
+            folder of PEFT's adapters loads the model that they are for, without them, and the rows. The name of a
+            repository on the Hugging Face Hub, ``"organization/model"``, stands for its folder in the Hub's cache.
         tables: names of the embeddings, such as ``"*.embed_tokens_per_layer"``; a pattern, several, or a dictionary
             from each to keyword arguments of :class:`speedswap.Embedding`: ``storage``, ``stored_dtype``,
             ``state_dtype``, ``rounding``. By default the tables that :func:`save_pretrained` saved.
@@ -81,7 +86,8 @@ def from_pretrained(
             pattern is given, and the folder has no rows.
         ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`. Or ``device_map`` has several
             devices.
-        FileNotFoundError: the folder does not exist, or has no safetensors files.
+        FileNotFoundError: the folder does not exist, or has no safetensors files; or a repository is not in the cache,
+            and the Hub cannot be reached.
         FileExistsError: the path of a table exists.
         TableFormatError: a file is damaged, or the checkpoint of a saved model has changed. In all cases nothing was
             created.
@@ -91,14 +97,21 @@ def from_pretrained(
         place = speedswap.Disk("rows")
         model = speedswap.from_pretrained(AutoModelForCausalLM, folder, "*.embed_tokens_per_layer", place)
     """
-    folder = Path(folder)
-    saved, whole = bases_of(folder, None if base is None else absolute_paths(base)), _model_in(folder)
+    _require_class(cls)
+    given = os.fspath(folder)
+    folder = _local(given, settings)
+    saved = bases_of(folder, None if base is None else absolute_paths(base))
+    given = _model_in(folder) or given
+    whole = _local(given, settings)
     skeleton = _skeleton(cls, whole, settings)
     wanted = _matching(skeleton, [*saved] if tables is None else tables)
     source = next((path for name in _WHOLE if (path := whole / name).exists()), whole)
     sources = _Sources(skeleton, TensorFiles(source))
     bases = {name: saved.get(name) or of_tensors(source, sources.of(name)) for name in wanted}
-    return _Loading(skeleton, wanted, bases, storage).load(whole, sources, settings, folder if saved else None)
+    result = _Loading(skeleton, wanted, bases, storage).load(whole, sources, settings, folder if saved else None)
+    model = result[0] if isinstance(result, tuple) else result
+    model.name_or_path = model.config.name_or_path = given
+    return result
 
 
 class _Loading:
@@ -160,7 +173,6 @@ class _Loading:
                     'one, such as device_map="cuda:0"'
                 ) from error
             raise
-        model.name_or_path = model.config.name_or_path = os.fspath(folder)
         mapped = {each.untyped_storage().data_ptr() for each in tensors.values()}
         others = [each for each in [*model.parameters(), *model.buffers()] if not isinstance(each, TableWeight)]
         for each in others:
@@ -181,18 +193,22 @@ class _Loading:
             return replaced(model, self._found(model), made)
 
 
-def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
-    """Return the model on meta, for its class, its configuration and its embeddings."""
+def _require_class(cls: Any) -> None:
+    """Raise unless transformers is installed, and has a class."""
     try:
-        from transformers import AutoConfig, PreTrainedModel
+        from transformers import PreTrainedModel
         from transformers.core_model_loading import rename_source_key  # noqa: F401
     except ImportError as error:
         raise ImportError("speedswap.from_pretrained needs transformers 5 or newer; install it") from error
-    is_auto = hasattr(cls, "from_config")
-    if not is_auto and not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
+    if not hasattr(cls, "from_config") and not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
         raise TypeError(f"cls is {cls!r}; give a class of transformers, such as AutoModelForCausalLM")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"folder is {os.fspath(folder)!r}; give the folder of a downloaded checkpoint")
+
+
+def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
+    """Return the model on meta, for its class, its configuration and its embeddings."""
+    from transformers import AutoConfig
+
+    is_auto = hasattr(cls, "from_config")
     trust = {name: settings[name] for name in ("trust_remote_code",) if name in settings}
     config = settings.pop("config", None) or (AutoConfig if is_auto else cls.config_class).from_pretrained(
         folder, **trust
@@ -201,12 +217,31 @@ def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
         return cls.from_config(config, **trust) if is_auto else cls(config)
 
 
-def _model_in(folder: Path) -> Path:
-    """Return a folder of a model, or the model's that a folder of adapters names."""
+def _local(folder: str, settings: Mapping[str, Any]) -> Path:
+    """Return a folder; that of a repository's files in the cache, if it is the name of one on the Hub."""
+    if os.path.isdir(folder):
+        return Path(folder)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) is None or os.path.exists(folder.partition("/")[0]):
+        raise FileNotFoundError(f"folder is {folder!r}; give the folder of a downloaded checkpoint")
+    from huggingface_hub import snapshot_download
+
+    options = {name: settings[name] for name in _OF_THE_HUB if name in settings}
+    options |= {"allow_patterns": [*_DOWNLOADED], "ignore_patterns": [*_OTHER_COPIES]}
+    try:
+        return Path(snapshot_download(folder, **options))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"folder is {folder!r}, which is no folder here, and as a repository it is neither in the Hub's cache nor "
+            "can it be downloaded now; give the folder of a downloaded checkpoint"
+        ) from error
+
+
+def _model_in(folder: Path) -> str | None:
+    """Return the model that a folder of adapters names; None for a folder of a model."""
     adapters = folder / "adapter_config.json"
     if (folder / "config.json").exists() or not adapters.exists():
-        return folder
-    return Path(json.loads(adapters.read_text())["base_model_name_or_path"])
+        return None
+    return str(json.loads(adapters.read_text())["base_model_name_or_path"])
 
 
 def _matching(model: nn.Module, tables: Tables) -> dict[str, Mapping[str, Any]]:

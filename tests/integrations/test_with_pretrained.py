@@ -77,6 +77,23 @@ def test_logits_and_generated_text_are_those_of_the_plain_model(
     assert model.name_or_path == str(checkpoints[family])
 
 
+def test_a_name_on_the_hub_is_its_folder_in_the_cache(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As a download leaves it there: links to files that are named by what they contain."""
+    repository = tmp_path / "models--tiny--gemma"
+    snapshot = repository / "snapshots" / "0123"
+    for path in (repository / "refs", repository / "blobs", snapshot):
+        path.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123")
+    for number, file in enumerate(checkpoints["gemma4"].iterdir()):
+        shutil.copy(file, repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    model = ours_of("*per_layer", Path("tiny/gemma"), cache_dir=tmp_path, local_files_only=True)
+    assert torch.equal(model(IDS).logits, plain(checkpoints["gemma4"])(IDS).logits)
+    assert model.name_or_path == "tiny/gemma"
+    with pytest.raises(FileNotFoundError, match=r"folder is 'tiny/llama', which is no folder here, .* give the folder"):
+        ours_of("*per_layer", Path("tiny/llama"), cache_dir=tmp_path, local_files_only=True)
+
+
 def test_places_and_settings_of_a_table(checkpoints: dict[str, Path]) -> None:
     theirs = plain(checkpoints["gemma4"])
     tables = {"*per_layer": {"storage": "pageable", "stored_dtype": torch.bfloat16}}
