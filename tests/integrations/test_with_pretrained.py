@@ -90,7 +90,9 @@ def test_a_name_on_the_hub_is_its_folder_in_the_cache(checkpoints: dict[str, Pat
     model = ours_of("*per_layer", Path("tiny/gemma"), cache_dir=tmp_path, local_files_only=True)
     assert torch.equal(model(IDS).logits, plain(checkpoints["gemma4"])(IDS).logits)
     assert model.name_or_path == "tiny/gemma"
-    with pytest.raises(FileNotFoundError, match=r"folder is 'tiny/llama', which is no folder here, .* give the folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"folder is 'tiny/llama', which is not a folder here, .* give the folder"
+    ):
         ours_of("*per_layer", Path("tiny/llama"), cache_dir=tmp_path, local_files_only=True)
 
 
