@@ -554,7 +554,9 @@ def test_parts_of_each_kind_rehearsed(tmp_path):
     assert len(page) < LONGEST
     assert "A REHEARSAL ON A SIMULATED GPU" in page
     assert "abc" in page.splitlines()[0]
-    for said in ("registered memory, rows of 512 B", "managed memory", "a staged move", "zero_copy", "adam-gpu", "speedswap, one table, lookahead", "asked ≤ 14 ms (computed: 9.4), reached",
-                 "in smaller tables"):  # fmt: skip
+    for said in (
+        "registered memory, rows of 512 B", "managed memory", "a staged move", "zero_copy", "adam-gpu",
+        "speedswap, one table, lookahead", "asked ≤ 14 ms (computed: 9.4), reached", "in smaller tables",
+    ):  # fmt: skip
         assert said in page
     assert len([*out.iterdir()]) <= 8

@@ -231,8 +231,8 @@ def _local(folder: str, settings: Mapping[str, Any]) -> Path:
         return Path(snapshot_download(folder, **options))
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"folder is {folder!r}, which is not a folder here, and as a repository it is neither in the Hub's cache nor "
-            "can it be downloaded now; give the folder of a downloaded checkpoint"
+            f"folder is {folder!r}, which is not a folder here, and as a repository it is neither in the Hub's cache "
+            "nor can it be downloaded now; give the folder of a downloaded checkpoint"
         ) from error
 
 
