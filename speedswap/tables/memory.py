@@ -7,6 +7,8 @@ Pinning is slow, so a table does it once, when all of its columns are known (:me
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +38,9 @@ WantedShares = tuple[float | None, float | None]
 BATCHES = 2
 _AUTO_SHARE = 4
 
-_NEAR_SHARE = 1 / 64  # of a GPU's free memory: 375 MB of 24 GB, so that even 20 such tables leave it most
+# What a table that may choose its place takes at most of a GPU's free memory; and all of them, of all of its memory.
+_NEAR_SHARE, _ALL_NEAR_SHARE = 1 / 64, 1 / 8
+_near: Counter[torch.device] = Counter()  # their bytes on each GPU
 
 
 def require_hot_bytes(hot_bytes: HotBytes | None, gather_share: float | None) -> None:
@@ -316,11 +320,14 @@ def placed_near(groups: Sequence[RecordGroup], device: torch.device) -> bool:
     Returns:
         True if it was taken.
     """
-    nbytes = sum(group.nbytes for group in groups)
-    if any(group.is_filled for group in groups) or nbytes > _NEAR_SHARE * torch.cuda.mem_get_info(device)[0]:
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(_NEAR_SHARE * free, _ALL_NEAR_SHARE * total - _near[device])
+    if any(group.is_filled for group in groups) or sum(group.nbytes for group in groups) > room:
         return False
     for group in groups:
         group.memory = allocate("device", group.nbytes)
+        _near[device] += group.nbytes
+        weakref.finalize(group.memory, _near.subtract, {device: group.nbytes}).atexit = False
     return True
 
 

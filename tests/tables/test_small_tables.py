@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,20 @@ def test_a_table_is_pinned_where_the_gpu_has_no_ample_room_for_all_of_its_column
     share(2.5 * ROWS * DIM * 4 / free)  # enough for the weights and half of Adam's state
     assert trained(torch.optim.SGD).table.storage == "device"
     assert trained(torch.optim.Adam).table.storage == "pinned"
+
+
+def test_many_small_tables_leave_the_gpu_most_of_its_memory(
+    share: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, total = torch.cuda.mem_get_info()
+    gc.collect()
+    before = memory._near.total()
+    monkeypatch.setattr(memory, "_ALL_NEAR_SHARE", (before + 2.5 * ROWS * DIM * 4) / total)
+    tables = [trained(torch.optim.SGD).table for _ in range(3)]
+    assert [table.storage for table in tables] == ["device", "device", "pinned"]
+    del tables[0]
+    gc.collect()
+    assert trained(torch.optim.SGD).table.storage == "device"
 
 
 def test_rows_that_the_host_has_used_first_stay_pinned(share: Callable[[float], None]) -> None:
