@@ -57,12 +57,26 @@ def _managed(nbytes: int) -> HostMemory:
     runtime = modules.cupy().cuda.runtime
     taken = _OfCuda(runtime.mallocManaged(nbytes), nbytes, runtime.free)
     try:
-        runtime.memAdvise(taken.bytes.data_ptr(), nbytes, _PREFERRED_LOCATION, _THE_PROCESSOR)
-        runtime.memAdvise(taken.bytes.data_ptr(), nbytes, _ACCESSED_BY, runtime.getDevice())
+        _advise(taken.bytes, _PREFERRED_LOCATION, _THE_PROCESSOR)
+        _advise(taken.bytes, _ACCESSED_BY, runtime.getDevice())
     except BaseException:
         taken.close()
         raise
     return taken
+
+
+def _advise(managed: Tensor, advice: int, device: int) -> None:
+    """Advise CUDA; by the driver's own call where CuPy's takes no processor for a device, as from CUDA 13 on it may."""
+    try:
+        modules.cupy().cuda.runtime.memAdvise(managed.data_ptr(), managed.nbytes, advice, device)
+    except RuntimeError as error:
+        given = ctypes.c_uint64(managed.data_ptr()), ctypes.c_size_t(managed.nbytes), advice, device
+        try:
+            status = ctypes.CDLL("libcuda.so.1").cuMemAdvise(*given)
+        except (OSError, AttributeError):
+            raise error from None
+        if status:
+            raise RuntimeError(f"{error}; and by cuMemAdvise: error {status}") from error
 
 
 KINDS: dict[str, Callable[[int], HostMemory]] = {
