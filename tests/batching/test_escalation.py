@@ -149,6 +149,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sweep(13)
 @pytest.mark.usefixtures("host_apart")
 @pytest.mark.parametrize("rung", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)

@@ -51,6 +51,7 @@ def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks:
         assert all(status == "STEPPED" and not is_unsettled for status, is_unsettled in state)
 
 
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize(
     "where", ["before the lookup", "after the lookup", "after the backward pass", "after the step"]
 )

@@ -45,6 +45,7 @@ def require_same_bits(one, other):
         assert torch.equal(found, wanted[name]), name
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("settings", [{}, COMPACT], ids=["float32", "compact"])
 @pytest.mark.parametrize("name", ["AdamW", "Nesterov"])
 @pytest.mark.parametrize(("source", "tables"), [("memory", "auto"), ("disk", "auto"), ("disk", "copy")])

@@ -155,6 +155,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize("write", WRITES, ids=[each.__name__ for each in WRITES])
 @pytest.mark.parametrize("place", ["memory", "disk", "collection", "bag"])
 def test_rows_that_are_written_take_the_steps_that_follow(tmp_path, place, write):

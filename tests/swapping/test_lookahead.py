@@ -134,6 +134,7 @@ def test_three_literal_steps(device: str, way: str) -> None:
     assert items.table.read(0, 4)[:, 0].tolist() == [-1.0, -4.0, -1.0, 0.0]
 
 
+@pytest.mark.sweep(45)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_and_overlap(name: str, overlap: str, device: str) -> None:

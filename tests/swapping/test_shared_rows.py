@@ -129,6 +129,7 @@ def not_again(loader: list[Tensor]) -> list[set[int]]:
     return [rows - others for rows, others in zip(sets, [*sets[1:], set()], strict=True)]
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("way", ["zero_copy", "staged out", "staged", "split", "pageable"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("stored", STORED, ids=str)
@@ -340,6 +341,7 @@ def test_a_prefetch_waits_for_no_write(gpu: str, way: str, monkeypatch: pytest.M
     assert not [name for name in waited if name.startswith("speedswap-in")]
 
 
+@pytest.mark.sweep(19)
 @pytest.mark.parametrize("way", ["zero_copy", "staged out", "split out", "staged", "split"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)

@@ -107,6 +107,7 @@ def run(model: Model, optimizer: Optimizer, steps: range, *, is_frozen: bool) ->
         optimizer.step()
 
 
+@pytest.mark.sweep(31)
 @pytest.mark.parametrize(
     ("kind", "place"),
     [("embeddings", "memory"), ("embeddings", "disk"), ("embeddings", "itself"), ("collection", "itself")],
