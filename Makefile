@@ -115,7 +115,7 @@ $(VENV)/.stamp-bytecode: $(VENV)/.stamp-dev-packages | $(VENV)/.stamp-dev
 	@touch $@
 
 lint-and-libraries:
-	@$(MAKE) --no-print-directory --jobs 2 lint libraries bytecode
+	@$(MAKE) --no-print-directory --jobs 2 bytecode lint libraries
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix-only
