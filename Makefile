@@ -2,7 +2,7 @@
 #
 #   make demo        install into .venv and train word2vec on real text; vectors and plot go to demo-output/
 #   make check       while you work: lint, types, and the quick tests of the core; a minute and a half on two cores
-#   make test        what a change has to pass: lint, types, and the tests of all that users see; ten minutes on two cores
+#   make test        what a change has to pass: lint, types, and the tests of all that users see; twelve minutes on two cores
 #   make test-all    what a release has to pass: also every case of every sweep, kills and cuts at every point, torture,
 #                    notebooks, benchmarks, and the tools; a quarter of an hour
 #   make gpu-check   on a machine with a GPU: build, measure and test, in two calls of ten minutes in all;
