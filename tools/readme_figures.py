@@ -291,13 +291,13 @@ def pretrained(found: Figures) -> Rows:
     opened = f"{1000 * seconds['opened']:.0f} ms, {whole['peak_bytes_opened'] / 2**20:.0f} MiB of memory"
     yield f"open a table on disk over a file of {table}", opened, "", ""
     step = f"{whole['step_seconds']:.2f} s, {whole['anonymous_bytes'] / 2**20:,.0f} MiB of memory"
-    yield f"step with Adam, {whole['lookups']:,} lookups in it", step, "", ""
+    yield f"step of {whole['lookups']:,} lookups with Adam", step, "", ""
     ours, ways = peers["candidates"]["speedswap"], {**peers["candidates"]}
     del ways["speedswap"]
     for what, key in (
         (f"open a file of {peers['rows']:,} × {peers['dim']}", "open_seconds"),
-        (f"look {peers['lookups']:,} up in it, in the system's cache", "lookup_seconds"),
-        ("step of those lookups with lazy Adam", "step_seconds"),
+        (f"look {peers['lookups']:,} up, in the system's cache", "lookup_seconds"),
+        ("step of those with lazy Adam", "step_seconds"),
     ):
         others = "; ".join(f"{name} {ms(entry[key], 0)}" for name, entry in ways.items() if key in entry)
         yield what, ms(ours[key], 0), others, ""
@@ -305,7 +305,7 @@ def pretrained(found: Figures) -> Rows:
     others = "; ".join(f"{name} {memory[name]}" for name, entry in ways.items() if "step_seconds" in entry)
     yield f"memory after {peers['steps']} such steps", memory["speedswap"], others, ""
     rates = {name: statistics.median(each) for name, each in cold["rows_per_second"].items()}
-    ours, what = rates["announced"], f"rows of {cold['dim']} bfloat16 that are in no cache, read in place"
+    ours, what = rates["announced"], f"rows of {cold['dim']} bfloat16 in no cache, read in place"
     others = "; ".join(f"{name} {rates[name]:,.0f}" for name in ("page faults", "plain mmap"))
     yield what, f"{ours:,.0f} rows/s", others, f"{ours / max(rates['page faults'], rates['plain mmap']):.1f}"
     yield "the same, half of them in the log", f"{rates['log and base']:,.0f} rows/s", "", ""

@@ -87,7 +87,7 @@ def from_pretrained(
         ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`. Or ``device_map`` has several
             devices.
         FileNotFoundError: the folder does not exist, or has no safetensors files; or a repository is not in the cache,
-            and the Hub cannot be reached.
+            and the Hub cannot be reached or does not have it.
         FileExistsError: the path of a table exists.
         TableFormatError: a file is damaged, or the checkpoint of a saved model has changed. In all cases nothing was
             created.
@@ -221,15 +221,16 @@ def _local(folder: str, settings: Mapping[str, Any]) -> Path:
     """Return a folder; that of a repository's files in the cache, if it is the name of one on the Hub."""
     if os.path.isdir(folder):
         return Path(folder)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) is None or os.path.exists(folder.partition("/")[0]):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) is None:
         raise FileNotFoundError(f"folder is {folder!r}; give the folder of a downloaded checkpoint")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     options = {name: settings[name] for name in _OF_THE_HUB if name in settings}
     options |= {"allow_patterns": [*_DOWNLOADED], "ignore_patterns": [*_OTHER_COPIES]}
     try:
         return Path(snapshot_download(folder, **options))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, RepositoryNotFoundError) as error:
         raise FileNotFoundError(
             f"folder is {folder!r}, which is not a folder here, and as a repository it is neither in the Hub's cache "
             "nor can it be downloaded now; give the folder of a downloaded checkpoint"

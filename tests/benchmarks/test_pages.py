@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -43,6 +44,32 @@ def test_a_kind_that_a_driver_lacks_leaves_the_others(device: str, monkeypatch: 
     assert [*found["memory"]] == ["registered", "allocated"]
     assert [line.partition(":")[0] for line in found["left_out"]] == ["managed"]
     assert len(freed) == 1
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_managed_memory_is_advised_by_the_driver_where_cupy_cannot(
+    status: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    runtime, given = modules.cupy().cuda.runtime, list[tuple[object, ...]]()
+
+    def refused(*how: object) -> None:
+        raise runtime.CUDARuntimeError(1)
+
+    class Driver:
+        def cuMemAdvise(self, pointer: ctypes.c_uint64, nbytes: ctypes.c_size_t, advice: int, device: int) -> int:
+            given.append((nbytes.value, advice, device))
+            return status
+
+    monkeypatch.setattr(runtime, "memAdvise", refused)
+    monkeypatch.setattr(memories.ctypes, "CDLL", lambda name: Driver())
+    if status:
+        with pytest.raises(RuntimeError, match="cuMemAdvise: error 1"):
+            memories.KINDS["managed"](4096)
+    else:
+        memories.KINDS["managed"](4096).close()
+        assert given == [(4096, 3, -1), (4096, 5, 0)]
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

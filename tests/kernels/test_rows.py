@@ -99,7 +99,7 @@ def last_level_cache() -> int:
     return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("row_bytes", [16, 100, 128, 200, 512, 516, 1000, 2048, 2052, 4096, 5000])
 def test_outputs_larger_than_the_cache(row_bytes: int):
     """Written past the cache, in whole lines where the rows allow and through scratch memory where not."""
