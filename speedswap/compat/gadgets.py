@@ -182,7 +182,7 @@ class NpyStore(LocalStore, Files):
         file = self.file_of(column)
         if not file.is_file():
             raise ValueError(f"{str(self.path)!r} has no {file.name}; was it another optimizer's?")
-        with says_if_full(file):
+        with says_if_full(file.parent):
             _take_room(file)
         array = np.lib.format.open_memmap(file, mode="r+")
         wanted = (self.num_embeddings, *column.row_shape), numpy_dtype(column.dtype)
@@ -197,7 +197,7 @@ class NpyStore(LocalStore, Files):
                 raise TypeError(
                     f"column {column.name!r} is {column.dtype}, which .npy files do not hold; choose another dtype"
                 )
-            with says_if_full(file):
+            with says_if_full(file.parent):
                 shape = (self.num_embeddings, *column.row_shape)
                 try:
                     array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)

@@ -203,7 +203,7 @@ def _on_disk(
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
         after = ShardsManifest(name, owners.num_embeddings, store.facts.seed, whole, tuple(each[0] for each in found))
         if after.encode(path) != (before and before.encode(path)):
-            with says_if_full(path / "MANIFEST"):
+            with says_if_full(path):
                 ManifestFile.write(OpenDirectory(path), after.encode(path))  # on every rank: its disk may be local
         task.round()
         if group.rank == 0:

@@ -142,7 +142,7 @@ def export_rows(
     with read_alone(store) as alone:
         if alone is not None:
             real = target_file(path, overwrite)
-            with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
+            with says_if_full(real.parent, NOTHING_LEFT), ExitStack() as written:
                 rows = written.enter_context(outgoing(alone, name, columns, keys))
                 require_room(least_bytes(FORMATS[name], rows), real)
                 FORMATS[name].write(written.enter_context(write_whole(real)), rows)
@@ -232,7 +232,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileExistsError(f"path is {os.fspath(path)!r}, which exists; give another path, or remove it")
     require_folder(real.parent)
     remove_leftovers(real.parent)
-    with says_if_full(real, NOTHING_LEFT), fresh_folder(real.parent) as folder:
+    with says_if_full(real.parent, NOTHING_LEFT), fresh_folder(real.parent) as folder:
         yield folder / real.name
         rename_without_replacing(folder / real.name, real)
         sync_names(real.parent)

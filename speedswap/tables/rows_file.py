@@ -209,7 +209,7 @@ def save_rows(
             writer = None
             if all(store.facts.ranks is None or store.facts.ranks.rank == 0 for store in stores.values()):
                 real = target_file(path, overwrite)
-                written.enter_context(says_if_full(real, NOTHING_LEFT))
+                written.enter_context(says_if_full(real.parent, NOTHING_LEFT))
                 writer = _Writer(saved, real, written)
             for name, store in stores.items():
                 with read_alone(store) as alone:

@@ -464,7 +464,7 @@ class Folders:
         """
         unfinished = self.path / f".unfinished-{token}"
         outcome = "earlier checkpoints are intact: free space there, or give another path"
-        with says_if_full(unfinished, outcome):
+        with says_if_full(unfinished.parent, outcome):
             yield unfinished
 
     @contextmanager

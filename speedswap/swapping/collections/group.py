@@ -181,7 +181,7 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
     """
     refuse_within_table(path / "groups")
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    with says_if_full(path / "groups"):
+    with says_if_full(path):
         path.mkdir(parents=True, exist_ok=True)
     directory = OpenDirectory(path)
     busy = f"path is {str(path)!r}, where another process is making a collection; wait for it"
@@ -192,7 +192,7 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
                 TableDirectory.discard_scratch(path / name)
                 Place(path / name).refuse_existing()
             try:
-                with says_if_full(path / "groups"):
+                with says_if_full(path):
                     file = OpenFile(directory.create(_UNFINISHED))
                     os.pwrite(file.fd, json.dumps(names).encode(), 0)
                     os.fsync(file.fd)

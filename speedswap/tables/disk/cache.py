@@ -143,7 +143,7 @@ class LogCache:
             )
             for each in manifest.layouts
         ]
-        with self.says_damaged(), says_if_full(path / "rows.log"):
+        with self.says_damaged(), says_if_full(path):
             self.log: kernels.RowLog = kernels.RowLog(
                 files.rows.fd,
                 files.head.fd,
@@ -257,7 +257,7 @@ class LogCache:
 
     def make_room(self, rows: int) -> kernels.Room:
         """Return room for ``rows`` rows in whole groups; raise TableFullError if there is none."""
-        with says_if_full(self._path / "rows.log"):
+        with says_if_full(self._path):
             return self.log.make_room(-(-rows // self.manifest.group_rows), self._reserved)
 
     def room_for(self, rows: Tensor) -> kernels.Room:
@@ -301,7 +301,7 @@ class LogCache:
             TableFullError: there is no room; nothing has changed.
         """
         parts = fields.parts(blocks)
-        with says_if_full(self._path / "rows.log"):
+        with says_if_full(self._path):
             try:
                 self.log.write(places, self._reserved if room is None else room)
                 kernels.scatter_records(self._records, places, parts)
@@ -320,7 +320,7 @@ class LogCache:
     def rewrite(self, rows: Tensor) -> None:
         """Mark rows as changed, without changing them, so that they are written in the newest layout."""
         for piece in self.pieces(len(rows)):
-            with self.brought(rows[piece]) as places, says_if_full(self._path / "rows.log"):
+            with self.brought(rows[piece]) as places, says_if_full(self._path):
                 self.log.write(places)
 
     @contextmanager

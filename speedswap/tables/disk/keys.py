@@ -271,7 +271,7 @@ class LogKeys:
             file, begin = self._directory.open_keys(before.file), files[-1][1]
             room, first = before.room, before.first
         end = begin + len(raw)
-        with says_if_full(self._directory.files.path / files[-1][0]):
+        with says_if_full(self._directory.files.path):
             if end > room:
                 room = end + min(begin, _MOST_AHEAD)
                 kernels.allocate(file.fd, begin, room - begin)

@@ -155,13 +155,13 @@ class LogCommits:
         head = body
         if len(body) > HEAD_BYTES:
             name, file = self.keys.new_file(saving)
-            with says_if_full(self._directory.files.path / name):
+            with says_if_full(self._directory.files.path):
                 kernels.allocate(file.fd, 0, len(body))
             saving.writes.append((file, 0, torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
             head, names = LogHead.elsewhere(name, body), names | {name}
         writes = [(file.fd, at, raw) for file, at, raw in saving.writes]
         writes += [(file.fd, 0, NOTHING) for file in discarded]  # another thread closes them
-        with says_if_full(self._directory.files.path / "rows.log"), deferred_interrupts():
+        with says_if_full(self._directory.files.path), deferred_interrupts():
             self.begun = log.begin_commit(head, hold=hold, files=writes)
             self.keys.accept(saving)
             self._head, self.changed, self._writes = body, False, self._notes.writes
@@ -215,7 +215,7 @@ class LogCommits:
             return
         if not self.is_saved:
             self.begin(log)
-        with says_if_full(self._directory.files.path / "rows.log"):
+        with says_if_full(self._directory.files.path):
             log.wait(self.begun)
         self._discard_keys(log)
 

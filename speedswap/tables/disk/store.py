@@ -38,7 +38,7 @@ def new_log(directory: TableDirectory, manifest: LogManifest) -> LogFiles:
     """Create the files of a log, with one empty commit; a scratch table's files have no names."""
     files = directory.create_log(manifest.log, named=not manifest.scratch)
     head = LogHead(0, 0, {}, {}).encode(manifest.name)
-    with says_if_full(directory.files.path / "HEAD"):
+    with says_if_full(directory.files.path):
         kernels.RowLog.create(files.rows.fd, files.head.fd, salt=manifest.salt, head=head)
     directory.files.sync()
     return files

@@ -339,7 +339,7 @@ class TableDirectory(Locked):
         """
         names = log_names(number)
         try:
-            with says_if_full(self.files.path / names[0]):
+            with says_if_full(self.files.path):
                 files = LogFiles(*(OpenFile(self.files.create(name)) for name in names))
         except BaseException:
             self._remove_all(names)
@@ -365,7 +365,7 @@ class TableDirectory(Locked):
         while self.files.status(name := f"keys-{self._next_keys % _NUMBERS}.bin") is not None:
             self._next_keys += 1
         self._next_keys += 1
-        with says_if_full(self.files.path / name):
+        with says_if_full(self.files.path):
             return name, OpenFile(self.files.create(name))
 
     def open_keys(self, name: str) -> OpenFile:
@@ -404,7 +404,7 @@ class TableDirectory(Locked):
             return
         before, self._manifest = self._manifest, None  # if this fails, either of the two may be in place
         try:
-            with says_if_full(self.files.path / MANIFEST):
+            with says_if_full(self.files.path):
                 self._manifest = ManifestFile.write(self.files, body)
         except TableFullError:
             self._manifest = before  # the previous one is still in place

@@ -200,7 +200,7 @@ def _open(directory: OpenDirectory) -> int:
             return directory.open(_LOCK, os.O_RDWR)
         except FileNotFoundError:
             try:
-                with says_if_full(directory.path / _LOCK):
+                with says_if_full(directory.path):
                     return directory.create(_LOCK)
             except FileExistsError:
                 continue

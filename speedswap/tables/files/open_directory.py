@@ -172,12 +172,12 @@ def sync_names(directory: Path) -> None:
 
 @contextmanager
 def says_if_full(
-    path: Path, outcome: str = "no row was changed: free space there, or keep the table on another disk"
+    folder: Path, outcome: str = "no row was changed: free space there, or keep the table on another disk"
 ) -> Iterator[None]:
     """Raise TableFullError in place of the system's error for a full disk.
 
     Args:
-        path: of the file.
+        folder: of the file.
         outcome: the resulting state, and the remedy.
     """
     try:
@@ -187,5 +187,5 @@ def says_if_full(
             raise
         raise TableFullError(
             error.errno,
-            f"no room on the disk of {path.parent} ({os.strerror(error.errno or 0)}); {outcome}",
+            f"no room on the disk of {folder} ({os.strerror(error.errno or 0)}); {outcome}",
         ) from error

@@ -114,7 +114,7 @@ class Place:
 
     def _try_to_begin(self) -> tuple[OpenDirectory, WriterLock] | None:
         try:
-            with says_if_full(self.path):
+            with says_if_full(self.path.parent):
                 os.mkdir(self.hidden)
         except FileExistsError:
             self._discard_leftover(self.hidden)
@@ -258,7 +258,7 @@ class Place:
     def _make_parents(self) -> None:
         missing = [parent for parent in self.path.parents if not os.path.lexists(parent)]
         for directory in reversed(missing):
-            with says_if_full(directory), contextlib.suppress(FileExistsError):
+            with says_if_full(directory.parent), contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
                 self._made.append(directory)
 
