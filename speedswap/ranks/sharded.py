@@ -317,7 +317,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     def _put(self, column: str, places: Tensor, values: Tensor) -> None:
         """Overwrite this rank's rows of a column, rounded to nearest, without counting a scatter."""
         held = self.own.columns[column]
-        if held.compact and held.rounding == "stochastic":
+        if held.rounds_at_random:
             values = values.to(held.stored_dtype).to(held.dtype)  # rounding does not change them
         order, writes = places.argsort(), self.notes.writes
         if len(places):
@@ -438,13 +438,9 @@ class _OwnRows(WrappedStore):
         self._owners, self._rank = owners, rank
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        rounded: dict[str, Tensor] = {}
-        for name, tensor in values.items():
-            column = self.columns[name]
-            if column.compact and column.rounding == "stochastic":
-                tensor = tensor.clone()
-                key = kernels.rounding_key(self.facts.seed, column.key, self.notes.writes)
-                ids = self._owners.ids(block.rows.cpu(), self._rank).to(tensor.device)
-                kernels.round_rows(tensor, ids, kernels.Stored(column.stored_dtype, key))
-            rounded[name] = tensor
-        self.inner.scatter(block, rounded, transfers)
+        columns = {name: self.columns[name] for name in values if self.columns[name].rounds_at_random}
+        if columns:
+            ids, draw = self._owners.ids(block.rows.cpu(), self._rank), (self.facts.seed, self.notes.writes)
+            rounded = {name: column.rounded(values[name], ids, *draw) for name, column in columns.items()}
+            values = {**values, **rounded}
+        self.inner.scatter(block, values, transfers)

@@ -296,7 +296,7 @@ class LocalStore(RowStore):
                 self.notes.hot = begin_cache(self._hot_bytes, self.groups, near[0], self.name)
                 self._hot_bytes = None if self.notes.hot is None else self._hot_bytes
         if transfers is not None and (near or self.notes.hot is None):
-            forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
+            forms = self._forms(values)
             self._written = True
             write = PendingWrite(block, blocks, forms)
             self._scatter_later(write, groups, transfers)
@@ -317,7 +317,7 @@ class LocalStore(RowStore):
                 if is_host and fields.copied and records.device.type == "cpu":
                     kernels.scatter_block(records, block.rows, fields, blocks)
                 else:
-                    forms = {name: self._form(name, fields[name]) for name in fields}
+                    forms = self._forms(fields)
                     _scatter(records, block.rows, fields, blocks, forms)
             if near and self.notes.hot is not None:
                 self.notes.hot.scattered()
@@ -357,11 +357,9 @@ class LocalStore(RowStore):
         leaves_rows = is_near and hot is None and not self.notes.viewed and self._in_host_memory(_CPU)
         self._pending.queue_write(write, transfers, queue, leaves_rows=leaves_rows)
 
-    def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
-        """Return how the next scatter converts a column: the scatter's number seeds stochastic rounding."""
-        if field.stored is None or (column := self.columns[name]).rounding == "nearest":
-            return field.stored
-        return column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
+    def _forms(self, names: Iterable[str]) -> dict[str, kernels.Stored | None]:
+        """Return how the next scatter converts columns."""
+        return {name: self._columns[name].form_of_write(self.seed, self.notes.writes) for name in names}
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         writes = self._pending.writes()

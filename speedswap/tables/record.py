@@ -100,6 +100,25 @@ class Column:
         return kernels.Stored(self.stored_dtype, key) if self.compact else None
 
     @property
+    def rounds_at_random(self) -> bool:
+        """True if values are rounded to the stored dtype at random."""
+        return self.compact and self.rounding == "stochastic"
+
+    def form_of_write(self, seed: int, write: int) -> kernels.Stored | None:
+        """Return :meth:`form` for one write, whose number and the table's seed decide how values are rounded."""
+        return self.form(kernels.rounding_key(seed, self.key, write) if self.rounds_at_random else None)
+
+    def rounded(self, values: torch.Tensor, ids: torch.Tensor, seed: int, write: int) -> torch.Tensor:
+        """Return rows, on any device, as one write rounds them: at random by their ids, or not yet."""
+        if not self.rounds_at_random:
+            return values
+        form = self.form_of_write(seed, write)
+        assert form is not None
+        values = values.clone(memory_format=torch.contiguous_format)
+        kernels.round_rows(values, ids, form)
+        return values
+
+    @property
     def width(self) -> int:
         """Items in one row."""
         return math.prod(self.row_shape)

@@ -392,7 +392,7 @@ class TableToLoad:
                 "make the model with that number"
             )
         renews = any(id_map.evict is not None for id_map in maps.values())
-        draws = any(column.rounding == "stochastic" for column in table.columns.values())
+        draws = any(column.rounds_at_random for column in table.columns.values())
         if self.trainer is not None and table.seed != saved.seed and (renews or draws):
             why = "resetting rows" if renews else "stochastic rounding"
             raise CheckpointError(

@@ -234,9 +234,9 @@ class LogStore(LogColumns, Commits):
         return Block(rows, {name: blocks[name] for name in fields}, held)
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        rows = block.rows
+        rows, draw = block.rows, (self.facts.seed, self.notes.writes)
         blocks = {
-            name: self._rounded(self.columns[name], rows, kernels.as_read(value.detach()))
+            name: self.columns[name].rounded(kernels.as_read(value.detach()), rows, *draw)
             for name, value in values.items()
         }
         held, fields = self._held.taken(block.place), self._cache.fields(tuple(values))
@@ -275,16 +275,6 @@ class LogStore(LogColumns, Commits):
                 # Retry even if this frees nothing: a commit in flight may have freed some since the error.
                 goes_on = self._commits.free_room(self._cache.log)
                 self._commits.changed = rows > 0
-
-    def _rounded(self, column: Column, rows: Tensor, block: Tensor) -> Tensor:
-        """Round columns with stochastic rounding; the random numbers depend on the row's number, not on its place."""
-        if not column.compact or column.rounding == "nearest":
-            return block
-        form = column.form(kernels.rounding_key(self.facts.seed, column.key, self.notes.writes))
-        assert form is not None
-        rounded = block.clone(memory_format=torch.contiguous_format)
-        kernels.round_rows(rounded, rows, form)
-        return rounded
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:
         return self._held.add(self._cache, lookup, transfers)
