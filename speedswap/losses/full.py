@@ -172,8 +172,8 @@ class AllRows(NamedTuple):
                 raise ValueError(f"bias is {each!r}; give an embedding of width 1 with {len(table)} rows, as items has")
         chunk = None if chunk is None else count("chunk", chunk)
         if table.ranks is not None:  # they read the same chunks, whatever the number of their samples
-            chunk = pieces_for(table, 1, 1, queries.device, chunk).chunk
-        pieces = pieces_for(table, len(queries), 1, queries.device, chunk)
+            chunk = pieces_for(table, table.num_embeddings, 1, 1, queries.device, chunk).chunk
+        pieces = pieces_for(table, table.num_embeddings, len(queries), 1, queries.device, chunk)
         return cls(tables, trained, getattr(items, "padding_idx", None), pieces)
 
     def queries_of(self, hidden: Tensor) -> Tensor:

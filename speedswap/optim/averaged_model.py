@@ -66,7 +66,7 @@ class Averaged(AveragedModel):
         self.decay, self.use_buffers = decay, use_buffers
         steps = [step for each in with_tables(model).parameters() if (step := step_of(each)) is not None]
         for step in steps:
-            if (why := _why_not(step)) and (_is_trained(step) or step.is_sharded):
+            if (why := _why_not(step)) and (_is_trained(step) or step.is_sharded or _has_averages(step)):
                 raise ValueError(
                     f"table {step.table.name!r} cannot have averages: {why}, and a row's average is known only while "
                     "its weight stays as this process's steps leave it; leave one of the two out"
@@ -169,12 +169,18 @@ def _is_trained(step: RowStep) -> bool:
     return step.weight.requires_grad and step.state.is_trainable
 
 
+def _has_averages(step: RowStep) -> bool:
+    return isinstance(step.table.store, AveragesStore)
+
+
 def _why_not(step: RowStep) -> str:
     """Return why rows cannot be averaged; nothing if they can."""
     if step.group is not None:
         return "ranks own the rows"
     if not step.state.is_trainable:
         return "its weights are for lookup only"
+    if _has_averages(step):
+        return "its weights are averages"
     return "" if step.state.idle is None else "idle_rows is 'dense'"
 
 

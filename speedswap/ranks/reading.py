@@ -71,7 +71,7 @@ class _RowsInOrder(WrappedStore):
     def __init__(self, store: RowsOfRanks, first_row: int, num_rows: int) -> None:
         super().__init__(store.own.store)
         self._own, self.owners, self._rank = store.own, store.owners, store.group.rank
-        self.first_row = first_row
+        self.first_row, self.num_rows = first_row, num_rows
         self._begin = self.owners.count_below(first_row, self._rank)
         count = self.owners.count_below(first_row + num_rows, self._rank) - self._begin
         self.facts = replace(self.facts, num_embeddings=count, nbytes=None, is_borrowed=True)
@@ -92,7 +92,14 @@ class _RowsInOrder(WrappedStore):
 
 @outside_graphs
 def top_rows_of_ranks(
-    table: Table, queries: Tensor, k: int, *, chunk: int | None, exclude: Exclude, padding_idx: int | None
+    table: Table,
+    queries: Tensor,
+    k: int,
+    *,
+    chunk: int | None,
+    exclude: Exclude,
+    padding_idx: int | None,
+    num_rows: int,
 ) -> Scored:
     """Return the best rows for this rank's queries; every rank must call this, with any number of queries.
 
@@ -101,8 +108,10 @@ def top_rows_of_ranks(
     """
     store, first_row = _joint_store(table.store)
     with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
-        search = partial(_search, task, _RowsInOrder(store, first_row, table.num_embeddings))
-        return top_rows(table, queries, k, chunk=chunk, exclude=exclude, padding_idx=padding_idx, search=search)
+        search = partial(_search, task, _RowsInOrder(store, first_row, num_rows))
+        return top_rows(
+            table, queries, k, chunk=chunk, exclude=exclude, padding_idx=padding_idx, num_rows=num_rows, search=search
+        )
 
 
 def _search(
@@ -163,7 +172,9 @@ def _one_group(
     ids = torch.full((len(came), k), -1, dtype=torch.int64)
     most, begin = min(k, own.facts.num_embeddings), 0
     for some, theirs in zip(torch.split(came, sizes) if most else [], left_out, strict=False):
-        found = best_rows(Table(own), some.to(theirs.ids.device), most, chunk, theirs)
+        found = best_rows(
+            Table(own), some.to(theirs.ids.device), most, chunk, theirs, num_rows=own.facts.num_embeddings
+        )
         values[begin : begin + len(some), :most] = found.values.cpu()
         ids[begin : begin + len(some), :most] = own.rows_of(found.ids.cpu())
         begin += len(some)
@@ -212,7 +223,7 @@ def _share_masks(task: Task, own: _RowsInOrder, mask: Tensor | None) -> list[Ten
     parts = [torch.empty(0, dtype=torch.bool)] * len(has_mask)
     if mask is not None:
         for rank in range(len(has_mask)):
-            begin, end = (own.owners.count_below(row, rank) for row in (own.first_row, own.first_row + len(mask)))
+            begin, end = (own.owners.count_below(row, rank) for row in (own.first_row, own.first_row + own.num_rows))
             parts[rank] = mask[own.owners.ids_in_order(rank, begin, end) - own.first_row]
     sent, given = [len(part) for part in parts], torch.cat(parts)
     received = [own.facts.num_embeddings * has for has in has_mask]

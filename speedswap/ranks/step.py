@@ -230,7 +230,7 @@ class ShardedStep(RowStep):
         self._note_unsettled()
 
     def receive_asked(self, lent: TrainedLookup, leaf: Tensor) -> None:
-        """Take the gradient that a backward pass left in a lookup's leaf."""
+        """Take the gradient that a backward pass left in a lookup's leaf; its graph is not kept."""
         with nullcontext() if self.group.own_pace.is_active else self._gradients.task():
             grad, leaf.grad = leaf.grad, None
             assert grad is not None

@@ -319,9 +319,14 @@ class BatchRows:
         with as_plain():  # this rank's rows, if ranks own them
             return not bool(grad.any())
 
+    @property
+    def are_moved(self) -> bool:
+        """True if the rows were changed in place since they were gathered, or written to the table."""
+        return self.batch._version != self._rows_version
+
     def lost_after_step(self) -> str | None:
         """Return the error for rows changed after the optimizer's step; None if they were not."""
-        if self.batch._version == self._rows_version:
+        if not self.are_moved:
             return None
         return (
             f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, but the "
@@ -334,7 +339,7 @@ class BatchRows:
         Args:
             attached: the optimizer whose state is in the table.
         """
-        if self.batch._version != self._rows_version:
+        if self.are_moved:
             return (
                 f"the rows of table {self._table.name!r} were changed on the device without the optimizer's hooks, so "
                 "the update did not reach the table; step with one of torch.optim, or with a subclass of "

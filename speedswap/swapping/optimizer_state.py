@@ -328,7 +328,8 @@ class OptimizerState:
         replaced, is_first = self.optimizer, self.attached is _nobody
         existing = self.add(found, optimizer)
         noted = noted_scalars(self.table)
-        resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
+        has_state = bool(existing or (found.row_state.scalars and not found.columns))
+        resumes = is_first and has_state and noted.get("class") == type(optimizer).__name__
         if self._is_copied:  # as in torch, a new optimizer of a copied model starts over; a copied one continues
             is_first = resumes = resumes and self.goes_on(optimizer)
         state = optimizer.state.get(self.weight, {}) if loaded is None else loaded

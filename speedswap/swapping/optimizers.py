@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -28,8 +29,10 @@ from speedswap.errors import OptimizerError
 from speedswap.swapping.weight import is_one_value
 from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
+from speedswap.tables.idle import LAST_STEP
 from speedswap.tables.init import seeded
 
+_OF_TABLES = re.compile(rf"weight|{LAST_STEP}|average(_\d+)?(_updates)?")  # the names of their own columns
 OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # do not affect the result
 
 
@@ -207,17 +210,19 @@ def probe(
 
     start: dict[str, Any] | None = {} if fresh else None
 
-    def moved(values: list[Tensor]) -> _Run:
-        return _run(optimizer, weight, [value.to(weight.device) for value in values], start=start, moving=True)
+    def moved(values: list[Tensor], scale: float = 1) -> _Run:
+        series = [values[0], *(scale * gradient for gradient in values[1:])]
+        return _run(optimizer, weight, [value.to(weight.device) for value in series], start=start, moving=True)
 
-    exact, other_row = moved(plain), moved(changed)
-    is_alike = _same_rows(exact, other_row, slice(1, None), slice(1, None), exactly=True)
-    if not is_alike or exact.numbers() != other_row.numbers():
-        raise OptimizerError(
-            f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table at "
-            "every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) for the "
-            "embedding, as a separate optimizer if the rest of the model is to keep this one"
-        )
+    for scale in (1e3, 1):  # a bound on the gradients' norm shows in large ones
+        exact, other_row = moved(plain, scale), moved(changed, scale)
+        is_alike = _same_rows(exact, other_row, slice(1, None), slice(1, None), exactly=True)
+        if not is_alike or exact.numbers() != other_row.numbers():
+            raise OptimizerError(
+                f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table "
+                "at every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) "
+                "for the embedding, as a separate optimizer if the rest of the model is to keep this one"
+            )
     if not _same_rows(exact, moved([value[1:4] for value in plain]), slice(1, 4), slice(None), exactly=False):
         raise OptimizerError(
             f"{name} mixes rows: a row's update depends on how many other rows are in the batch. Use an optimizer that "
@@ -236,6 +241,11 @@ def probe(
     )
     columns, scalars, derived = [], {}, []
     for key, value in sample.state.items():
+        if not isinstance(key, str) or _OF_TABLES.fullmatch(key):
+            raise OptimizerError(
+                f"{name} keeps state under {key!r}, but a table stores it by a name that is a string, and has columns "
+                f"'weight', {LAST_STEP!r} and 'average' of its own; use another optimizer for the embedding"
+            )
         if isinstance(value, Tensor) and value.dim() >= 1 and value.shape[0] == num_rows:
             initial = _first_value(key, sample, sample_other)
             if initial is None:
@@ -289,7 +299,9 @@ def _starts_from_zero(optimizer: Optimizer, weight: nn.Parameter, values: list[T
 
 
 def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _is_uniform(tensor: Tensor) -> bool:

@@ -275,11 +275,12 @@ class RowStep(Locked):
         """
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        if grad.requires_grad:
-            grad = grad.detach()
+        key_pass: KeyPass = leaf.key_pass  # type: ignore[attr-defined]
+        if not self.batch.requires_grad:  # frozen since the forward pass
+            key_pass.is_answered = True
+            return
         if self.padding.rows:
             self.padding.zero(grad, block.rows)
-        key_pass: KeyPass = leaf.key_pass  # type: ignore[attr-defined]
         if key_pass.following is not None:
             for rows in key_pass.renewed_after():
                 drop(grad, block.rows, rows)
@@ -406,6 +407,11 @@ class RowStep(Locked):
         """Return a closure that swaps the state in after ``closure`` and its backward pass."""
 
         def evaluated() -> Any:
+            if self.is_stepping and self._rows.are_moved:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} evaluates its closure again after it has moved the rows of table "
+                    f"{self.table.name!r}, but a lookup gives the table's; use another optimizer for the embedding"
+                )
             self._in_closure = True
             try:
                 loss = closure()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -237,6 +238,7 @@ def top_rows(
     chunk: int | None,
     exclude: Exclude,
     padding_idx: int | None,
+    num_rows: int,
     search: Callable[..., Scored] | None = None,
 ) -> Scored:
     """Return the ``k`` rows of a table with the largest inner products; see :meth:`TableModule.score`.
@@ -244,6 +246,7 @@ def top_rows(
     Exact search in one pass; later scores must exceed the best so far.
 
     Args:
+        num_rows: only the first ones are searched.
         search: searches in place of :func:`best_rows`.
     """
     many = as_matrix(table, queries)
@@ -253,18 +256,20 @@ def top_rows(
     chunk = None if chunk is None else count("chunk", chunk)
     whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
     left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
-    best = (search or best_rows)(table, many, k, chunk, left_out)
+    best = (search or partial(best_rows, num_rows=num_rows))(table, many, k, chunk, left_out)
     return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
 
 
-def best_rows(table: Table, queries: Tensor, k: int, chunk: int | None, left_out: Exclusions) -> Scored:
+def best_rows(
+    table: Table, queries: Tensor, k: int, chunk: int | None, left_out: Exclusions, *, num_rows: int
+) -> Scored:
     """Return the best rows for checked queries, shape (q, embedding_dim), as :func:`top_rows` does."""
     best = Scored(
         torch.full((len(queries), k), -math.inf, dtype=table.dtype, device=queries.device),
         torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device),
     )
     if len(queries):
-        pieces = pieces_for(table, len(queries), k, queries.device, chunk)
+        pieces = pieces_for(table, num_rows, len(queries), k, queries.device, chunk)
         with torch.autocast(queries.device.type, enabled=False):
             _scan(table, queries, pieces, Excluded(pieces, *left_out), best)
     return best
@@ -339,17 +344,19 @@ def _merge(best: Scored, query: Tensor, new: Scored) -> None:
     best.ids[changed] = ids[kept]
 
 
-def pieces_for(table: Table, num_queries: int, k: int, device: torch.device, chunk: int | None) -> Pieces:
+def pieces_for(
+    table: Table, num_rows: int, num_queries: int, k: int, device: torch.device, chunk: int | None
+) -> Pieces:
     """Choose the rows per chunk, unless given, by the bytes of the rows and their scores."""
     item_bytes = table.dtype.itemsize
     scores = max(1, _SCORES_BYTES.get(device.type, _OTHER_BYTES) // item_bytes)
     if chunk is None:
         rows = _ROWS_BYTES.get(device.type, _OTHER_BYTES) // (table.embedding_dim * item_bytes)
         chunk = max(1, min(rows, max(_LEAST_ROWS, _ROWS_PER_PLACE * k, scores // max(1, num_queries))))
-    chunk = min(chunk, table.num_embeddings)
+    chunk = min(chunk, num_rows)
     # With fewer queries than items per row, products would be bound by memory.
     group = max(1, min(num_queries, max(scores // chunk, table.embedding_dim)))
-    return Pieces(table.num_embeddings, num_queries, chunk, group)
+    return Pieces(num_rows, num_queries, chunk, group)
 
 
 def as_matrix(table: Table, queries: Tensor) -> Tensor:

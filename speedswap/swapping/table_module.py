@@ -175,11 +175,11 @@ class TableModule(OverTable):
 
         Returns:
             ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. With an
-            id map they are rows too: row r has the key r - 1 of :meth:`speedswap.IdMap.row_keys`. Ties go to the lower
-            id, whatever ``chunk`` is. (Products are rounded as in torch's matrix product; the last bit may depend on
-            the shape.) The row of ``padding_idx`` is not returned. If fewer than k rows are left, the result is filled
-            up with id -1 and value -inf; a row whose product is -inf counts as excluded. NaN comes first, as in
-            ``torch.topk``, which reveals rows that have become NaN.
+            id map they are rows too, of keys alone: row r has the key r - 1 of :meth:`speedswap.IdMap.row_keys`. Ties
+            go to the lower id, whatever ``chunk`` is. (Products are rounded as in torch's matrix product; the last bit
+            may depend on the shape.) The row of ``padding_idx`` is not returned. If fewer than k rows are left, the
+            result is filled up with id -1 and value -inf; a row whose product is -inf counts as excluded. NaN comes
+            first, as in ``torch.topk``, which reveals rows that have become NaN.
 
         Raises:
             ValueError, TypeError: k, chunk, or a shape or dtype does not fit.
@@ -194,7 +194,10 @@ class TableModule(OverTable):
             >>> items.score(torch.tensor([1.0, 0.0]), k=2, exclude=torch.tensor([2])).ids.tolist()
             [0, 1]
         """
-        return self._step.top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
+        with_keys = self.num_embeddings if self._keyed is None else 1 + len(self._keyed.id_map)
+        return self._step.top_rows(
+            self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx, num_rows=with_keys
+        )
 
     def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with one or several tensors of ids, for a lookahead.

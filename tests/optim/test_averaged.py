@@ -458,3 +458,9 @@ def test_rows_for_lookup_only_are_shared() -> None:
     assert torch.equal(averaged.module.read(), items.read())
     with pytest.raises(ValueError, match="cannot have averages: its weights are for lookup only"):
         averaged.update_parameters(nn.Embedding(6, 2))
+
+
+def test_averages_of_averages_are_refused() -> None:
+    averaged = Averaged(speedswap.Embedding(10, 4))
+    with pytest.raises(ValueError, match="cannot have averages: its weights are averages"):
+        Averaged(averaged.module)

@@ -27,6 +27,12 @@ def test_best_rows_are_those_of_one_process(ranks: RankPool, form: str, chunk: i
         assert single == items.score(torch.ones(scenarios.WIDTH), 5).ids.tolist()
 
 
+def test_best_rows_have_keys(ranks: RankPool) -> None:
+    wanted = scenarios.score_keys(None)
+    for found in ranks.run(scenarios.score_keys, 3):
+        assert all(map(torch.equal, found, wanted))
+
+
 def test_best_rows_of_a_table_in_a_collection(ranks: RankPool) -> None:
     """Its rows are a range of the store's; a table of two rows has owners without any."""
     items = speedswap.Embedding.from_pretrained(scenarios.weights())

@@ -51,6 +51,15 @@ def score(group, form, chunk):
     return found, single.ids.tolist()
 
 
+def score_keys(group):
+    """Return the best rows of a table with fewer keys than rows, with rows excluded in two forms."""
+    items = speedswap.Embedding(300, WIDTH, id_map=speedswap.IdMap(300), seed=6, storage=owned(group))
+    keys = torch.arange(90) * 7
+    items(keys if group is None else keys.tensor_split(group.size())[group.rank()])
+    forms = torch.arange(301) % 3 == 0, torch.tensor([1, 5, 299])
+    return [items.score(queries_of(0), 100, exclude=form).ids for form in forms]
+
+
 def score_in_collection(group):
     """Return the best rows of the second of two tables in one store, and of a table with fewer rows than ranks."""
     configs = [

@@ -10,6 +10,7 @@ import inspect
 import io
 import multiprocessing
 import pickle
+import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -132,6 +133,54 @@ class EstimatesRate(ToyLamb):
                 parameter.sub_(parameter.grad, alpha=0.1 if group["seen"] < 1 else 0.2)
 
 
+class ClipsNorm(Optimizer):
+    """Bounds the norm of the whole gradient; small ones are below it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"bound": 100.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                norm = parameter.grad.norm()
+                parameter.sub_(parameter.grad * (self.param_groups[0]["bound"] / norm).clamp(max=1), alpha=0.1)
+
+
+class Counts(Optimizer):
+    """Takes smaller steps as it counts them under a key."""
+
+    def __init__(self, params: Any, key: Any = "steps", start: Any = 0) -> None:
+        super().__init__(params, {})
+        self.key, self.start = key, start
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state[self.key] = state.get(self.key, self.start) + 1
+                parameter.sub_(parameter.grad, alpha=0.1 / abs(complex(state[self.key])))
+
+
+class Extrapolates(Optimizer):
+    """Takes the gradient at a point ahead."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        with torch.enable_grad():
+            closure()
+        (weight,) = self.param_groups[0]["params"]
+        before = weight.clone()
+        weight.sub_(weight.grad)
+        with torch.enable_grad():
+            closure()
+        weight.copy_(before).sub_(weight.grad)
+
+
 class Wraps(Optimizer):
     """Has the state of the optimizer that it wraps, as a property."""
 
@@ -155,6 +204,7 @@ class Wraps(Optimizer):
     [
         (ScheduleFree, r"moves parameters in eval\(\) and train\(\), between steps, but a table's rows would not move"),
         (EstimatesRate, "mixes rows: one row's update changes"),
+        (ClipsNorm, "mixes rows: one row's update changes"),
         (Wraps, "cannot be examined: .*'within'.*use another optimizer"),
         (torch.optim.Muon if hasattr(torch.optim, "Muon") else ToyLamb, "mixes rows"),
         (torch.optim.Adafactor, "mixes rows"),
@@ -178,6 +228,50 @@ def test_unfit_optimizers_are_refused_with_the_reason(
     if cls is not torch.optim.LBFGS:
         with pytest.raises(OptimizerError, match=cls.__name__):
             optimizer.step()  # and as it would attach itself
+    assert torch.equal(items.table.read(), before)
+
+
+@pytest.mark.parametrize("key", ["weight", "average", "average_2_updates", "last_step", 3, None, ("step", 0)])
+def test_state_under_a_name_that_no_column_can_have_is_refused(key: Any, items: speedswap.Embedding) -> None:
+    with pytest.raises(OptimizerError, match=re.escape(f"Counts keeps state under {key!r}, but a table")):
+        speedswap.attach(Counts(items.parameters(), key), items)
+
+
+def test_a_complex_scalar_is_refused(items: speedswap.Embedding) -> None:
+    with pytest.raises(OptimizerError, match="keeps 'steps', of type Tensor, without a row for each"):
+        speedswap.attach(Counts(items.parameters(), start=torch.tensor(1j)), items)
+
+
+def test_a_count_alone_goes_on_with_a_table_opened_again(tmp_path: Path) -> None:
+    ids, rows = torch.arange(4), []
+    for pause in (False, True):
+        table = speedswap.Table.create(ROWS, DIM, path=tmp_path / str(pause), seed=1)
+        for _ in range(3):
+            items = speedswap.Embedding(ROWS, DIM, table=table)
+            optimizer = Counts(items.parameters())
+            for _ in range(1 if pause else 3):
+                optimizer.zero_grad()
+                items(ids).sin().sum().backward()
+                optimizer.step()
+            if not pause:
+                break
+            table.close()
+            table = speedswap.Table.open(tmp_path / str(pause))
+        rows.append(table.read())
+    assert torch.equal(*rows)
+
+
+def test_a_closure_that_is_called_again_at_moved_rows_is_refused(items: speedswap.Embedding) -> None:
+    before, optimizer = items.table.read(), Extrapolates(items.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = items(torch.arange(4)).sin().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(OptimizerError, match="Extrapolates evaluates its closure again after it has moved the rows"):
+        optimizer.step(closure)
     assert torch.equal(items.table.read(), before)
 
 

@@ -156,6 +156,43 @@ def test_a_weight_frozen_after_its_backward_pass_is_stepped(optimizer: str) -> N
     assert_alike(*trainings)
 
 
+def test_a_weight_frozen_before_its_backward_pass_gets_no_gradient() -> None:
+    trainings = both("adam")
+    for each in trainings:
+        each.optimizer.zero_grad()
+        ids = torch.arange(ROWS).repeat(2, 1)
+        loss = each.model(ids, ids).square().sum()
+        each.turn("items")
+        loss.backward()
+        assert each.model.items.weight.grad is None
+        each.step()
+        each.turn("items")
+        each.train(3)
+    assert_alike(*trainings)
+
+
+@pytest.mark.parametrize("lookups", [1, 2])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_penalty_on_gradients_reaches_rows_and_other_layers(lookups: int) -> None:
+    outcomes = []
+    for package in (speedswap, nn):
+        items = package.Embedding(ROWS, 4, padding_idx=1)
+        head = nn.Linear(4, 1)
+        with torch.no_grad():
+            items.weight.copy_(torch.linspace(-1, 1, ROWS * 4).view(ROWS, 4))
+            nn.init.constant_(head.weight, 0.5)
+            nn.init.zeros_(head.bias)
+        optimizer = torch.optim.SGD([*items.parameters(), *head.parameters()], lr=0.1)
+        for seed in (1, 2):
+            optimizer.zero_grad()
+            ids = torch.randint(ROWS, (8,), generator=torch.Generator().manual_seed(seed))
+            sum(head(items(some)).sin().sum() for some in ids.chunk(lookups)).backward(create_graph=True)
+            sum(parameter.grad.square().sum() for parameter in (items.weight, *head.parameters())).backward()
+            optimizer.step()
+        outcomes.append([items.state_dict()["weight"], head.weight])
+    torch.testing.assert_close(*outcomes)
+
+
 @_any_optimizer
 def test_a_gradient_outlives_a_load_of_the_rows(optimizer: str) -> None:
     trainings = both(optimizer)

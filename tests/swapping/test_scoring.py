@@ -290,6 +290,15 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], error: type[Exce
         items_of(whole(50, 4)).score(queries, **settings)
 
 
+@pytest.mark.parametrize("exclude", [torch.arange(101) == 2, torch.tensor([2, 50])], ids=["mask", "ids"])
+def test_rows_of_no_key_are_not_found(exclude: Tensor, place: dict[str, Any]) -> None:
+    items = speedswap.Embedding(100, 4, id_map=speedswap.IdMap(100), **place)
+    items(torch.tensor([70, 80, 90, 70]))
+    (values, ids), rows = items.score(torch.ones(2, 4), k=5, exclude=exclude), items.table.read()
+    assert sorted(ids[0].tolist()) == [-1, -1, -1, 1, 3]
+    assert torch.equal(values[1, :2], rows[ids[1, :2]].sum(1))
+
+
 def test_rows_of_complex_numbers_have_no_order() -> None:
     items = speedswap.Embedding(5, 4, dtype=torch.complex64, init=speedswap.init.zeros())
     with pytest.raises(TypeError, match=r"complex64; .*complex products have no order"):
