@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.functions import key_of, kind_of, name_of
+from speedswap.batching.functions import counted, key_of, kind_of, name_of
 from speedswap.batching.memory import storages
 from speedswap.batching.nested import Batch, loss_of, tensors_of
 from speedswap.batching.retry import Search
@@ -200,8 +200,7 @@ class _Comparison:
         if self.declared.normalizer is None:
             counts = [float(self._samples_in(one)) for one in apart]
         else:
-            taken = [self._take(one) for one in apart]
-            counts = [float(self.declared.normalizer(*args, **kwargs)) for args, kwargs in taken]
+            counts = [float(counted(self.declared.normalizer, *self._take(one))) for one in apart]
         total = sum(counts)
         if not 0 < total < math.inf or min(counts) < 0:  # invalid counts are refused when the batch is weighed
             return None

@@ -339,9 +339,9 @@ class Escalation:
     """
 
     def __init__(
-        self, wanted: bool | Iterable[nn.Module], offload: bool, ranks: TrainingRanks, *, remembers: bool
+        self, wanted: bool | Sequence[nn.Module], offload: bool, ranks: TrainingRanks, *, remembers: bool
     ) -> None:
-        self._wanted = wanted if isinstance(wanted, bool) else list(wanted)
+        self._wanted = wanted
         self._always_offloads, self._offloads = offload, False
         self._ranks = ranks
         self._remembers = remembers

@@ -6,7 +6,8 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,15 @@ def require_function(name: str, function: object) -> None:
         )
     if not callable(function):
         raise BatchError(f"{name} is {a_kind(function)}; give a function")
+
+
+def counted(normalizer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | float:
+    """Return what a normalizer counts in some samples; BatchError unless it is one number."""
+    count: Any = normalizer(*args, **kwargs)
+    if not isinstance(count, Tensor | Real) or (isinstance(count, Tensor) and count.numel() != 1):
+        found = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else a_kind(count)
+        raise BatchError(f"normalizer(…) returned {found}; return one number, as (targets != -100).sum() is")
+    return count  # type: ignore[return-value]
 
 
 def require_integer(name: str, value: Any, least: int = 1) -> int:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap._words import a_kind
 from speedswap.batching.attempts import Circumstances
-from speedswap.batching.functions import key_of, name_of
+from speedswap.batching.functions import counted, key_of, name_of
 from speedswap.batching.nested import NO_AUX, Arguments, Batch, kept, loss_of, parted, replace_tensors, tensors_of
 from speedswap.batching.packing import MicroBatch, Parts
 from speedswap.batching.rollback import HALF_PRECISION, Buffers, Changes, RandomState
@@ -290,9 +290,7 @@ class MicroBatches:
             total = self.common.ranks.samples(sum(sizes))
         else:
             with torch.no_grad():
-                counts = _as_floats(
-                    [self.normalizer(*args, **kwargs) for args, kwargs in map(parts.arguments, parts.each)]
-                )
+                counts = _as_floats([counted(self.normalizer, *parts.arguments(each)) for each in parts.each])
             counts = [count if size else 0.0 for count, size in zip(counts, sizes, strict=True)]
             for count in counts:
                 if not 0 <= count < float("inf"):

@@ -147,8 +147,9 @@ class Batch:
     """The arguments of one call, split together along the first dimension.
 
     Tensors, arrays and anything else that has a shape and can be sliced are split as views; dictionaries, tuples, named
-    tuples, dataclasses and lists are looked into. A list without tensors that has one item per sample is sliced, and
-    so are jagged tensors: those of torch.nested, and a ``KeyedJaggedTensor``, TorchRec's or speedswap's.
+    tuples, dataclasses and lists are looked into. A list without tensors that has one item per sample is sliced, as is
+    such a tuple of strings, and so are jagged tensors: those of torch.nested, and a ``KeyedJaggedTensor``, TorchRec's
+    or speedswap's.
     Values without a batch dimension (None, numbers, strings, 0-d tensors, modules, :class:`Whole`) stay unchanged.
 
     Args:
@@ -272,6 +273,11 @@ def is_plain_list(value: Any) -> bool:
     return type(value) is list and next(tensors_of(value), None) is None
 
 
+def _may_be_per_sample(value: Any) -> bool:
+    """Return whether a value is a plain list, or a tuple of strings, as torch's loaders make of samples in tuples."""
+    return is_plain_list(value) or (type(value) is tuple and all(isinstance(item, (str, bytes)) for item in value))
+
+
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
     """Return a container's items, each with its place in words; None for other values."""
     if isinstance(value, Mapping):
@@ -315,7 +321,7 @@ def _leading(path: str, value: Any) -> Iterator[tuple[str, int, Any]]:
     column = _column(value)
     if column is not None:
         yield path, column[0], value
-    elif not isinstance(value, Whole) and not is_plain_list(value):
+    elif not isinstance(value, Whole) and not _may_be_per_sample(value):
         for place, item in _fields(value) or ():
             yield from _leading(path + place, item)
 
@@ -336,7 +342,7 @@ def _part(value: Any, size: int, samples: slice | list[int]) -> Any:
     column = _column(value)
     if column is not None:
         return _cut(column[1], size, samples)
-    if is_plain_list(value):
+    if _may_be_per_sample(value):
         return _cut(value, size, samples) if len(value) == size else value
     return value.value if isinstance(value, Whole) else _changed(value, lambda item: _part(item, size, samples))
 
@@ -349,8 +355,8 @@ def _cut(value: Any, size: int, samples: slice | list[int]) -> Any:
     if is_jagged(value):
         return chosen(value, samples)
     if isinstance(samples, list) and isinstance(value, (list, tuple)):
-        return [value[index] for index in samples]
-    return value[samples]
+        return type(value)(value[index] for index in samples)
+    return getattr(value, "iloc", value)[samples]  # pandas takes a list of numbers for labels
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -491,12 +497,13 @@ def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None,
         return Padded(_joined(values, sizes, order, path), lengths, first.side)
     if isinstance(first, PerSample):
         parts = [part.items for part in parts]
-    elif not is_plain_list(first):
+    elif not _may_be_per_sample(first):
         return _joined_items(parts, sizes, order, path)
     elif any(len(part) != size for part, size in zip(parts, sizes, strict=True)):
-        return parts
+        return parts if isinstance(first, list) else _joined_items(parts, sizes, order, path)
     items = [item for part in parts for item in part]
-    return items if order is None else [items[place] for place in order]
+    items = items if order is None else [items[place] for place in order]
+    return tuple(items) if isinstance(first, tuple) else items
 
 
 def _joined_items(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:

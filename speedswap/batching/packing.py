@@ -230,7 +230,10 @@ def costs_of(batch: Batch, cost: Callable[..., Any] | None) -> list[int]:
         return [max(1, length) for length in lengths]
     args, kwargs = batch.take(slice(0, batch.size))
     with torch.no_grad():
-        found = torch.as_tensor(cost(*args, **kwargs)).double()
+        given = cost(*args, **kwargs)
+    if given is None:
+        raise BatchError(f"cost(…) returned None for {batch.size} samples; return one number for each, at least 0")
+    found = torch.as_tensor(given).double()
     if found.shape != (batch.size,) or not bool(((found >= 0) & found.isfinite()).all()):
         raise BatchError(
             f"cost(…) returned {found.flatten()[:8].tolist()} of shape {tuple(found.shape)} for {batch.size} samples; "

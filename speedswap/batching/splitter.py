@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from speedswap._words import a_kind
 from speedswap.batching.attempts import BatchAttempts, Circumstances, Limit, MicroBatchSize
 from speedswap.batching.check import Checks
 from speedswap.batching.escalation import Escalation
@@ -96,6 +98,7 @@ class Callback:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_Kind = TypeVar("_Kind")
 Result = TypeVar("Result", Tensor, tuple[Tensor, Any])
 Encoders = Callable[..., Any] | Sequence[Callable[..., Any]]
 
@@ -218,19 +221,26 @@ class BatchSplitter:
         _require(auto or _is_positive(micro_batch_size), "micro_batch_size", micro_batch_size, 'at least 1, or "auto"')
         _require(_is_positive(grow_after), "grow_after", grow_after, "at least 1")
         _require(normalizer is None or reduction == "mean", "normalizer", normalizer, 'None unless reduction is "mean"')
-        self.callbacks = list(callbacks)
-        self._modules = None if model is None else [model] if isinstance(model, nn.Module) else list(model)
+        for name, function in (("normalizer", normalizer), ("cost", cost)):
+            if function is not None:
+                require_function(name, function)
+        for name, flag in (("offload_activations", offload_activations), ("check", check)):
+            _require(isinstance(flag, bool), name, flag, "True or False")
+        _require(scaler is None or isinstance(scaler, torch.amp.GradScaler), "scaler", scaler, "a GradScaler, or None")
+        self.callbacks = _all("callbacks", callbacks, Callback)
+        self._modules = None if model is None else _all("model", model, nn.Module)
         self._ranks = _ranks_of(self._modules or [])
         if offload_activations:
             self._refuse_in_step("offload_activations")
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        optimizers = _all("optimizer", optimizer, torch.optim.Optimizer)
+        ways = escalate if isinstance(escalate, bool) else _all("escalate", escalate, nn.Module)
         nbytes = 0 if reserve is None else as_bytes("reserve", reserve)
         common = self._common = Circumstances(
             self._modules,
             self._ranks,
             None if memory is None else as_bytes("memory", memory),
             Reserve(nbytes, optimizers) if nbytes or optimizers else None,
-            Escalation(escalate, offload_activations, self._ranks, remembers=self._modules is not None),
+            Escalation(ways, offload_activations, self._ranks, remembers=self._modules is not None),
         )
         size = None if auto else int(micro_batch_size)
         self._sizes = MicroBatchSize(size, grow_after, self._tell)
@@ -502,12 +512,23 @@ class BatchSplitter:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) > 0
 
 
 def _require(fulfilled: bool, name: str, value: object, wanted: str) -> None:
     if not fulfilled:
         raise BatchError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _all(name: str, given: Any, kind: type[_Kind]) -> list[_Kind]:
+    """Return the items of an argument, or the one that it is."""
+    if isinstance(given, kind):
+        return [given]
+    items: list[Any] = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    for item in items:
+        if not isinstance(item, kind):
+            raise BatchError(f"{name} is or has {a_kind(item)}; give one or several {kind.__name__}s")
+    return items
 
 
 def _ranks_of(modules: Sequence[nn.Module]) -> TrainingRanks:

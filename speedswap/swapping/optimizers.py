@@ -32,7 +32,7 @@ from speedswap.tables import Column, init
 from speedswap.tables.idle import LAST_STEP
 from speedswap.tables.init import seeded
 
-_OF_TABLES = re.compile(rf"weight|{LAST_STEP}|average(_\d+)?(_updates)?")  # the names of their own columns
+_OF_TABLES = re.compile(rf"weight|{LAST_STEP}|average(_\d+)?(_updates)?")  # the names of columns that tables have
 OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # do not affect the result
 
 

@@ -335,11 +335,19 @@ def test_several_models_in_one_loss():
         ({"reduction": "max"}, r"reduction is 'max'"),
         ({"grow_after": 0}, r"grow_after is 0"),
         ({"normalizer": len, "reduction": "sum"}, r"normalizer is .*None unless reduction"),
+        ({"normalizer": 5}, "normalizer is an int; give a function"),
+        ({"cost": 5}, "cost is an int; give a function"),
+        ({"scaler": 5}, "scaler is 5; it must be a GradScaler"),
+        ({"offload_activations": "x"}, "offload_activations is 'x'; it must be True or False"),
+        ({"model": [nn.Linear(1, 1), None]}, "model is or has a NoneType; give one or several Modules"),
+        ({"optimizer": "sgd"}, "optimizer is or has a str; give one or several Optimizers"),
+        ({"callbacks": None}, "callbacks is or has a NoneType"),
+        ({"escalate": [5]}, "escalate is or has an int"),
     ],
 )
 def test_wrong_options_are_errors(option, message):
     with pytest.raises(BatchError, match=message):
-        speedswap.BatchSplitter(None, **option)
+        speedswap.BatchSplitter(**option)
 
 
 @pytest.mark.parametrize(
@@ -433,6 +441,15 @@ def test_a_loss_in_place_of_a_function_is_an_error(of):
         call(*first, cross_entropy(model, *inputs), *inputs[: 1 if first else 2])
     with pytest.raises(BatchError, match=f"{name} is a float; give a function"):
         call(*first, 3.0, inputs[0])
+
+
+@pytest.mark.parametrize(("count", "found"), [(None, "a NoneType"), (torch.ones(2), r"a tensor of shape \(2,\)")])
+@pytest.mark.parametrize("check", [False, True])
+def test_counts_that_are_no_number_are_errors(count, found, check):
+    model = classifier()
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=2, normalizer=lambda x, y: count, check=check)
+    with pytest.raises(BatchError, match=rf"normalizer\(…\) returned {found}; return one number"):
+        splitter.backward(lambda x, y: cross_entropy(model, x, y), *batch(4))
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
