@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 SPREAD = 1000
+LATE_DAY = r"^(\d+/)?(29|3\d)[/.]"
 
 
 def fitted(values: Any, *kinds: Any) -> Any:
@@ -28,7 +29,10 @@ def fitted(values: Any, *kinds: Any) -> Any:
 
 def _fitted(values: Any, kind: Any) -> Any:
     if isinstance(kind, str):
-        return pc.strptime(values, format=kind, unit="s", error_is_null=True)
+        times = pc.strptime(values, format=kind, unit="s", error_is_null=True)
+        # strptime makes 03/01 of 02/30, and the year 99 of 12/31/99
+        rolled = pc.and_(pc.match_substring_regex(values, LATE_DAY), pc.less(pc.day(times), 4))
+        return pc.if_else(pc.or_(rolled, pc.less(pc.year(times), 1000)), None, times)
     chunks = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
     return pa.chunked_array([piece for chunk in chunks for piece in _pieces(chunk, kind)], kind)
 
