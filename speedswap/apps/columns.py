@@ -19,7 +19,8 @@ def fitted(values: Any, *kinds: Any) -> Any:
 
     Args:
         values: an array of pyarrow, of one chunk or several.
-        *kinds: types of pyarrow, or formats of times as for strptime; tried first on values from all over.
+        *kinds: types of pyarrow, of whose values NaN and infinity do not fit, or formats of times as for strptime;
+            tried first on values from all over.
     """
     spread = values.take(np.linspace(0, len(values) - 1, min(len(values), SPREAD)).astype(np.int64))
     unfit = [_fitted(spread, kind).null_count for kind in kinds]
@@ -34,7 +35,8 @@ def _fitted(values: Any, kind: Any) -> Any:
         rolled = pc.and_(pc.match_substring_regex(values, LATE_DAY), pc.less(pc.day(times), 4))
         return pc.if_else(pc.or_(rolled, pc.less(pc.year(times), 1000)), None, times)
     chunks = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
-    return pa.chunked_array([piece for chunk in chunks for piece in _pieces(chunk, kind)], kind)
+    found = pa.chunked_array([piece for chunk in chunks for piece in _pieces(chunk, kind)], kind)
+    return pc.if_else(pc.is_finite(found), found, None) if pa.types.is_floating(kind) else found
 
 
 def _pieces(values: Any, kind: Any) -> Iterator[Any]:

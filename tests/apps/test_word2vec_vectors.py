@@ -98,6 +98,8 @@ def test_similarity_without_known_pairs_is_not_a_number(vectors, tmp_path):
         (b"# only\n", "has no line"),
         (b"a\tb\t1\nc d 2\n", "line 2: 'c d 2' is not word, tab"),
         (b"a\tb\t1\nc\td\tx\n", "line 2"),
+        (b"a\tb\t1\nc\td\tnan\n", "line 2"),
+        (b"a\tb\t1\nc\td\t-inf\n", "line 2"),
         (b"\xff\xff", "cannot be read"),
     ],
 )

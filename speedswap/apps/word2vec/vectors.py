@@ -165,12 +165,13 @@ def read_pairs(path: Path) -> WordPairs:
         if line.startswith("#") or not line.strip():
             continue
         try:
-            pairs.append((fields[0], fields[1], float(fields[2])))
-        except (IndexError, ValueError) as error:
-            if number > 1:
-                raise PairsError(
-                    f"word pairs {path}, line {number}: {line[:60]!r} is not word, tab, word, tab, number"
-                ) from error
+            score = float(fields[2])
+        except (IndexError, ValueError):
+            score = math.nan
+        if math.isfinite(score):
+            pairs.append((fields[0], fields[1], score))
+        elif number > 1:
+            raise PairsError(f"word pairs {path}, line {number}: {line[:60]!r} is not word, tab, word, tab, number")
     if not pairs:
         raise PairsError(f"word pairs {path} has no line with word, tab, word, tab, number")
     return WordPairs(path.stem, pairs)

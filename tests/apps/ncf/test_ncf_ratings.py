@@ -175,6 +175,8 @@ def test_what_is_wrong_is_said_with_its_line(name, tmp_path):
 LINES = {
     "letters for a rating": ("1\t2\t3\t4", "5\t6\tx\t4", r"rating \(column 3.*\) is 'x', not a number"),
     "letters for a time": ("1\t2\t3\t4", "5\t6\t3\tx", r"time \(column 4.*\) is 'x', neither a number nor a date"),
+    "no number for a rating": ("1\t2\t3\t4", "5\t6\t-nan\t4", "rating .* is '-nan', not a number"),
+    "an infinite time": ("1\t2\t3\t4", "5\t6\t3\tinf", "time .* is 'inf', neither a number nor a date"),
     "letters for a time after a fraction": ("1\t2\t3\t1.5", "5\t7\t3\tx", "time .* is 'x', neither"),
     "too few fields": ("1::2::3::4", "1::2::3", "4 columns expected, 3 found: '1::2::3'"),
     "too many fields": ("1,2,3,4", "1,2,3,4,5", "4 columns expected, 5 found: '1,2,3,4,5'"),
