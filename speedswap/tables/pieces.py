@@ -6,6 +6,7 @@ import errno
 import math
 import os
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,10 +70,12 @@ class _Vocabulary(RowKeys):
         count = sum(1 for _ in self._lines(path))
         if count != len(rows):
             raise ValueError(f"keys is {str(path)!r} with {count} lines, but the table has {len(rows)} rows")
-        file.seek(0)
         self._taken = self._lines(path)
 
     def _lines(self, path: Path) -> Iterator[bytes]:
+        self._file.seek(0)
+        if self._file.read(len(BOM_UTF8)) != BOM_UTF8:
+            self._file.seek(0)
         while line := self._file.readline(_LINE_BYTES):
             if not line.endswith(b"\n") and len(line) == _LINE_BYTES:
                 raise ValueError(f"keys is {str(path)!r}, which has a line of more than {_LINE_BYTES} bytes")

@@ -132,7 +132,7 @@ class SafetensorsRows(Incoming):
             yield FilePiece(rows.start, {name: read(name) for name in columns})
 
 
-_HEAD = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})[ \t]*\r?\n")
+_HEAD = re.compile(rb"(?:\xef\xbb\xbf)?([0-9]{1,18})[ \t]+([0-9]{1,18})[ \t]*\r?\n")
 _HEAD_BYTES = 100
 _KEY_BYTES = 1 << 16
 _VALUE_BYTES = 64  # bytes of a value's text, averaged over a row

@@ -181,7 +181,7 @@ def test_rows_that_have_a_key_in_the_tables_map_are_written_with_it(tmp_path):
 
 def test_keys_of_a_vocabulary_file(table, tmp_path, piece_bytes):
     words = tmp_path / "words"
-    words.write_bytes("eins\r\nzwei\nölf".encode())
+    words.write_bytes("\ufeffeins\r\nzwei\nölf".encode())
     table.export(tmp_path / "rows.txt", keys=words)
     assert [line.split()[0] for line in (tmp_path / "rows.txt").read_text().splitlines()[1:]] == ["eins", "zwei", "ölf"]
     words.write_text("eins\nzwei\n")

@@ -56,7 +56,7 @@ def test_files_of_other_programs(tmp_path, piece_bytes):
     with open(tmp_path / "newer.npy", "wb") as file:
         np.lib.format.write_array(file, values.astype(np.float16), version=(2, 0))
     (tmp_path / "c.txt").write_text(
-        "3 2\n" + "".join(f"w{row} {a} {b} \n" for row, (a, b) in enumerate(values.tolist()))
+        "\ufeff3 2\n" + "".join(f"w{row} {a} {b} \n" for row, (a, b) in enumerate(values.tolist()))
     )
     packed = [row.tobytes() for row in values]
     (tmp_path / "c.bin").write_bytes(b"3 2\nw0 " + packed[0] + b"\nw1 " + packed[1] + b"w2 " + packed[2])

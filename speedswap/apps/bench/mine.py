@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def read_ids(path: Path, column: str | None = None) -> Tensor:
             elif kind.startswith(PARQUET):
                 values = _of_parquet(path, column)
             else:
-                words = (word for line in file for word in line.replace(b",", b" ").split())
+                text = io.TextIOWrapper(file, "utf-8-sig")
+                words = (word for line in text for word in line.replace(",", " ").split())
                 values = np.fromiter(map(int, islice(words, _MOST_IDS)), np.int64)
         except BenchmarkError:
             raise

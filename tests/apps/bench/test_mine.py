@@ -43,7 +43,7 @@ def written(path, kind):
         with open(path, "wb") as file:  # np.save adds a suffix to a path
             np.save(file, np.array(IDS, np.uint64).reshape(5, 1))
     elif kind == "text":
-        path.write_text("7 0,7\n\n1099511627776\t3\n")
+        path.write_text("\ufeff7 0,7\n\n1099511627776\t3\n")
     elif kind == "gzip":
         path.write_bytes(gzip.compress(b"7\n0\n7\n1099511627776\n3"))
     else:
@@ -82,10 +82,10 @@ def test_a_column_of_several_is_chosen(tmp_path):
     [
         (
             b"1 2\n3,user_7\n",
-            "the file of ids {} cannot be used (invalid literal for int() with base 10: b'user_7'): give",
+            "the file of ids {} cannot be used (invalid literal for int() with base 10: 'user_7'): give",
         ),
         (b"1 2\n\xff\xfe\n", "the file of ids {} cannot be used"),
-        (b"1.5", "b'1.5'): give whole numbers"),
+        (b"1.5", "'1.5'): give whole numbers"),
         (b"3 9223372036854775808", "give whole numbers of 64 bits"),
         (b"5\n6\n-1\n", "id 2 of {} is -1: leave out ids below 0"),
         (b"", "{} has no ids: give a file with whole numbers"),
