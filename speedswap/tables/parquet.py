@@ -107,6 +107,8 @@ class _Groups(Incoming):
         self._size = os.fstat(file.fileno()).st_size
         self.num_rows = opened.metadata.num_rows
         schema = opened.schema_arrow
+        if twice := [name for name in schema.names if len(schema.get_all_field_indices(name)) > 1]:
+            raise TableFormatError(f"{what} has several columns {twice[0]!r}; give each its own name")
         if KEY in schema.names:
             self.key_kind = _key_kind(schema.field(KEY).type)
         if self.num_rows < 1:

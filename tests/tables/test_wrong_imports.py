@@ -134,6 +134,10 @@ def test_wrong_parquet_is_refused(tmp_path):
         parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet", compression="zstd")
         with pytest.raises(TableFormatError, match=message):
             Table.from_file(tmp_path / f"{name}.parquet", tmp_path / "table")
+    twice = pa.Table.from_arrays([pa.array([1.0])] * 2, ["v", "v"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(TableFormatError, match="has several columns 'v'; give each its own name"):
+        Table.from_file(tmp_path / "twice.parquet")
     raw = (tmp_path / "nan.parquet").read_bytes()
     for name, content in (("cut", raw[:-9]), ("empty", b""), ("other", b"PAR1" + bytes(99) + b"PAR1")):
         (tmp_path / f"{name}.parquet").write_bytes(content)

@@ -268,10 +268,14 @@ def form_of_parquet(file: Any, path: Path, columns: Mapping[str, str]) -> Rating
 
 
 def parts_of_parquet(file: Any, form: RatingsForm) -> Iterator[Part]:
-    names, first = {role: (form.heading or ())[place] for role, place in form.places.items()}, 1
-    for batch in file.iter_batches(LINES_AT_ONCE, columns=[*names.values()]):
-        numbers = np.arange(first, first := first + len(batch))
-        yield numbers, {role: as_text(batch.column(name)) for role, name in names.items()}
+    heading, first = form.heading or (), 1
+    for batch in file.iter_batches(LINES_AT_ONCE, columns=[heading[place] for place in form.places.values()]):
+        numbers, texts = np.arange(first, first := first + len(batch)), {}
+        for role, place in form.places.items():
+            of_that_name = batch.schema.get_all_field_indices(name := heading[place])
+            column = batch.column(of_that_name[heading[:place].count(name)])
+            texts[role] = as_text(column)
+        yield numbers, texts
 
 
 def as_text(column: Any) -> Any:

@@ -107,6 +107,14 @@ def test_parquet_gives_the_same_pairs(name, tmp_path, monkeypatch):
     assert f"6 rows read, {len(lacking)} left out" in str(split.source)
 
 
+def test_parquet_with_two_columns_of_a_name_is_read_by_number(tmp_path):
+    path, columns = tmp_path / "ratings", [["a", "b"], [3, 4], [8, 7]]
+    parquet.write_table(pa.Table.from_arrays([*map(pa.array, columns)], ["user", "x", "x"]), path)
+    assert read_split(path, {"item": "2"}).item_ids.tolist() == [3, 4]
+    split = read_split(path, {"item": "3", "time": "2"})
+    assert (split.item_ids.tolist(), split.source.time) == ([7, 8], "numbers")
+
+
 def test_parquet_whose_columns_are_no_ids_is_refused(tmp_path):
     path = tmp_path / "ratings"
     parquet.write_table(pa.table({"user": [[1], [2]], "item": [1, 2]}), path)
