@@ -60,6 +60,8 @@ def whole_numbers(column: Any, *, is_hex: bool, missing: int) -> tuple[NDArray[n
     """
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.string())
     kind = pa.uint64() if is_hex and column.type == pa.uint64() else pa.int64()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = pc.if_else(pc.equal(column, ""), None, column)

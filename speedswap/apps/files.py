@@ -116,7 +116,11 @@ def parquet_opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> I
     try:
         with parquet.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (NotImplementedError, UnicodeDecodeError) as error:  # types or codecs that pyarrow lacks; bytes as strings
+        raise unreadable(
+            f"{what} {path} has contents that are not read ({error}): give UTF-8 text or numbers"
+        ) from error
+    except (pa.ArrowException, OSError) as error:
         raise unreadable(f"{what} {path} is not a whole Parquet file ({error}): make it or copy it again") from error
 
 

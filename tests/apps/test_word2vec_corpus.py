@@ -354,7 +354,8 @@ def test_several_files_are_read_one_after_the_other(tmp_path):
     """Named, or by a pattern; plain, gzip and Parquet, whose rows without text are left out."""
     (tmp_path / "a.txt").write_text("one two\nthree two")
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"four two"))
-    rows = pa.table({"id": [1, 2, 3], "text": ["five two", None, "six two\nseven two"], "title": ["x", "y", "z"]})
+    text = pa.array(["five two", None, "six two\nseven two"], pa.string_view())
+    rows = pa.table({"id": [1, 2, 3], "text": text, "title": ["x", "y", "z"]})
     parquet.write_table(rows, tmp_path / "c.parquet")
     files = [tmp_path / name for name in ("a.txt", "b.gz", "c.parquet")]
     expected = ["one two", "three two", "four two", "five two", "six two", "seven two"]
@@ -371,6 +372,10 @@ def test_several_files_are_read_one_after_the_other(tmp_path):
     [
         ({"a": ["x"], "b": ["y"]}, r"has columns of strings: a, b; name the one to read 'text'"),
         ({"a": [1]}, r"has columns of strings: none"),
+        (
+            {"a": pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))},
+            "has contents that are not read .*: give UTF-8 text",
+        ),
     ],
 )
 def test_parquet_without_a_clear_column_is_refused(tmp_path, columns, message):

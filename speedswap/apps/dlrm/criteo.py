@@ -280,7 +280,11 @@ def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=found):
             columns = []
             for name, base, empty in zip(found, BASES[-len(found) :], EMPTY[-len(found) :], strict=True):
-                values, wrong = whole_numbers(batch.column(name), is_hex=base == "x", missing=empty)
+                try:
+                    values, wrong = whole_numbers(column := batch.column(name), is_hex=base == "x", missing=empty)
+                except NotImplementedError as error:  # pyarrow's, of a cast
+                    kind = f"samples {path}, column {name} has {column.type}"
+                    raise SamplesError(f"{kind}: give whole numbers or text") from error
                 if base == "b" and wrong is None:
                     wrong = next(iter(np.flatnonzero((values != 0) & (values != 1)).tolist()), None)
                 if wrong is not None:

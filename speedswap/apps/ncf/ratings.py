@@ -275,21 +275,30 @@ def parts_of_parquet(file: Any, form: RatingsForm) -> Iterator[Part]:
             of_that_name = batch.schema.get_all_field_indices(name := heading[place])
             column = batch.column(of_that_name[heading[:place].count(name)])
             texts[role] = as_text(column)
+            if texts[role].null_count > column.null_count:
+                raise RatingsError(
+                    f"ratings {form.path}: column {name!r}, the {role}, has {column.type} that is not UTF-8: give text "
+                    "or numbers"
+                )
         yield numbers, texts
 
 
 def as_text(column: Any) -> Any:
-    """Return a column of Parquet as text, with times in UTC and whole numbers as digits alone."""
+    """Return a column of Parquet as text, with times in UTC and whole numbers as digits alone; null if not UTF-8."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    if str(column.type) == "extension<arrow.uuid>":
+        return pa.array([each and str(each) for each in column.to_pylist()], TEXT)
+    if pa.types.is_float16(column.type):
+        column = column.cast(pa.float32())
     if pa.types.is_floating(column.type):
         is_whole = pc.and_(pc.equal(pc.floor(column), column), pc.less(pc.abs(column), 2.0**63))
         return pc.coalesce(pc.if_else(is_whole, column, None).cast(pa.int64()).cast(TEXT), column.cast(TEXT))
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.timestamp(column.type.unit))
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+    if str(column.type) in ("string", "large_string", "string_view", "binary_view"):
         column = column.cast(pa.large_binary())  # from which a cast checks that it is UTF-8
-    return column.cast(TEXT)
+    return fitted(column, TEXT).combine_chunks()
 
 
 def trimmed(texts: Any) -> Any:

@@ -355,10 +355,11 @@ def read_characters(path: Path) -> Iterator[str]:
 def _rows_of_parquet(path: Path) -> Iterator[str]:
     """Yield the texts of some rows at a time, one per line."""
     with parquet_opened(path, "corpus", CorpusError) as file:
-        strings = [each.name for each in file.schema_arrow if str(each.type) in ("string", "large_string")]
+        kinds = ("string", "large_string", "string_view")
+        strings = [each.name for each in file.schema_arrow if str(each.type) in kinds]
         name: Any = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
         if name is None:
             shown = ", ".join(strings) or "none"
             raise CorpusError(f"corpus {path} has columns of strings: {shown}; name the one to read 'text'")
         for batch in file.iter_batches(PARQUET_ROWS, columns=[name]):
-            yield "".join(f"{row}\n" for row in batch.column(0).drop_null().to_pylist())
+            yield "".join(f"{row}\n" for row in batch.column(0).cast("large_string").drop_null().to_pylist())

@@ -261,14 +261,19 @@ def floats(columns):
     return {name: [None if v is None else float(v) for v in values] for name, values in columns.items() if "I" in name}
 
 
+def viewed(columns):
+    pa = pytest.importorskip("pyarrow")
+    return {name: pa.array(columns[name], pa.string_view()) for name in ("C1", "C26")}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         dict,
-        lambda columns: columns | floats(columns),
+        lambda columns: columns | floats(columns) | viewed(columns),
         lambda columns: {"day": [1] * 300} | dict(reversed(columns.items())),
     ],
-    ids=["as it is", "fractions", "other columns, another order"],
+    ids=["as it is", "fractions and views", "other columns, another order"],
 )
 def test_parquet_has_the_same_samples_as_text(tmp_path, change, monkeypatch):
     lines = list(lines_of(300))
@@ -304,6 +309,7 @@ def test_parquet_categories_may_be_whole_numbers(tmp_path):
         (lambda columns: columns | {"C3": ["xyz"] * 30}, "row 1, column C3 is 'xyz', not a hexadecimal"),
         (lambda columns: columns | {"C3": ["a\tb"] * 30}, r"row 1, column C3 is 'a\\tb', not a hexadecimal"),
         (lambda columns: columns | {"label": [2] * 30}, "row 1, column label is 2, neither"),
+        (lambda columns: columns | {"I2": [[1]] * 30}, "column I2 has list<.*>: give whole numbers or text"),
         (lambda columns: dict(list(columns.items())[:30]), "has 30 columns and no 'C17': give label, I1, … and C26"),
     ],
 )

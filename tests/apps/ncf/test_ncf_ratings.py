@@ -8,6 +8,7 @@ import json
 import lzma
 import re
 import sys
+import uuid
 
 import numpy as np
 import pyarrow as pa
@@ -107,6 +108,22 @@ def test_parquet_gives_the_same_pairs(name, tmp_path, monkeypatch):
     assert f"6 rows read, {len(lacking)} left out" in str(split.source)
 
 
+def test_parquet_of_unusual_types_is_read(tmp_path):
+    """Other columns may hold bytes that are not text."""
+    users = [uuid.UUID(int=1), uuid.UUID(int=2)]
+    columns = {
+        "user": pa.array(map(str, users), pa.string_view()),
+        "item": pa.array(np.array([3, 4], np.float16)),
+        "picture": [b"\xff", b"\xfe"],
+    }
+    path, extension = tmp_path / "ratings", getattr(pa, "uuid", None)  # from pyarrow 18 on
+    ids = pa.array([each.bytes for each in users], pa.binary(16))
+    for user in (columns["user"], pa.ExtensionArray.from_storage(extension(), ids) if extension else columns["user"]):
+        parquet.write_table(pa.table(columns | {"user": user}), path)
+        split = read_split(path)
+        assert (split.user_ids.tolist(), split.item_ids.tolist()) == ([*map(str, users)], [3, 4])
+
+
 def test_parquet_with_two_columns_of_a_name_is_read_by_number(tmp_path):
     path, columns = tmp_path / "ratings", [["a", "b"], [3, 4], [8, 7]]
     parquet.write_table(pa.Table.from_arrays([*map(pa.array, columns)], ["user", "x", "x"]), path)
@@ -121,7 +138,7 @@ def test_parquet_whose_columns_are_no_ids_is_refused(tmp_path):
     with pytest.raises(RatingsError, match=r"column 'user', the user, has list<.*>: give text or numbers"):
         read_split(path)
     parquet.write_table(pa.table({"user": [b"a", b"\xff"], "item": [1, 2]}), path)
-    with pytest.raises(RatingsError, match="Invalid UTF8"):
+    with pytest.raises(RatingsError, match="column 'user', the user, has binary that is not UTF-8: give text"):
         read_split(path)
     parquet.write_table(pa.table({"user": [None, "a"], "item": [1, 2], "rating": ["good", "3"]}), path)
     with pytest.raises(RatingsError, match=r"row 1: no user.*; of 2 in all"):
