@@ -155,13 +155,19 @@ class TensorReader:
         digest: a hash of its header.
 
     Raises:
-        TableFormatError: it is damaged.
+        TableFormatError: it is damaged, or in another format.
     """
 
     def __init__(self, file: OpenFile, what: str) -> None:
         self.file = file
         self._what = what
         self.nbytes = os.fstat(file.fd).st_size
+        begin = os.pread(file.fd, 9, 0)
+        if begin[8:] != b"{":
+            raise TableFormatError(
+                f"{what} begins with {begin!r}, not as a safetensors file: give one (Table.from_file reads other "
+                "formats), or copy it again"
+            )
         with says_damaged(what):
             self.places = self._read_header()
 
