@@ -85,10 +85,13 @@ def _as_array(keys: Any) -> Any:
     """Return an array or column of keys as a NumPy array; tensors and pyarrow strings are left as they are.
 
     Raises:
+        TypeError: a key is a tuple, of pandas.
         ValueError: a key is missing, according to the mask of the array or column.
     """
     if isinstance(keys, (Tensor, list, tuple)):
         return keys
+    if getattr(keys, "nlevels", 1) > 1:
+        raise TypeError(f"keys is {a_kind(keys)}; give one of its levels, or a string per key")
     if hasattr(keys, "combine_chunks"):
         keys = keys.combine_chunks()  # of a chunked array
     # pandas; then polars and pyarrow, whose arrays mostly know that nothing is missing.
@@ -125,16 +128,21 @@ def _refuse_missing(place: Iterable[Any], count: int = 1) -> NoReturn:
 def _as_numbers(keys: Any) -> Keys:
     if isinstance(keys, (list, tuple, range, int)) or (isinstance(keys, np.ndarray) and keys.dtype.kind == "O"):
         given = keys.tolist() if isinstance(keys, np.ndarray) else keys
-        keys = np.asarray(given)
+        try:
+            keys = np.asarray(given)
+        except ValueError as error:
+            raise ValueError(
+                f"keys is {a_kind(given)} without a shape ({error}); give lists of one length, or one list of all keys"
+            ) from error
         keys = _unsigned(keys, given) if keys.size else keys.astype(np.int64)
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu":
         keys = keys.astype(keys.dtype.newbyteorder("="), copy=False)
-        keys = keys.view(np.int64) if keys.dtype == np.uint64 else keys
         keys = torch.from_numpy(np.require(keys, requirements=["C", "W"]))  # torch warns about read-only memory
     if not isinstance(keys, Tensor):
         _refuse_numbers(keys)
     kernels.require_dense(keys, "keys")
-    if keys.is_floating_point() or keys.is_complex() or keys.dtype in (torch.bool, torch.uint64):
+    keys = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys
+    if keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
         raise TypeError(f"keys has dtype {keys.dtype}; give integers, int64 or narrower")
     return Keys(kernels.as_ids(keys.detach()).reshape(-1), tuple(keys.shape), keys.device)
 
@@ -164,8 +172,8 @@ def _as_text(keys: Any) -> tuple[kernels.Texts, tuple[int, ...]]:
     if _is_arrow_text(keys):
         return _arrow_text(keys), (len(keys),)
     if isinstance(keys, np.ndarray):
-        if keys.dtype.kind in "US" and keys.dtype.isnative:
-            return kernels.texts_of_fixed(keys), keys.shape
+        if keys.dtype.kind in "US":
+            return kernels.texts_of_fixed(keys.astype(keys.dtype.newbyteorder("="), copy=False)), keys.shape
         if keys.dtype.kind in "OT":
             return _texts_of(keys.reshape(-1).tolist(), keys.shape), keys.shape
     if isinstance(keys, (list, tuple)):

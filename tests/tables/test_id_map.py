@@ -302,6 +302,7 @@ def test_strings_of_every_source_are_the_same_keys(kind: str) -> None:
         np.array(WORDS),
         np.array([word.encode() for word in WORDS]),
         np.array(["?", *WORDS])[1:],
+        np.array(WORDS).astype(np.array(WORDS).dtype.newbyteorder()),
         np.repeat(np.array(WORDS), 2)[::2],
         *(make(WORDS) for make in (SOURCES | OF_STRINGS).values()),
     ]
@@ -324,6 +325,10 @@ def test_integers_of_every_source_are_the_same_keys() -> None:
     assert users.lookup([[7, 8], [9, 7]]).tolist() == [[1, 0], [0, 1]]
     assert users.lookup(7).item() == 1
     assert users.lookup([]).tolist() == []
+    with pytest.raises(ValueError, match=r"keys is a list without a shape .*; give lists of one length"):
+        users.lookup([[7, 8], [9]])
+    with pytest.raises(TypeError, match="keys is a MultiIndex; give one of its levels, or a string per key"):
+        users.lookup(pd.MultiIndex.from_tuples([(7, 8)]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("source", [*SOURCES, *OF_STRINGS])
@@ -429,6 +434,7 @@ def test_unsigned_numbers_of_64_bits_in_any_container(wrap: Callable[[list[int]]
     users = speedswap.IdMap(9)
     assert users.add(wrap(keys))[0].tolist() == [1, 2, 3, 4]
     assert users.lookup(np.array(keys, np.uint64)).tolist() == [1, 2, 3, 4]
+    assert users.lookup(torch.tensor(keys, dtype=torch.uint64)).tolist() == [1, 2, 3, 4]
     for wrong in ([2**63 + 1, -1], [2**63 + 1, 1.5], [2**64, 1]):
         with pytest.raises(TypeError, match=r"keys has dtype (float64|object)"):
             users.add(wrap(wrong))  # type: ignore[arg-type]
