@@ -6,6 +6,7 @@ import codecs
 import csv
 import json
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -278,8 +279,8 @@ def fields_of(lines: Sequence[str], separator: str) -> list[list[str]]:
 
 def known_names(fields: Sequence[str], columns: Mapping[str, str]) -> int:
     """Count the columns found by name, those of ``columns`` first; 0 where the line is not a heading."""
-    lowered = [field.lower() for field in fields]
-    said = sum(name.strip().lower() in lowered for name in columns.values() if not name.isdecimal())
+    known_as = [plain(field) for field in fields]
+    said = sum(plain(name) in known_as for name in columns.values() if not name.isdecimal())
     known = len({role_of(field) for field in fields} - {None})
     return said * len(ROLES) + known if said or not any(map(is_number, fields)) else 0
 
@@ -298,7 +299,7 @@ def find_places(
             found = [place for place in usual if place not in places.values()]
         else:
             found = [place for place, field in enumerate(names) if field == name]
-            found = found or [place for place, field in enumerate(names) if field.lower() == name.strip().lower()]
+            found = found or [place for place, field in enumerate(names) if plain(field) == plain(name)]
             if not found and name.isdecimal() and len(name) < 10 and 1 <= int(name) <= width:
                 found = [int(name) - 1]
             if not found and name != NO_COLUMN:
@@ -344,6 +345,11 @@ def time_found(sample: Sequence[Sequence[str]], places: Iterable[int], *, number
     values = {place: [fields[place] for fields in sample if len(fields) > place and fields[place]] for place in places}
     found = [place for place, texts in values.items() if texts and all(map(is_time, texts))]
     return {"time": found[0]} if len(found) == 1 else {}
+
+
+def plain(name: str) -> str:
+    """Return a column's name in lower case and Unicode's form NFC."""
+    return unicodedata.normalize("NFC", name.strip().lower())
 
 
 def role_of(name: str) -> str | None:

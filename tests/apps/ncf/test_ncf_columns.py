@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import unicodedata
 
 import numpy as np
 import pytest
@@ -87,6 +88,13 @@ def test_text_ids_in_any_columns_are_read(name, block, tmp_path, monkeypatch):
 def test_columns_are_taken_as_said(columns, tmp_path):
     content = ORDERS.replace("customer,sku", "wer,was")
     assert pairs_of(read(tmp_path, content, columns)) == (TRAINED, TESTED)
+
+
+def test_a_name_is_found_in_either_form_of_unicode(tmp_path):
+    content = ORDERS.replace("customer,sku", "Käufer,Stück")
+    for written, said in (("NFC", "NFD"), ("NFD", "NFC")):
+        columns = {"user": unicodedata.normalize(said, "käufer"), "item": unicodedata.normalize(said, "Stück")}
+        assert pairs_of(read(tmp_path, unicodedata.normalize(written, content), columns)) == (TRAINED, TESTED)
 
 
 def test_columns_without_a_heading_are_taken_by_number(tmp_path):
