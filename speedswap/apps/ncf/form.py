@@ -83,9 +83,10 @@ class RatingsForm:
 
     def misfit(self, width: int, line: str) -> str:
         """Describe a line that has another width, or none for its quotes."""
-        fault = (
-            f"{self.width} columns expected, {width} found" if width else "a quote without end, or with more after it"
-        )
+        fault = f"{self.width} columns expected, {width} found"
+        if not width:
+            most = f"{csv.field_size_limit():,} characters"
+            fault = f"a quote without end, with more after it, or around more than {most}"
         return f"{fault}: {shown(line)}"
 
 

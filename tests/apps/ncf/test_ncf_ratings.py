@@ -214,8 +214,13 @@ LINES = {
     "a year of two digits": ("1,2,3,12/31/1999", "1,2,3,12/31/99", "time .* is '12/31/99', not a date"),
     "a date among numbers": ("1,2,3,5", "1,2,3,2024-02-03", "time .* is '2024-02-03', neither"),
     "a number among dates": ("1,2,3,2024-02-01", "1,2,3,17", "time .* is '17', not a date like others"),
-    "a quote that does not end": ('1,"2",3,4', '1,"2,3,4', "a quote without end, or with more after it"),
-    "more after a quote": ('1,"2",3,4', '1,"2" x,3,4', "a quote without end, or with more after it"),
+    "a quote that does not end": ('1,"2",3,4', '1,"2,3,4', "a quote without end, with more after it, or"),
+    "more after a quote": ('1,"2",3,4', '1,"2" x,3,4', "a quote without end, with more after it, or"),
+    "a long field between quotes": (
+        '1,"2",3,4',
+        f'1,"{"2" * 140_000}",3,4',
+        "a quote .* around more than 131,072 characters",
+    ),
     "JSON that is cut": ('{"user": 1, "item": 2, "time": 3}', '{"user": 1', "'{\"user\": 1' is not a JSON object"),
     "another JSON value": ('{"user": 1, "item": 2, "time": 3}', "[1, 2]", r"'\[1, 2\]' is not a JSON object"),
     "half a pair": (
