@@ -25,8 +25,9 @@ class Averaged(AveragedModel):
 
     It is torch's ``AveragedModel`` for models with tables: call :meth:`update_parameters` after each optimizer step,
     and the copy itself to evaluate. An update of a table takes no time whatever its size: a row's average lies in its
-    record, and takes the updates that it has missed when a step is about to change the row, and when it is read. The
-    result is that of torch's, for every row.
+    record, and takes the updates that it has missed when the row is about to change, and when it is read. The result
+    is that of torch's, for every row. Rows that are reset, or written by ``load_rows``, start over with every column,
+    also their average.
 
     The copy's embeddings are frozen and look averages up; ``averaged.module.items.read()``, ``.score(…)`` and
     ``.table.export(…)`` are those of averages. The averages are saved with the model's tables; for the other
@@ -35,7 +36,8 @@ class Averaged(AveragedModel):
 
     Args:
         model: any module, before or during its training. The averages of each trained table become columns of it: as
-            many bytes as its weights in their own dtype, and 4 per row; those of a frozen one once it is trained.
+            many bytes as its weights in their own dtype, and 4 per row; those of a frozen one once it is trained or
+            written.
         decay: the share of the average that an update keeps, as of ``get_ema_multi_avg_fn``; None to give all updates
             the same weight, as SWA does.
         use_buffers: average buffers too; by default they are copied.

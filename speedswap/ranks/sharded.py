@@ -418,7 +418,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
             save_shards(self, task, path, overwrite=overwrite)
 
 
-def _note_lent(lent: Iterable[RowsAhead], rows: Tensor | range | None) -> None:
+def _note_lent(lent: Iterable[RowsAhead], rows: Tensor | range | None, _: Collection[str]) -> None:
     """Record in rows lent ahead of their step that the given rows change."""
     for each in lent:
         each.note_change(rows)

@@ -1,14 +1,14 @@
 """Averages of a table's rows over the updates of a training, and a table that reads them.
 
-A row that no step touches has one weight for many updates, so that its average takes them all at once, when a step is
-about to change the row, or when the average is read: avg ← weight + (avg - weight) · factor.
+A row that no step touches has one weight for many updates, so that its average takes them all at once, when the row is
+about to change, or when the average is read: avg ← weight + (avg - weight) · factor.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,12 +27,13 @@ class _Kept:
     """The averages of a table as kept with its commits: those read here, and those not taken up yet.
 
     Args:
-        attributes: the table's, which itself would be kept alive.
+        store: the rows'; only its attributes are kept alive.
     """
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
+    def __init__(self, store: RowStore) -> None:
         self.owned: dict[str, weakref.ref[TableAverages]] = {}
-        self._attributes = attributes
+        self._attributes = store.notes.attributes
+        self._store = weakref.ref(store)
 
     def __call__(self) -> dict[str, Any]:
         """Return the averages as plain data."""
@@ -47,6 +48,19 @@ class _Kept:
         """Return those that are still read."""
         return [found for reference in self.owned.values() if (found := reference()) is not None]
 
+    def take_before(self, rows: Tensor | range | None, columns: Collection[str]) -> None:
+        """Let rows take the updates that they have missed, before their weight is written without their averages."""
+        if (store := self._store()) is None or "weight" not in columns:
+            return
+        every, writes = range(store.facts.num_embeddings) if rows is None else rows, store.notes.writes
+        for each in self.living():
+            if each.average.name not in columns:
+                for piece in chunks_of(len(every)):
+                    some = every[piece.start : piece.stop]
+                    ids = some if isinstance(some, Tensor) else ids_of(some)
+                    each.put(store, ids, each.of_rows(store, ids), each.count)
+        store.notes.writes = writes  # the seed of stochastic rounding
+
 
 def averages_of(table: Table) -> list[TableAverages]:
     """Return the averages of a table's rows that steps have to keep."""
@@ -54,7 +68,10 @@ def averages_of(table: Table) -> list[TableAverages]:
 
 
 def _kept_of(table: Table) -> _Kept:
-    found = table.live_attributes.setdefault(AVERAGES, _Kept(table.attributes))
+    found = table.live_attributes.get(AVERAGES)
+    if found is None:
+        found = table.live_attributes[AVERAGES] = _Kept(table.store)
+        table.store.notes.listeners.append(found.take_before)
     assert isinstance(found, _Kept)
     return found
 
@@ -126,6 +143,20 @@ class TableAverages:
         average.copy_(torch.lerp(weight.to(dtype), average.to(dtype), factor.unsqueeze(1)))
         taken.fill_(self.count + 1)
 
+    def of_rows(self, store: RowStore, rows: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return the averages of a store's rows, with all updates."""
+        names = ["weight", *(each.name for each in self.columns if each.name in store.columns)]
+        found = store.gather(rows, names, device).columns
+        self.take(found)
+        return found[self.average.name]
+
+    def put(self, store: RowStore, rows: Tensor, values: Tensor, count: int) -> None:
+        """Write the averages of a store's rows as of an update of this number."""
+        if self.taken.name not in store.columns:
+            store.add_columns(self.columns)
+        counts = torch.full((len(values),), count + 1, dtype=torch.int32, device=values.device)
+        store.scatter(Block(rows, {}), {self.average.name: values, self.taken.name: counts})
+
 
 class AveragesStore(WrappedStore):
     """The averages of a table's rows, as weights.
@@ -164,21 +195,11 @@ class AveragesStore(WrappedStore):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        names = ["weight", *(each.name for each in self.averages.columns if each.name in self.inner.columns)]
-        found = self.inner.gather(rows, names, device).columns
-        self.averages.take(found)
-        average, into = found[self.averages.average.name], (out or {}).get("weight")
+        average, into = self.averages.of_rows(self.inner, rows, device), (out or {}).get("weight")
         return Block(rows, {"weight": average if into is None else into.copy_(average)})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: object = None) -> None:
-        self._put(block.rows, values["weight"], self.averages.count)
-
-    def _put(self, rows: Tensor, values: Tensor, count: int) -> None:
-        average, taken = self.averages.columns
-        if taken.name not in self.inner.columns:
-            self.inner.add_columns([average, taken])
-        counts = torch.full((len(values),), count + 1, dtype=torch.int32, device=values.device)
-        self.inner.scatter(Block(rows, {}), {average.name: values, taken.name: counts})
+        self.averages.put(self.inner, block.rows, values["weight"], self.averages.count)
 
     def update(self, weights: Callable[[int, int], Tensor], share: float) -> None:
         """Let all averages take an update by other weights than those of the table.
@@ -193,9 +214,8 @@ class AveragesStore(WrappedStore):
                 average = self.gather(ids_of(rows)).weight
                 dtype = torch.promote_types(average.dtype, torch.float32)
                 theirs = weights(rows.start, rows.stop).to(average.device, dtype)
-                self._put(
-                    ids_of(rows), average.to(dtype).lerp(theirs, share).to(average.dtype), self.averages.count + 1
-                )
+                average = average.to(dtype).lerp(theirs, share).to(average.dtype)
+                self.averages.put(self.inner, ids_of(rows), average, self.averages.count + 1)
             self.averages.count += 1
 
     def copied(self, memo: dict[int, Any]) -> Table | None:

@@ -452,5 +452,5 @@ def _load(store: RowStore, file: RowsFile, name: str, columns: list[str]) -> Non
         ids = every[share].contiguous()
         values = {each: as_read(some[share].to(store.columns[each].dtype)) for each, some in found.items()}
         initial = initial_values(reset, ids, facts.seed, facts.num_embeddings)
-        note_change(store, ids)
-        store.scatter(Block(ids, {}), {**initial, **values})
+        note_change(store, ids, initial | values)
+        store.scatter(Block(ids, {}), initial | values)

@@ -69,7 +69,7 @@ class Notes:
         hot: the cache of hot rows on a GPU; None if there is none.
         viewed: addresses of memory that tensors outside view; the rows there may change without a call.
         parts: the stores of parts of these rows, each the store of a table.
-        listeners: called with the rows that are about to change.
+        listeners: called with the rows that are about to change, and the columns that are written.
         changes: the rows changed since :meth:`track_changes` was last called; None if unknown.
     """
 
@@ -85,7 +85,7 @@ class Notes:
     hot: kernels.HotRows | None = None
     viewed: set[int] = field(default_factory=set)
     parts: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    listeners: list[Callable[[Tensor | range | None], None]] = field(default_factory=list)
+    listeners: list[Callable[[Tensor | range | None, Collection[str]], None]] = field(default_factory=list)
     changes: ChangedRows | None = None
 
     def up_to_date(self) -> dict[str, Any]:
@@ -115,18 +115,21 @@ class Notes:
         if part in source.id_maps:
             self.id_maps[""] = source.id_maps[part]
 
-    def note_change(self, rows: Tensor | range | None, *, as_stored: bool = True) -> None:
+    def note_change(
+        self, rows: Tensor | range | None, columns: Collection[str] = (), *, as_stored: bool = True
+    ) -> None:
         """Record that rows are about to change: ids, a range of rows, or all rows and columns.
 
         Args:
             rows: the rows.
+            columns: the names of those that are written; none if rows change in another way.
             as_stored: False if they only miss one more step, which they take when they are read.
         """
         self.version += 1
         if as_stored and self.changes is not None:
             self.changes.add(rows)
         for listener in self.listeners:
-            listener(rows)
+            listener(rows, columns)
 
     def track_changes(self, num_rows: int) -> ChangedRows | None:
         """Start recording which of ``num_rows`` rows change, dropping any earlier record; None if unknown."""
@@ -745,8 +748,8 @@ def leave(store: RowStore) -> None:
                 store.files.leave(store.flush)
 
 
-def note_change(store: RowStore, rows: Tensor | range | None) -> None:
-    """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
+def note_change(store: RowStore, rows: Tensor | range | None, columns: Collection[str] = ()) -> None:
+    """Record that rows are about to change; see :meth:`Notes.note_change`."""
     facts = store.facts
     if facts.ranks is not None:
         return  # the owners' tables record their own changes
@@ -756,7 +759,7 @@ def note_change(store: RowStore, rows: Tensor | range | None) -> None:
         else:
             some = range(facts.num_embeddings) if rows is None else rows
             rows = range(facts.first_row + some.start, facts.first_row + some.stop)
-    store.notes.note_change(rows)
+    store.notes.note_change(rows, columns)
 
 
 def origins_in(store: RowStore) -> dict[str, Origin]:

@@ -523,7 +523,7 @@ class Table:
         with self._locked.lock:
             self.check_open(writing=True)
             if block.rows.shape[0] or self.ranks is not None:
-                self.note_change(block.rows)
+                self.note_change(block.rows, values)
                 store.scatter(block, values, None if commit is None else commit.transfers)
 
     @of_all_ranks
@@ -645,7 +645,7 @@ class Table:
         """
         with self._held(writing=True):
             self.column_of(column)
-            self.note_change(None)
+            self.note_change(None, (column,))
             view = self.store.view(column)
             self.store.notes.viewed.add(view.untyped_storage().data_ptr())
             return view
@@ -704,7 +704,7 @@ class Table:
             for column in columns:
                 self.column_of(column.name)
             if columns:
-                self.note_change(None)
+                self.note_change(None, [column.name for column in columns])
                 self.store.reset_columns(columns)
 
     @of_all_ranks
@@ -956,9 +956,9 @@ class Table:
             self.store = IdleStore.in_front_of(store)
             self.note_change(None)
 
-    def note_change(self, rows: Tensor | range | None) -> None:
-        """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
-        note_change(self.store, rows)
+    def note_change(self, rows: Tensor | range | None, columns: Collection[str] = ()) -> None:
+        """Record that rows are about to change: ids, a range of rows, or all rows; ``columns`` are written."""
+        note_change(self.store, rows, columns)
 
     def is_backed_by(self, memory: Tensor) -> bool:
         """Return whether a tensor shares the rows' memory, as :meth:`view` does."""
@@ -1007,5 +1007,5 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
     with table.lock:
         table.check_open(writing=True)
         table.columns[column].require_storable(values, start)
-        table.note_change(range(start, start + len(values)))
+        table.note_change(range(start, start + len(values)), (column,))
         table.store.write(column, start, values)

@@ -334,6 +334,55 @@ def test_steps_before_the_first_update_leave_the_average_as_it_was_made(decay: f
     require_same(averages)
 
 
+def multiplied(items: nn.Embedding) -> None:
+    items.weight.data.mul_(0.5)
+
+
+def filled(items: nn.Embedding) -> None:
+    nn.init.ones_(items.weight)
+
+
+def loaded(items: nn.Embedding) -> None:
+    items.load_state_dict({"weight": torch.arange(12.0).reshape(6, 2).double()})
+
+
+def scattered(items: nn.Embedding) -> None:
+    rows, values = torch.tensor([1, 5]), torch.ones(2, 2, dtype=torch.float64)
+    if isinstance(items, speedswap.Embedding):
+        items.table.scatter(rows, values)
+    else:
+        items.weight.data[rows] = values
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("write", [multiplied, filled, loaded, scattered])
+def test_a_write_counts_from_the_next_update_on(tmp_path: Path, write: Callable[[Any], None], *, frozen: bool) -> None:
+    for path in (None, tmp_path / "items"):
+        pair = plain_pair(path)
+        for model in pair[:2]:
+            model[0].weight.requires_grad_(not frozen)
+        one, other = averages_of(pair), averages_of(pair, None)
+        train(pair, 3, one, other)
+        writes = pair[0][0].table.writes
+        for model in pair[:2]:
+            write(model[0])
+        assert pair[0][0].table.writes - writes == (write is scattered)
+        for averages in (one, other):
+            require_same(averages)
+        train(pair, 3, one, other, first=2)
+        for averages in (one, other):
+            require_same(averages)
+
+
+def test_rows_reset_by_the_module_leave_the_average_as_it_was() -> None:
+    items = speedswap.Embedding(6, 2)
+    items.table.write(0, torch.ones(6, 2))
+    averaged = Averaged(items)
+    averaged.update_parameters(items)
+    items.reset_parameters()
+    assert (averaged.module.read() == 1).all()
+
+
 def test_a_model_has_several_averages() -> None:
     pair = plain_pair()
     one, other = averages_of(pair), averages_of(pair, 0.5)

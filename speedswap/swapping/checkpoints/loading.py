@@ -484,7 +484,7 @@ class TableToLoad:
     def _copy_to(self, table: Table, names: list[str]) -> bool:
         """Write columns of the rows to another table; return whether they still lack steps as when saved."""
         table.check_open(writing=True)
-        table.note_change(None)
+        table.note_change(None, names)
         if isinstance(table.store, IdleStore):
             table.store.bring_up_to_date()
         target, sources = self._target, [source.shard for source in self._sources]
