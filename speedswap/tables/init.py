@@ -27,6 +27,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.damage import is_int
+from speedswap.tables.files.open_directory import TRANSIENT
 from speedswap.tables.files.tensor_files import TensorRows, TensorSource, absolute_paths
 
 CHUNK_ROWS = 65_536
@@ -303,6 +304,8 @@ class OfTensors(Initializer):
         try:
             rows = TensorRows(self.files, self.names, self.scale, self.block)
         except (OSError, TypeError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in TRANSIENT:
+                raise
             raise TableFormatError(f"rows that were never written are those of a base: {error}; {remedy}") from error
         if rows.fingerprint != self.fingerprint:
             raise TableFormatError(

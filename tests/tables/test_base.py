@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -370,6 +372,22 @@ def test_base_written_while_a_table_is_open_is_an_error_of_the_next_read(model: 
     with pytest.raises(TableClosedError, match="was written after its rows were mapped"):
         table.gather(torch.tensor([200]))
     table.close()
+
+
+def test_no_descriptors_left_is_not_a_damaged_base(model: Path, tmp_path: Path) -> None:
+    written(model, tmp_path / "t")
+    limits, found = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    for free in range(20):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + free, limits[1]))
+        try:
+            Table.open(tmp_path / "t").close()
+        except OSError as error:
+            found.append(error.errno)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found[:9] == [errno.EMFILE] * 9
+    assert {*found} == {errno.EMFILE}
+    Table.open(tmp_path / "t").close()
 
 
 def test_base_of_a_table_without_one_is_refused(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from speedswap.errors import TableFormatError, TableFullError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
-TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # errors that say nothing about a file's content
+# Errors that say nothing about a file's content.
+TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 # Never block on a FIFO under a file's name, or on a lease.
 _CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
