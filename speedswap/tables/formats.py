@@ -20,7 +20,7 @@ import errno
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from speedswap.tables.id_map import IdMap
 from speedswap.tables.pieces import Incoming, KeySink, KeySource, Outgoing, RowKeys, keys_of_map, opened_keys
 from speedswap.tables.record import Column, column_among
 from speedswap.tables.storage import Disk, Storage, create_store
-from speedswap.tables.store import RowStore, keep_map, read_alone, require_alike
+from speedswap.tables.store import RowStore, innermost, keep_map, origins_in, read_alone, require_alike
 from speedswap.tables.whole_table import numpy_dtype
 
 
@@ -141,7 +141,7 @@ def export_rows(
         keys = keys_of_map(id_map, facts.num_embeddings) if isinstance(id_map, IdMap) else keys
     with read_alone(store) as alone:
         if alone is not None:
-            real = target_file(path, overwrite)
+            real = target_file(path, overwrite, [store])
             with says_if_full(real.parent, NOTHING_LEFT), ExitStack() as written:
                 rows = written.enter_context(outgoing(alone, name, columns, keys))
                 require_room(least_bytes(FORMATS[name], rows), real)
@@ -159,11 +159,12 @@ def _map_of(store: RowStore) -> IdMap | None:
     return store.notes.id_maps.get(store.facts.part_name)
 
 
-def target_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
+def target_file(path: str | os.PathLike[str], overwrite: bool, stores: Iterable[RowStore]) -> Path:
     """Return the real path of a file that is to be written; remove what killed runs have left in its folder.
 
     Raises:
-        FileExistsError: it exists and ``overwrite`` is not set, or is inside a table's directory.
+        FileExistsError: it exists and ``overwrite`` is not set, is inside a table's directory, or is one that
+            untouched rows of a store in files are read from.
         FileNotFoundError, IsADirectoryError: its folder does not exist, or it is a folder.
     """
     real = Path(os.path.realpath(path))
@@ -174,6 +175,14 @@ def target_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
             f"path is {os.fspath(path)!r}, which exists; give overwrite=True (--overwrite) to replace it"
         )
     refuse_within_table(real)
+    for store in stores:
+        origins = () if store.files is None else origins_in(innermost(store)).values()
+        bases = [base for origin in origins for base in origin.start.init.bases]
+        if any(real == file.resolve() for base in bases for file in base.rows.paths):
+            raise FileExistsError(
+                f"path is {os.fspath(path)!r}, from which the untouched rows of table {store.facts.name!r} are read; "
+                "give another path"
+            )
     require_folder(real.parent)
     remove_leftovers(real.parent)
     return real

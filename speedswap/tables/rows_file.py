@@ -208,7 +208,7 @@ def save_rows(
         with ExitStack() as written:
             writer = None
             if all(store.facts.ranks is None or store.facts.ranks.rank == 0 for store in stores.values()):
-                real = target_file(path, overwrite)
+                real = target_file(path, overwrite, stores.values())
                 written.enter_context(says_if_full(real.parent, NOTHING_LEFT))
                 writer = _Writer(saved, real, written)
             for name, store in stores.items():

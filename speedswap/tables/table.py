@@ -781,8 +781,8 @@ class Table:
             overwrite: replace an existing file.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set; or it is inside a table's directory, or
-                a file of a checkpoint.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set; or it is inside a table's directory, a
+                file of a checkpoint, or one that the table's untouched rows are read from.
             ValueError: the format or a column is unknown; the format cannot hold several columns, or keys; the number
                 of keys differs from that of rows, or the word2vec formats cannot hold a key, since it is empty or has
                 whitespace. Or the table is one rank's part of another.
@@ -830,7 +830,8 @@ class Table:
             overwrite: replace an existing file.
 
         Raises:
-            FileExistsError: ``file`` exists and ``overwrite`` is not set, or it is inside a table's directory.
+            FileExistsError: ``file`` exists and ``overwrite`` is not set, or it is inside a table's directory, or one
+                that the table's untouched rows are read from.
             TypeError: the table has an id map, or a dtype that safetensors lacks; or ``since`` is given, and it keeps
                 no commits.
             ValueError: the commit is not held.

@@ -390,6 +390,27 @@ def test_no_descriptors_left_is_not_a_damaged_base(model: Path, tmp_path: Path) 
     Table.open(tmp_path / "t").close()
 
 
+@pytest.mark.parametrize("call", ["export", "save_rows"])
+def test_files_of_the_base_are_not_replaced(call: str, model: Path, tmp_path: Path) -> None:
+    """Neither by the table nor by a part of it; a table in memory has its rows."""
+    other = Table.create(ROWS, DIM, init=init.of_tensors(model, NAME))
+    (tmp_path / "link").symlink_to(model)
+    file = tmp_path / "link" / "model-00002-of-00003.safetensors"
+    of_base = {"num_embeddings": ROWS, "embedding_dim": DIM, "init": init.of_tensors(model, NAME)}
+    plain = speedswap.EmbeddingConfig(name="plain", num_embeddings=9, embedding_dim=DIM, feature_names=["plain"])
+    based = speedswap.EmbeddingConfig(name="based", feature_names=["based"], **of_base)
+    tables = speedswap.EmbeddingCollection([plain, based], path=tmp_path / "c")
+    with Table.create(**of_base, path=tmp_path / "t") as table:
+        for each in (table, *tables.tables.values()):
+            with pytest.raises(
+                FileExistsError, match=r"from which the untouched rows of table .* are read; give another"
+            ):
+                getattr(each, call)(file, overwrite=True)
+            getattr(each, call)(tmp_path / "new.safetensors", overwrite=True)
+    tables.close()
+    getattr(other, call)(file, overwrite=True)
+
+
 def test_base_of_a_table_without_one_is_refused(model: Path, tmp_path: Path) -> None:
     Table.create(3, 2, path=tmp_path / "t").close()
     with pytest.raises(ValueError, match="has no base; leave it out"):

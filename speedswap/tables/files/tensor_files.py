@@ -483,6 +483,7 @@ class TensorRows:
 
     Attributes:
         what: the files and tensors, for messages.
+        paths: the files.
         num_embeddings: rows.
         embedding_dim: values in a row.
         dtype: the dtype on file.
@@ -504,6 +505,7 @@ class TensorRows:
         if not found:
             raise ValueError(f"names is {names!r}; give the name of a tensor, several, or a pattern")
         places = [files.place(name) for name in found]
+        self.paths = {files.path(name) for name in (*found, *found_scales)}
         self.what = f"{found[0]!r} of {files.what}" + (f" and {len(found) - 1} more tensors" if len(found) > 1 else "")
         self.dtype = _require_alike(places, found, files.what)
         is_float8 = self.dtype == torch.float8_e4m3fn
