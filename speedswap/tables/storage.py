@@ -6,8 +6,8 @@ import copy
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
@@ -396,14 +396,23 @@ def require_unheld(path: Path) -> None:
 
 def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
     """Write a copy of a store to a new table directory, which appears complete or not at all."""
+    with saved_copy(source, path, overwrite=overwrite):
+        pass
+
+
+@contextmanager
+def saved_copy(source: RowStore, path: Path, *, overwrite: bool) -> Iterator[None]:
+    """Write a copy of a store to a new table directory, which appears once the block ends without an error."""
     if source.files is not None and source.files.lives_at(path):
         raise lives_there(path)
     if overwrite:
         require_unheld(path)
-    with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.facts.locked.lock:
-        if source.notes.closed:
-            raise TableClosedError(f"table {source.facts.name!r} was closed meanwhile; save it before closing")
-        save_store(source, copied)
+    with TableDirectory.replacing(path, overwrite=overwrite) as copied:
+        with source.facts.locked.lock:
+            if source.notes.closed:
+                raise TableClosedError(f"table {source.facts.name!r} was closed meanwhile; save it before closing")
+            save_store(source, copied)
+        yield
 
 
 def save_store(source: RowStore, directory: TableDirectory) -> None:

@@ -28,6 +28,7 @@ from speedswap.swapping.collections.group import (
     close_all,
     grouped,
     groups_of,
+    is_finished,
     opened,
     require_finished,
     unfinished,
@@ -40,6 +41,7 @@ from speedswap.swapping.lookup import look_up, pool
 from speedswap.swapping.prefetched import Announced, Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
+from speedswap.tables.storage import saved_copy
 
 
 class Pass(NamedTuple):
@@ -347,14 +349,27 @@ class TableCollection(nn.Module, Generic[Config]):
         """Write all tables, with the optimizer's state, to a directory that :meth:`open` and :meth:`load` read.
 
         Args:
-            path: the directory; within it, each group of tables appears complete or not at all.
+            path: the directory; all tables are written before the first of them appears or is replaced. Of tables owned
+                by ranks, each group appears complete or not at all.
             overwrite: replace existing tables.
 
         Raises:
-            FileExistsError, TableFullError: as :meth:`speedswap.Table.save` does.
+            FileExistsError, TableBusyError, TableFullError: as :meth:`speedswap.Table.save` does.
         """
-        for group, name in zip(self._slots.groups, self._group_names, strict=True):
-            group.table.save(Path(path) / name, overwrite=overwrite)
+        tables = {
+            Path(path) / name: group.table for group, name in zip(self._slots.groups, self._group_names, strict=True)
+        }
+        if self.ranks is not None:
+            for place, table in tables.items():
+                table.save(place, overwrite=overwrite)
+            return
+        is_there = any(map(os.path.lexists, tables)) and is_finished(Path(path))
+        if is_there and not overwrite:
+            raise FileExistsError(f"path is {os.fspath(path)!r}, which has tables; give overwrite=True to replace them")
+        with nullcontext() if is_there else unfinished(Path(path), self._group_names), ExitStack() as copies:
+            for place, table in tables.items():
+                table.check_open()
+                copies.enter_context(saved_copy(table.store, place, overwrite=overwrite))
 
     @property
     def ranks(self) -> RankGroup | None:

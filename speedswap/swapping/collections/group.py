@@ -215,12 +215,16 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
 
 def require_finished(place: Storage) -> None:
     """Raise FileNotFoundError unless all groups in a directory were completed."""
-    path = place.folder or Path()
-    file = path / _UNFINISHED
-    if file.exists() and file.stat().st_size:
+    if not is_finished(path := place.folder or Path()):
         raise FileNotFoundError(
             f"path is {str(path)!r}, where a collection was not finished by the process that made it; make it again"
         )
+
+
+def is_finished(path: Path) -> bool:
+    """Return whether no process was killed in a directory before it completed all groups."""
+    file = path / _UNFINISHED
+    return not file.exists() or not file.stat().st_size
 
 
 def _discard_leftovers(directory: OpenDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -14,9 +15,11 @@ from children import answer, child, killed_at
 from torch import Tensor, nn
 
 import speedswap
+import speedswap.tables.storage as places
 from speedswap import EmbeddingBagConfig, EmbeddingConfig
 from speedswap.errors import LostUpdateError, TableBusyError, TableClosedError
 from speedswap.swapping.collections.group import unfinished
+from speedswap.tables.files.place import Place
 
 # A table may be called like a method of a dictionary.
 ROWS = [
@@ -290,6 +293,41 @@ def test_files_are_opened_and_saved_and_loaded(tmp_path: Path) -> None:
         speedswap.EmbeddingCollection.open(ROWS, tmp_path / "nowhere")
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(loaded)
+
+
+@pytest.mark.parametrize("name", ["save_store", "publish"])
+def test_an_interrupted_save_leaves_a_path_that_can_be_used_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the second table is written, or is about to appear."""
+    collection, calls = speedswap.EmbeddingCollection(ROWS), itertools.count()
+    real = getattr(places if name == "save_store" else Place, name)
+
+    def fails(*args: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places if name == "save_store" else Place, name, fails)
+        with pytest.raises(KeyboardInterrupt):
+            collection.save(tmp_path / "saved")
+    if name == "save_store":
+        assert not [*tmp_path.iterdir()]
+    with pytest.raises(FileNotFoundError):
+        speedswap.EmbeddingCollection.load(ROWS, tmp_path / "saved")
+    collection.save(tmp_path / "saved")
+    assert columns(speedswap.EmbeddingCollection.load(ROWS, tmp_path / "saved")) == columns(collection)
+
+
+def test_a_table_that_cannot_be_replaced_leaves_the_others(tmp_path: Path) -> None:
+    first, second = speedswap.EmbeddingCollection(ROWS), speedswap.EmbeddingCollection(ROWS)
+    first.save(tmp_path / "saved")
+    (tmp_path / "saved" / "6-float32" / "notes").touch()
+    second.tables["user"].write(0, torch.ones(9, 4))
+    with pytest.raises(FileExistsError, match="'notes' is among"):
+        second.save(tmp_path / "saved", overwrite=True)
+    assert columns(speedswap.EmbeddingCollection.load(ROWS, tmp_path / "saved")) == columns(first)
 
 
 def test_one_table_is_saved_without_the_names_of_the_others(tmp_path: Path) -> None:
