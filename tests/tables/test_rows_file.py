@@ -8,6 +8,7 @@ import re
 import signal
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,23 @@ def test_columns_added_since_a_commit_do_not_change_rows(table: Table) -> None:
     commit = table.hold()
     trained_embedding(table, 1)
     assert table.changed_since(commit).tolist() == [4, 9, 30]
+
+
+def test_columns_reset_since_a_commit_are_changes(table: Table) -> None:
+    """Of written rows, if untouched ones begin alike; a row that has its initial values did not change."""
+    ones_in(table, [1, 2])
+    table.reset_rows(torch.tensor([2]))
+    trained_embedding(table, 1)
+    commit = table.hold()
+    before = {name: table.read(column=name) for name in table.columns}
+    for columns in ([each for each in table.columns.values() if each.name != "weight"], [*table.columns.values()]):
+        table.reset_columns(columns)
+        now = {name: table.read(column=name) for name in table.columns}
+        differ = torch.stack([(before[name] != each).flatten(1).any(1) for name, each in now.items()]).any(0)
+        assert table.changed_since(commit).tolist() == differ.nonzero().squeeze(1).tolist()
+    assert table.changed_since(commit).tolist() == [1, 4, 9, 30]
+    table.reset_columns([replace(table.columns["weight"], init=init.constant(0.5))])
+    assert table.changed_since(commit).tolist() == [*range(ROWS)]
 
 
 def test_idle_steps_since_a_commit_are_changes(table: Table) -> None:

@@ -307,7 +307,8 @@ class LogStore(LogColumns, Commits):
     def changed_since(self, commit: int, rows: range) -> Tensor:
         """Return the rows of a range that were written since a held commit, int64, ascending.
 
-        Rows are compared where records of several rows were written together, or where the cleaner has moved them.
+        Rows are compared where records of several rows were written together, where the cleaner has moved them, and if
+        columns were reset.
 
         Raises:
             ValueError: the commit is not held.
@@ -317,6 +318,12 @@ class LogStore(LogColumns, Commits):
         changed, compared = self._until_read(lambda: self.log.changed_since(commit))
         if self.manifest.group_rows > 1:
             changed, compared = changed[:0], torch.cat([changed, compared])
+        before = self._as_of(commit).layouts[-1]
+        held = [each for each in self._cache.layout.held if each.column.name in before.by_name]
+        if were_reset := [each for each in held if each.birth > before.number]:
+            is_begun_alike = all(each.origin == before.by_name[each.column.name].origin for each in were_reset)
+            every = self.log.written(rows.start, rows.stop) if is_begun_alike else torch.arange(rows.start, rows.stop)
+            compared = every[~torch.isin(every, changed)]
         changed, compared = (each[(each >= rows.start) & (each < rows.stop)] for each in (changed, compared))
         if len(compared):
             changed = torch.cat([changed, *self._unlike(commit, compared)])
@@ -324,7 +331,7 @@ class LogStore(LogColumns, Commits):
 
     def _unlike(self, commit: int, rows: Tensor) -> Iterator[Tensor]:
         """Yield those of some rows whose columns had other values at a held commit."""
-        manifest = self.manifest.as_of(self._parsed(self.log.held_head(commit)).layout)
+        manifest = self._as_of(commit)
         options = replace(self._options, cache_bytes=_COMPARED_BYTES)
         before = self._cache_over(manifest, options=options, writable=False, commit=commit)
         with closing(before.log):
@@ -332,6 +339,9 @@ class LogStore(LogColumns, Commits):
             for some in torch.split(rows, min(before.most_rows, self._cache.most_rows)):
                 ours, theirs = self._cache.bytes_of(some, names), before.bytes_of(some, names)
                 yield some[torch.stack([(ours[name] != theirs[name]).any(1) for name in names]).any(0)]
+
+    def _as_of(self, commit: int) -> LogManifest:
+        return self.manifest.as_of(self._parsed(self.log.held_head(commit)).layout)
 
     def _until_read(self, read: Callable[[], _Changed]) -> _Changed:
         """Read the log; again if another process has overwritten some of it in the meantime."""
