@@ -14,6 +14,7 @@ from speedswap.swapping.collections.door import keyed_features
 from speedswap.swapping.graphs import in_transform, outside_graphs
 from speedswap.swapping.lookup import look_up, pool
 from speedswap.swapping.table_module import TableModule
+from speedswap.tables.keys import as_keys
 
 
 class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
@@ -157,7 +158,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     refuses any other use as a tensor, as that of :class:`speedswap.Embedding` does.
 
     A bag's rows are never materialized: they are summed as they are read, forward and backward. With an id map,
-    ``input`` holds keys, int32 or int64; keys without a row count in no bag.
+    ``input`` holds keys, of any kind that :class:`speedswap.Embedding` takes; keys without a row count in no bag.
 
     Args:
         num_embeddings: number of rows.
@@ -253,17 +254,22 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         """Look bags up; the arguments' shapes and the errors are those of the class.
 
         Args:
-            input: ids; or a ``KeyedJaggedTensor``, which includes offsets and weights.
+            input: ids, or keys; or a ``KeyedJaggedTensor``, which includes offsets and weights.
             offsets: the start of each bag, for ids of one dimension.
             per_sample_weights: a factor per id.
         """
+        keys = input
+        if self._keyed is not None and not hasattr(input, "stride"):
+            keys = as_keys(input, self._keyed.id_map.keys)
+            input = keys.numbers.new_empty(keys.shape, device=self.weight.device)
         if isinstance(input, Tensor):
             bags = bags_of(input, offsets, per_sample_weights, self.include_last_offset)
             num_keys, stride = 1, len(bags.offsets) - 1
         else:
             bags, num_keys, stride = keyed_bags(input, offsets, per_sample_weights)
+            keys = bags.ids
         self._check_weights(bags)
-        pooled = self._of_one_commit(lambda: self._pooled(bags._replace(ids=self._rows_of(bags.ids)), num_keys or 1))
+        pooled = self._of_one_commit(lambda: self._pooled(bags._replace(ids=self._rows_of(keys)), num_keys or 1))
         # The view changes nothing unless there are no keys, and so no bags to lay out.
         return pooled if num_keys else pooled.view(stride, 0)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -188,6 +189,17 @@ def test_bags(device: str) -> None:
     rows = bag.table.read(0, 3)
     found = bag(ids, torch.tensor([0, 3], device=device)).cpu()
     torch.testing.assert_close(found, torch.stack([(2 * rows[1] + rows[2]) / 3, torch.zeros(DIM)]))
+
+
+def test_bags_of_strings(device: str) -> None:
+    bag = speedswap.EmbeddingBag(11, DIM, mode="sum", seed=1, id_map=speedswap.IdMap(10, keys="hashed")).to(device)
+    found = bag(np.array([["a", "b"], ["c", "a"]]))
+    rows = bag.table.read(0, 4)
+    torch.testing.assert_close(found.cpu(), torch.stack([rows[1] + rows[2], rows[3] + rows[1]]))
+    torch.testing.assert_close(bag(["a", "b", "c", "a"], torch.tensor([0, 2], device=device)), found)
+    with pytest.raises(ValueError, match=r"offsets\[1\] is 3, but input has 2 ids"):
+        bag(["d", "e"], torch.tensor([0, 3], device=device))
+    assert len(bag.id_map) == 3
 
 
 def test_a_map_and_its_table_must_fit() -> None:
