@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from speedswap import kernels
 from speedswap.errors import LostUpdateError
 from speedswap.swapping.optimizers import holds
-from speedswap.swapping.weight import TableWeight, as_plain
+from speedswap.swapping.weight import TableWeight, as_plain, in_memory
 from speedswap.tables import Block, Table
 
 _UNKNOWN = -1  # stands for a version that is not known
@@ -130,7 +130,7 @@ class BatchRows:
         self.steps_seen = self.steps_before = 0
         self.of_all: list[GradientOfAll] = []
         self._own: tuple[Tensor, Tensor] | None = None  # with gradients of all rows: the batch's own, and a copy
-        with as_plain():
+        with as_plain(), in_memory():
             self._placeholder = weight.detach()
         self.batch = nn.Parameter(self._placeholder, weight.requires_grad)  # with the weight's version counter
         self.batch.stands_for = weight  # type: ignore[attr-defined]

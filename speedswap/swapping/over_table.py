@@ -31,7 +31,7 @@ from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.keyed import KeyedRows, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.row_step import RowStep
-from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
+from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain, in_memory
 from speedswap.swapping.whole_rows import (
     HandedOut,
     MapBytes,
@@ -377,7 +377,7 @@ class OverTable(nn.Module):
             found = fn(tensor)
             return found.to(self.table.dtype) if tensor is weight or tensor is weight.grad else found
 
-        with as_plain():
+        with as_plain(), in_memory():
             super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -47,6 +47,11 @@ _OTHERWISE = (
     "embedding.read() is a copy of all rows that any function takes, embedding.read(ids) of some; embedding(ids) gives "
     "rows that can be trained"
 )
+_INIT = (
+    "torch.nn.init.trunc_normal_, orthogonal_ and eye_ need the whole matrix and cannot fill a table; call "
+    "embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.trunc_normal_, …)), or give that as init= when "
+    "the embedding is made"
+)
 # The remedy for each kind of use, and the functions of that kind.
 _KINDS = {
     "embedding.score(queries, k=…) finds the best rows of the whole table, speedswap.losses has softmax over them": (
@@ -75,9 +80,9 @@ _KINDS = {
     "it is in no graph; take gradients of embedding(ids), and put hooks there": (
         "backward grad register_hook register_post_accumulate_grad_hook"
     ),
-    "torch.nn.init.trunc_normal_, orthogonal_ and eye_ need the whole matrix and cannot fill a table; call "
-    "embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.trunc_normal_, …)), or give that as init= when "
-    "the embedding is made": "eye new_tensor view_as",
+    _INIT: "eye new_tensor",
+    f"{_INIT}. A hook goes on what embedding(ids) returns": "view_as",
+    _OTHERWISE: "requires_grad_",
 }
 _REMEDIES = {name: remedy for remedy, names in _KINDS.items() for name in names.split()}
 
@@ -98,6 +103,8 @@ def refusal(func: Any, table: Table | None) -> str:
 
 # Inside this context, a weight acts as the tensor behind it.
 as_plain = torch._C.DisableTorchFunctionSubclass
+# Inside this context too, torch's C++ code does the same.
+in_memory = torch._C._DisableTorchDispatch
 
 
 def _nobody() -> None:
@@ -119,9 +126,7 @@ class _Rows:
     ) -> Any:
         kwargs = kwargs or {}
         if stepped := _stepped_among([*args, *kwargs.values()]):
-            batches = {id(weight): weight._keeper().batch for weight in stepped}
-            args, kwargs = tree_map(lambda value: batches.get(id(value), value), (args, kwargs))
-            return func(*args, **kwargs)
+            return _with_batches(stepped, func, args, kwargs)
         if func in _PLAIN:
             with as_plain():
                 return func(*args, **kwargs)
@@ -312,6 +317,9 @@ class TableRows(_Rows, torch.Tensor):  # type: ignore[misc, override]
         rows._table, rows._dtype, rows._within, rows._is_one_row = weakref.ref(table), dtype, within, is_one_row
         return rows
 
+    def _requires_grad(self, requires_grad: bool = True) -> Any:  # called by nn.Parameter
+        raise WeightError(refusal(Tensor.requires_grad_, self._table()))
+
 
 class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc, override]
     """The parameter that stands for a table's rows; it does not keep the table alive.
@@ -351,6 +359,19 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc, override]
         self._table, self._dtype = weakref.ref(table), lookup_dtype or table.dtype
         self.may_be_taken = False
         return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raise WeightError for operators that C++ code calls past torch functions, as torch.tensor and vmap do."""
+        kwargs = kwargs or {}
+        if stepped := _stepped_among([*args, *kwargs.values()]):
+            return _with_batches(stepped, func, args, kwargs)
+        if func.overloadpacket in _MAKING:
+            with in_memory():
+                return func(*args, **kwargs)
+        raise WeightError(refusal(func.overloadpacket, _table_among([*args, *kwargs.values()])))
 
     # A property always sees its caller; a torch function may be called by a mode, e.g. under torch.set_default_device.
     @property
@@ -421,6 +442,15 @@ def _stepped_among(values: Sequence[Any]) -> list[TableWeight]:
     return found
 
 
+def _with_batches(
+    stepped: Sequence[TableWeight], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function with the batch's rows in place of weights."""
+    batches = {id(weight): weight._keeper().batch for weight in stepped}
+    args, kwargs = tree_map(lambda value: batches.get(id(value), value), (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _table_among(values: Sequence[Any]) -> Table | None:
     """Return the table of the first weight, or view of rows, among a call's arguments and lists in them."""
     for value in values:
@@ -456,6 +486,8 @@ _PLAIN = torch_functions(
     Tensor,
 ) | torch_functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
 
+_MAKING = {torch.ops.aten.new_empty, torch.ops.aten.new_full, torch.ops.aten.new_ones, torch.ops.aten.new_zeros}
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     **_answered("shape size", _Rows._size),
     **_answered("dim ndim ndimension", lambda rows: len(rows._shape)),
@@ -474,7 +506,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.zeros_like: lambda rows, **kwargs: rows._like(torch.zeros_like, **kwargs),
     _tensor.data.__set__: lambda rows, values: rows._detached()._copy(values),
     **_answered("grad _grad", lambda rows: rows.grad),
-    **_answered("requires_grad_", _Rows._requires_grad),
+    **_answered("requires_grad_", lambda rows, *args, **kwargs: rows._requires_grad(*args, **kwargs)),
     _tensor.requires_grad.__set__: lambda rows, requires_grad: setattr(rows, "requires_grad", requires_grad),
     _tensor.grad.__set__: lambda rows, grad: rows._set_grad(grad),
     _tensor.grad.__delete__: lambda rows: rows._set_grad(None),

@@ -665,10 +665,10 @@ def test_clamping_after_the_step_clamps_the_table(items: speedswap.Embedding) ->
 
 
 def test_a_change_after_the_step_that_torch_does_not_see_is_an_error(items: speedswap.Embedding) -> None:
-    """As a C++ extension makes them, which knows nothing of torch functions."""
+    """As a C++ extension makes them, which passes by torch functions and the dispatcher."""
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     train(items, optimizer)
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         items.weight.clamp_(-0.1, 0.1)
     with pytest.raises(LostUpdateError, match=r"after the optimizer's step.*table\.gather and table\.scatter"):
         items(torch.tensor([1]))
@@ -696,7 +696,7 @@ def test_an_optimizer_in_a_c_extension_without_hooks_is_an_error_at_the_next_for
 ) -> None:
     optimizer = Unhooked(items.parameters(), lr=0.1)
     items(torch.tensor([1, 2])).sum().backward()
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         optimizer.step()
     with pytest.raises(LostUpdateError, match="changed on the device"):
         items(torch.tensor([1, 2]))

@@ -110,7 +110,7 @@ def test_code_that_takes_the_weights_memory_without_asking_is_noticed() -> None:
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     items(IDS).sum().backward()
     weight: Tensor = items.weight
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch(), torch.no_grad():
         assert weight.shape == (3, DIM)
         weight.mul_(2)
     with pytest.raises(LostUpdateError, match="changed on the device without the optimizer's hooks"):
