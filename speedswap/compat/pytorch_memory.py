@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from speedswap._words import a_kind
 from speedswap.batching import estimate_memory, feed
+from speedswap.batching.functions import require_integer
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError
@@ -239,9 +240,9 @@ class Config:
     optimizer: InitVar[Any] = None
 
     def __post_init__(self, model_class: Network, optimizer: Any) -> None:
-        for name in ("total_sample_count", "one_read_count"):
-            if getattr(self, name) < 1:
-                raise BatchError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("total_sample_count", "one_read_count", "preferred_batch_size"):
+            if name != "preferred_batch_size" or self.preferred_batch_size is not None:
+                require_integer(name, getattr(self, name))
         self.input_shape, self.output_shape = tuple(self.input_shape), tuple(self.output_shape)
         self.input_item_size = as_dtype(self.input_dtype).itemsize
         self.output_item_size = as_dtype(self.output_dtype).itemsize

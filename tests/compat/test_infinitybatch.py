@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import speedswap.compat.infinitybatch as infinitybatch
 from speedswap.compat.infinitybatch import InfinityBatch, InfinityBatchError, InfinityBatchWarning
 from speedswap.compat.infinitybatch.trainer import devices_equal
-from speedswap.errors import SpeedswapWarning
+from speedswap.errors import BatchError, SpeedswapWarning
 from speedswap.monitor import MonitorWarning
 
 EPOCHS = 20  # of the README's 200
@@ -215,6 +215,11 @@ def test_dataloader_is_still_the_loader(loader):
 def test_what_is_missing_is_named(call, message):
     with pytest.raises(InfinityBatchError, match=message):
         call(InfinityBatch())
+
+
+def test_a_number_of_epochs_that_makes_no_sense_is_an_error():
+    with pytest.raises(BatchError, match="num_epochs is -1; it must be an integer of at least 0"):
+        InfinityBatch()(-1)
 
 
 def make(loader=None, criterion=None, seed=0, device="cpu", **options):

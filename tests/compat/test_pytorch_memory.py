@@ -494,6 +494,14 @@ def test_defect_9_model_may_be_an_object_and_shapes_may_have_a_batch_dimension()
     assert config_for(10, input_shape=(1, 3, 8, 8), memory=100, model=model).batch_size == 2
 
 
+@pytest.mark.parametrize("value", [-1, 0, 1.5])
+@pytest.mark.parametrize("name", ["total_sample_count", "one_read_count", "preferred_batch_size"])
+def test_a_count_is_an_integer_of_at_least_1(name, value):
+    numbers = {"total_sample_count": 4, "one_read_count": 1, "preferred_batch_size": 1} | {name: value}
+    with pytest.raises(BatchError, match=f"{name} is {value}; it must be an integer of at least 1"):
+        Config(GiB(1), GiB(1), (3,), (1,), lambda: nn.Linear(3, 1), **numbers)
+
+
 @pytest.mark.parametrize("make", [Feeder, generate_epoch])
 def test_defect_9_lists_of_different_lengths_are_refused(make):
     with pytest.raises(BatchError, match="output_list has 4 items, but input_list has 200"):

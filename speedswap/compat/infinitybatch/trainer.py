@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
+from speedswap.batching.functions import require_integer
 from speedswap.batching.nested import NO_AUX, Batch, parted
 from speedswap.compat.infinitybatch.changes import CODES, ChangeObserver, InfinityBatchError
 from speedswap.compat.infinitybatch.data import (
@@ -298,6 +299,7 @@ class InfinityBatch:
 
     def train(self, num_epochs: int) -> None:
         """Train for a number of epochs, after releasing all that the containers kept of earlier ones."""
+        require_integer("num_epochs", num_epochs, 0)
         self.clearcontainers_()
         self._epoch = -1
         self._say(f"training for {num_epochs} epochs")
