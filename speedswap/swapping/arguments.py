@@ -11,7 +11,7 @@ from torch import nn
 
 from speedswap._words import a_kind
 from speedswap.tables import IdMap, Storage, Table
-from speedswap.tables.record import require_dtype
+from speedswap.tables.record import require_dtype, whole_number
 
 
 def refuse_place(table: Table, storage: Storage | str, path: str | os.PathLike[str] | None) -> None:
@@ -68,6 +68,18 @@ def require_table(table: object) -> None:
         raise TypeError(f"table is {os.fspath(table)!r}, a path; give speedswap.Table.open({os.fspath(table)!r})")
     if not isinstance(table, Table):
         raise TypeError(f"table is {_shown(table)}; give a speedswap.Table")
+
+
+def row_among(name: str, row: object, num_embeddings: int) -> int:
+    """Return a row's number, counted from the table's end if negative; raise ValueError unless it is one."""
+    remedy = f"give one of the table's {num_embeddings} rows, or None"
+    return whole_number(name, row, -num_embeddings, num_embeddings - 1, remedy=remedy) % num_embeddings
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise TypeError unless the argument is True or False, or equal to one of them."""
+    if value not in (True, False):
+        raise TypeError(f"{name} is {value!r}; give True or False")
 
 
 def require_id_map(id_map: object) -> None:

@@ -79,7 +79,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table, *, idle_row
     """
     if idle_rows not in (None, "lazy", "dense"):
         raise ValueError(f"idle_rows is {idle_rows!r}; give 'lazy' or 'dense'")
-    if not isinstance(module_or_table, nn.Module | Table):
+    if not isinstance(module_or_table, nn.Module | Table) or not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"module_or_table is {a_kind(module_or_table)}, and optimizer {a_kind(optimizer)}; give the optimizer "
             "first, then the model or a table"

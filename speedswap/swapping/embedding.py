@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from speedswap import kernels
 from speedswap.collectives import of_all_ranks
-from speedswap.swapping.arguments import refuse_torchs
+from speedswap.swapping.arguments import refuse_torchs, require_flag
 from speedswap.swapping.collections.door import keyed_features
 from speedswap.swapping.graphs import in_transform, outside_graphs
 from speedswap.swapping.lookup import look_up, pool
@@ -210,6 +210,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     ) -> None:
         if mode not in _MODES:
             raise ValueError(f'mode is {mode!r}; choose "sum", "mean" or "max"')
+        require_flag("include_last_offset", include_last_offset)
         self.mode = mode
         self.include_last_offset = include_last_offset
         super().__init__(

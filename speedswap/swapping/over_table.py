@@ -23,9 +23,11 @@ from speedswap.swapping.arguments import (
     device_of_weights,
     refuse_place,
     refuse_torchs,
+    require_flag,
     require_id_map,
     require_stored,
     require_table,
+    row_among,
 )
 from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.keyed import KeyedRows, rows_for
@@ -111,15 +113,15 @@ class OverTable(nn.Module):
         if id_map is not None:
             require_id_map(id_map)
         if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
-            padding_idx %= num_embeddings
+            padding_idx = row_among("padding_idx", padding_idx, num_embeddings)
         if id_map is None and table is not None:
             id_map = table.id_map
         if id_map is not None:
             num_embeddings = rows_for(id_map, num_embeddings, padding_idx)
             padding_idx = 0
-        rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
+        rows_dtype = torch.get_default_dtype() if dtype is None else dtype
+        if table is not None:
+            rows_dtype = table.dtype
         check_dtypes(rows_dtype, state_dtype, lookup_dtype)
         place = device_of_weights(device)  # raises if the device does not exist, before a table is created
         if rounding not in (None, *ROUNDINGS):
@@ -152,7 +154,11 @@ class OverTable(nn.Module):
                     dtype=rows_dtype,
                     storage=where,
                     init=values,
-                    seed=int(torch.randint(2**62, (), device="cpu").item()) if is_drawn else seed or 0,
+                    seed=int(torch.randint(2**62, (), device="cpu").item())
+                    if is_drawn
+                    else 0
+                    if seed is None
+                    else seed,
                     name=name,
                     zero_row=padding_idx,
                     stored_dtype=stored_dtype,
@@ -284,6 +290,7 @@ class OverTable(nn.Module):
         cls: type[_Self], embeddings: Tensor, freeze: bool, padding_idx: int | None, **settings: Any
     ) -> _Self:
         """Return a module over a new table with the given rows, shape (num_embeddings, embedding_dim)."""
+        require_flag("freeze", freeze)
         kernels.require_dense(embeddings, "embeddings")
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; give (num_embeddings, embedding_dim)")

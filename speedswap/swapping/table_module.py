@@ -13,7 +13,7 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import WeightError
-from speedswap.swapping.arguments import refuse_copied
+from speedswap.swapping.arguments import refuse_copied, require_flag
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit
 from speedswap.swapping.over_table import OverTable
@@ -83,6 +83,7 @@ class TableModule(OverTable):
             >>> items(torch.tensor([997]))[0, :3]
             tensor([0.5000, 0.5000, 0.5000])
         """
+        require_flag("freeze", freeze)
         if settings.keys() & {"storage", "path"}:
             base = initializers.of_tensors(file, name, scale=scale, block=block)
             dtype = base.dtype if base.dtype.itemsize > 1 else torch.bfloat16

@@ -455,6 +455,7 @@ class IdMap(Locked):
             >>> speedswap.IdMap.from_bytes(users.to_bytes()).lookup(["bob", "eve"])
             tensor([2, 0])
         """
+        kernels.require_dense(raw, "raw")
         saved = keys_file.decode(raw.detach().cpu().contiguous(), what)
         return cls.of_saved(saved, frozen=frozen, what=what)
 

@@ -68,7 +68,8 @@ class Column:
     def __post_init__(self) -> None:
         if not is_column_name(self.name):
             raise ValueError(f"name is {self.name!r}; give up to {MAX_NAME} printable characters")
-        if len(self.row_shape) > MAX_DIMS or any(size < 1 for size in self.row_shape):
+        is_shape = isinstance(self.row_shape, Sequence)
+        if not is_shape or len(self.row_shape) > MAX_DIMS or any(size < 1 for size in self.row_shape):
             raise ValueError(
                 f"row_shape of column {self.name!r} is {self.row_shape}; give up to {MAX_DIMS} sizes of 1 or more"
             )
@@ -83,6 +84,8 @@ class Column:
             raise ValueError(f"rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         if self.rounding == "stochastic" and self.stored == torch.int8:
             raise ValueError(f"rounding of column {self.name!r} is 'stochastic'; int8 is rounded to 'nearest' only")
+        if not isinstance(self.init, Initializer):
+            raise TypeError(f"init of column {self.name!r} is {self.init!r}; give one of speedswap.init")
         self.init.require_fits(self.dtype)
 
     @property

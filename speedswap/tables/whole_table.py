@@ -16,7 +16,7 @@ from speedswap._words import AVERAGE_OTHERS, a_kind
 from speedswap.errors import IdError, TableTooLargeError
 from speedswap.tables.files.manifest import part_of_ranks
 from speedswap.tables.init import chunks_of
-from speedswap.tables.record import RecordLayout, column_among
+from speedswap.tables.record import RecordLayout, column_among, require_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -37,6 +37,8 @@ def read_rows(store: RowStore, start: int, stop: int | None, column: str, dtype:
             )
     start, stop, _ = slice(start, stop).indices(facts.num_embeddings)
     stop, found = max(start, stop), column_among(store.columns, column, facts.name)
+    if dtype is not None:
+        require_dtype("dtype", dtype)
     require_memory(
         (stop - start) * found.width * (dtype or found.dtype).itemsize,
         f"rows {start} to {stop - 1} of column {column!r} of table {facts.name!r}",

@@ -266,7 +266,7 @@ def test_what_torchs_modules_have_beside_is_refused_with_the_remedy(
 def test_constructor_arguments_are_checked():
     with pytest.raises(ValueError, match=r"mode is 'median'; choose \"sum\", \"mean\" or \"max\""):
         speedswap.EmbeddingBag(5, 2, mode="median")
-    with pytest.raises(ValueError, match="padding_idx is 5, but there are 5 rows"):
+    with pytest.raises(ValueError, match="padding_idx is 5; give one of the table's 5 rows"):
         speedswap.EmbeddingBag(5, 2, padding_idx=5)
     with pytest.raises(ValueError, match=r"embeddings has shape \(3,\)"):
         speedswap.EmbeddingBag.from_pretrained(torch.zeros(3))

@@ -103,6 +103,48 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4, feature_names=1),  # type: ignore[arg-type]
         "feature_names is an int; give a list of names",
     ),
+    "a row's name as padding": (
+        lambda: Embedding(9, 4, padding_idx="x"),  # type: ignore[arg-type]
+        "padding_idx is 'x'; give one of the table's 9 rows, or None",
+    ),
+    "True as padding": (lambda: EmbeddingBag(9, 4, padding_idx=True), "padding_idx is True; give one of the table's 9"),
+    "half a row as a config's padding": (
+        lambda: EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4, padding_idx=1.5),  # type: ignore[arg-type]
+        r"padding_idx of table 'item' is 1\.5; give one of the table's 9 rows",
+    ),
+    "an empty list as a seed": (lambda: Embedding(9, 4, seed=[]), r"seed is \[\]; give a whole number"),  # type: ignore[arg-type]
+    "0 as a dtype": (lambda: Embedding(9, 4, dtype=0), "dtype is 0; give one of torch's dtypes"),  # type: ignore[arg-type]
+    "0 as a config's dtype": (
+        lambda: EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4, dtype=0),  # type: ignore[arg-type]
+        "dtype is 0; give one of torch's dtypes",
+    ),
+    "a dtype's name": (
+        lambda: Table.create(9, 4).read(dtype="float16"),  # type: ignore[arg-type]
+        "dtype is 'float16'; give one of torch's dtypes",
+    ),
+    "no as a flag": (
+        lambda: EmbeddingBag(9, 4, include_last_offset="no"),  # type: ignore[arg-type]
+        "include_last_offset is 'no'; give True or False",
+    ),
+    "no as freeze": (
+        lambda: Embedding.from_pretrained(torch.eye(2), freeze="no"),  # type: ignore[arg-type]
+        "freeze is 'no'; give True or False",
+    ),
+    "a column's size": (
+        lambda: speedswap.Column("sum", 3, torch.float32, speedswap.init.zeros()),  # type: ignore[arg-type]
+        "row_shape of column 'sum' is 3",
+    ),
+    "a column without values": (
+        lambda: speedswap.Column("sum", (3,), torch.float32, None),  # type: ignore[arg-type]
+        r"init of column 'sum' is None; give one of speedswap\.init",
+    ),
+    "no optimizer": (
+        lambda: speedswap.attach(None, ITEMS),
+        "module_or_table is an Embedding, and optimizer a NoneType; give the optimizer first",
+    ),  # type: ignore[arg-type]
+    "no model": (lambda: speedswap.parameters_to_ignore(None), r"model is a NoneType; give a torch\.nn\.Module"),  # type: ignore[arg-type]
+    "a number as a model": (lambda: speedswap.ignore_in_ddp(5), r"model is an int; give a torch\.nn\.Module"),  # type: ignore[type-var]
+    "bytes": (lambda: IdMap.from_bytes(b"x"), "raw is a bytes; pass a tensor"),  # type: ignore[arg-type]
 }
 
 
@@ -219,7 +261,7 @@ def test_messages_have_the_words_that_were_given() -> None:
 def test_an_argument_of_a_wrong_type_is_named(what: str) -> None:
     call, message = MISTAKES[what]
     before = torch.get_rng_state()
-    with pytest.raises(TypeError, match=f"^{message}"):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call()
     if what != "an embedding":
         assert torch.equal(torch.get_rng_state(), before)

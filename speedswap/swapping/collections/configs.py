@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from speedswap._words import a_kind
-from speedswap.swapping.arguments import require_id_map
+from speedswap.swapping.arguments import require_id_map, row_among
 from speedswap.swapping.keyed import rows_for
 from speedswap.tables import IdMap, Storage
 from speedswap.tables import init as initializers
-from speedswap.tables.record import count, seed_of
+from speedswap.tables.record import count, require_dtype, seed_of
 
 _POOLINGS = ("sum", "mean", "max")
 _OF_THE_RANK = ("seed", "storage", "id_map")  # may differ, or is agreed on elsewhere
@@ -99,11 +99,12 @@ class EmbeddingConfig:
                 )
         object.__setattr__(self, "feature_names", names or (self.name,))
         if self.padding_idx is not None:
-            if not -rows <= self.padding_idx < rows:
-                raise ValueError(f"padding_idx of table {self.name!r} is {self.padding_idx}, but it has {rows} rows")
-            object.__setattr__(self, "padding_idx", self.padding_idx % rows)
+            own_row = row_among(f"padding_idx of table {self.name!r}", self.padding_idx, rows)
+            object.__setattr__(self, "padding_idx", own_row)
         if self.seed is not None:
             object.__setattr__(self, "seed", seed_of(self.seed, f"seed of table {self.name!r}"))
+        if self.dtype is not None:
+            require_dtype("dtype", self.dtype)
         if self.stored_dtype == torch.int8 and self.trainable:
             raise ValueError(
                 f"stored_dtype of table {self.name!r} is torch.int8, which is for lookup; give trainable=False"
