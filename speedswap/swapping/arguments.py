@@ -53,6 +53,19 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
             raise ValueError(f"{name} is {value!r}{remedy}")
 
 
+class TorchsAttribute:
+    """An attribute of torch's embeddings that has its default, and refuses any other value as the constructor does."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        return _REFUSED[self._name][0]
+
+    def __set__(self, module: nn.Module, value: object) -> None:
+        refuse_torchs(type(module).__name__, (), {self._name: value})
+
+
 def refuse_copied(file: object, settings: dict[str, Any]) -> None:
     """Raise TypeError if settings need rows other than the file's, unchanged."""
     for name in sorted(settings.keys() & {"storage", "path", "dtype", "init", "seed", "stored_dtype", "table"}):

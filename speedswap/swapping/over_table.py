@@ -19,6 +19,7 @@ from speedswap._words import warn_once
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
 from speedswap.swapping.arguments import (
+    TorchsAttribute,
     check_dtypes,
     device_of_weights,
     refuse_place,
@@ -62,11 +63,10 @@ class OverTable(nn.Module):
     """
 
     weight: nn.Parameter
-    # Attributes of torch's embeddings, refused here.
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    scale_grad_by_freq: bool = False
-    sparse: bool = False
+    max_norm = TorchsAttribute()
+    norm_type = TorchsAttribute()
+    scale_grad_by_freq = TorchsAttribute()
+    sparse = TorchsAttribute()
     lookup_dtype: torch.dtype | None = None  # of what is looked up, if it is not the table's
     # Of rows that state_dict leaves out: True if something keeps them, and the number of writes that a file has.
     saves_rows: bool = False

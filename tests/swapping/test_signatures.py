@@ -37,6 +37,16 @@ def test_constructor_takes_torchs_arguments_by_place(name: str) -> None:
         speedswap.Embedding(10, 3, 0, None, 2.0, False, False, None)
 
 
+@pytest.mark.parametrize("cls", [speedswap.Embedding, speedswap.EmbeddingBag])
+@pytest.mark.parametrize(("name", "value"), [("max_norm", 1.0), ("norm_type", 1.0), ("scale_grad_by_freq", True)])
+def test_torchs_attributes_are_refused_as_its_arguments_are(cls: Any, name: str, value: Any) -> None:
+    module, default = cls(5, 2), getattr(nn.Embedding(5, 2), name)
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        setattr(module, name, value)
+    setattr(module, name, default)
+    assert getattr(module, name) == default
+
+
 def test_lookups_take_torchs_keywords() -> None:
     ids, offsets, factors = torch.tensor([3, 1, 1]), torch.tensor([0, 1]), torch.tensor([2.0, 0.5, 1.0])
     items = speedswap.Embedding(5, 2)
