@@ -33,7 +33,8 @@ Differences:
   an ``…MM`` class is a directory, ``<diskname><number>.memmap``, with the first free number, and ``.npy`` files of the
   weights or of each state, which NumPy opens and in which rows are read and written; ``loadCupy`` of that directory
   continues with it. Its pages are never pinned, so ``CPUPinn`` is ignored. For tables that survive a kill between two
-  steps, give :class:`speedswap.ModelFactory` a ``diskname``.
+  steps, give :class:`speedswap.ModelFactory` a ``diskname``. The ``ModelFactory`` here takes none, as in
+  0.1.6, although its README shows one.
 * ``DataGadgetMM`` maps its ``.npy`` file itself, so that ``insertData`` changes the file.
 * ``getData`` and ``insertData`` take NumPy's and CuPy's indexes: arrays, slices, masks, None, Ellipsis, and tuples of
   these with NumPy's meaning: rows by number are a list or an array. A row is never counted from the end, and a
