@@ -15,6 +15,7 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.damage import UnknownFile
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.place import Place
@@ -94,7 +95,7 @@ def open_shard(
     problem = "is not the table that it was made with"
     try:
         if place.is_symlink():
-            raise TableFormatError(f"{place} is a symbolic link, which is not followed")
+            raise UnknownFile(f"{place} is a symbolic link, which is not followed; put the directory itself there")
         store = _open_log(place, mode, disk, commit, base)
     except FileNotFoundError:
         raise TableFormatError(f"the table at {path} is damaged: {place.name} is missing") from None

@@ -520,7 +520,7 @@ class Folders:
             for path in self._beyond(found, keep, saved):
                 # A folder with links was set aside and may need its commits: without its token it is not known to be
                 # gone.
-                has_links = path.is_symlink() or os.stat(path / MANIFEST).st_nlink > 1
+                has_links = path.is_symlink() or os.lstat(path / MANIFEST).st_nlink > 1
                 is_known = path in found.manifests and not has_links
                 self._set_aside(path, found.manifests[path].token if is_known else "")
         task.round()
@@ -640,8 +640,9 @@ def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
     """
     which: object = None
     if part.copy:
+        path = _copy_of(part, files.folder)
         with says_malformed(files.folder, "its rows", part.copy):
-            copy = OpenDirectory(files.folder / part.copy, follow=False)
+            copy = OpenDirectory(path, follow=False)
             names = {*copy.names()}.difference(_NOT_LINKED)
             which = tuple(sorted(identity(os.stat(each, dir_fd=copy.fd, follow_symlinks=False)) for each in names))
     if which not in files.sound:
@@ -654,6 +655,21 @@ def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
         files.check(delta.tensors)
 
 
+def _copy_of(part: SavedTable, folder: Path) -> Path:
+    """Return the path of a table's copy in a checkpoint's folder.
+
+    Raises:
+        UnknownCheckpoint: it is behind a link.
+    """
+    path = folder / part.copy
+    if path.is_symlink() or (path.parent.is_symlink() and path.parent != folder):
+        raise UnknownCheckpoint(
+            f"checkpoint {folder} may be good, but {path} is a symbolic link, which is not followed; put the folder "
+            "itself there"
+        )
+    return path
+
+
 def open_part(part: SavedTable, folder: Path, token: str) -> Table:
     """Open the table with the rows of a checkpoint's table or of one rank's part; a copy bypasses the page cache.
 
@@ -664,7 +680,7 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
     Raises:
         CheckpointError: it is damaged or unknown.
     """
-    path = folder / part.copy if part.copy else path_in(folder, part.path)
+    path = _copy_of(part, folder) if part.copy else path_in(folder, part.path)
     if not part.copy and not os.path.exists(path):
         which = f"table {part.name!r}" if part.name else "the table"
         raise UnknownCheckpoint(
@@ -672,8 +688,6 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
             "directory back there"
         )
     with says_malformed(folder, "its rows", part.copy or str(path)):
-        is_link = part.copy and (path.is_symlink() or (path.parent.is_symlink() and path.parent != folder))
-        require(not is_link, f"{path} is a symbolic link, which is not followed")
         if part.copy:
             files = OpenDirectory(path)
             for name in filter(files.is_regular, files.names()):

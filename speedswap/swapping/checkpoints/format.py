@@ -27,7 +27,7 @@ from torch import Tensor
 
 from speedswap._words import a_kind
 from speedswap.errors import CheckpointError, TableFormatError
-from speedswap.tables.files.damage import Damage, is_int, require
+from speedswap.tables.files.damage import Damage, UnknownFile, is_int, require, require_version
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, write_all
 from speedswap.tables.files.tensor_files import DTYPES
 
@@ -198,13 +198,7 @@ class Manifest:
             require(is_whole, "its checksum does not match")
             data = json.loads(body)
             require(data["format"] == FORMAT, "it does not describe a checkpoint")
-            version = data["version"]
-            if is_int(version, VERSION + 1, 2**31):
-                raise UnknownCheckpoint(
-                    f"checkpoint {directory.path} cannot be read: its version is {version}, and this speedswap reads "
-                    f"{VERSION}; load it with the speedswap that saved it, or a newer one"
-                )
-            require(is_int(version, VERSION, VERSION), f"its version is {version!r}; this speedswap reads {VERSION}")
+            require_version(MANIFEST, data["version"], VERSION)
             return cls.of(data)
 
     @classmethod
@@ -246,6 +240,8 @@ class UnknownCheckpoint(CheckpointError):
 def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
     """Return the error for an unreadable checkpoint: CheckpointError if its bytes prove damage, or
     UnknownCheckpoint."""
+    if isinstance(problem, UnknownFile):
+        return UnknownCheckpoint(f"checkpoint {folder} may be good, but {problem}")
     cause = problem if isinstance(problem, OSError) else getattr(problem, "__cause__", None)
     if isinstance(cause, OSError) and cause.errno not in MISSING:
         return UnknownCheckpoint(

@@ -33,6 +33,8 @@ def says_damaged(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
         return
+    except UnknownFile:
+        raise
     except Damage as error:
         problem = str(error)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -51,6 +53,21 @@ def is_int(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def require_version(what: str, version: object, known: int) -> None:
+    """Raise unless a format's version, covered by a checksum, is the one that is read; for use under
+    :func:`says_damaged`.
+
+    Raises:
+        UnknownFile: it is newer.
+    """
+    if is_int(version, known + 1, 2**31):
+        raise UnknownFile(
+            f"{what} cannot be read: its version is {version}; this speedswap reads {known}; use the one that wrote "
+            "it, or a newer one"
+        )
+    require(is_int(version, known, known), f"its version is {version!r}; this speedswap reads {known}")
+
+
 def ints(data: Mapping[str, Any], **limits: tuple[int, int]) -> list[int]:
     """Return some entries of a description, each an int within its limits; for use under :func:`says_damaged`."""
     for name, (low, high) in limits.items():
@@ -66,6 +83,10 @@ def ranges_of(numbers: NDArray[Any]) -> list[range]:
 
 class Damage(Exception):
     """A problem found in some bytes."""
+
+
+class UnknownFile(TableFormatError):
+    """A file that may be good, but is of a newer format, or somewhere else, with a link in its place."""
 
 
 def bytes_left(fd: int, at: int, nbytes: int) -> bytes:

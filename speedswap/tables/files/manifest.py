@@ -18,7 +18,7 @@ import torch
 
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
-from speedswap.tables.files.damage import ints, is_int, require, says_damaged
+from speedswap.tables.files.damage import ints, is_int, require, require_version, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
 from speedswap.tables.init import CopyOf, InRanges, Unknown, found_in, from_json, saved_in
 from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, Origin, RecordLayout, is_column_name
@@ -477,7 +477,7 @@ def parse(directory: Path, raw: bytes, base: Sequence[str] | None = None) -> Any
     """Parse and check a manifest as stored in its file; arguments as for :meth:`ManifestFile.load`.
 
     Raises:
-        TableFormatError: it is damaged.
+        TableFormatError: it is damaged, or of a newer format.
     """
     with says_damaged(f"the {MANIFEST} of {directory}"):
         require(len(raw) <= MAX_BYTES + _CHECKSUM_BYTES, f"it is longer than {MAX_BYTES + _CHECKSUM_BYTES} bytes")
@@ -485,7 +485,6 @@ def parse(directory: Path, raw: bytes, base: Sequence[str] | None = None) -> Any
         require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
         data = json.loads(body, object_hook=partial(found_in, directory.absolute(), base))
         require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
-        is_known = is_int(data["version"], VERSION, VERSION)
-        require(is_known, f"its version is {data['version']!r}; this speedswap reads {VERSION}")
+        require_version(f"the {MANIFEST} of {directory}", data["version"], VERSION)
         manifest: AnyManifest = parse_shards_manifest(data) if "shards" in data else parse_log_manifest(data)
     return manifest

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from speedswap.errors import TableFormatError, TableFullError
+from speedswap.errors import TableFullError
+from speedswap.tables.files.damage import UnknownFile
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 # Errors that say nothing about a file's content.
@@ -83,7 +84,7 @@ class OpenDirectory(OpenFile):
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO):
                 raise
-            raise TableFormatError(f"{self.path / name} changed while it was opened") from error
+            raise UnknownFile(f"{self.path / name} changed while it was opened") from error
         try:
             self._check(name, os.fstat(fd))
         except BaseException:
@@ -143,9 +144,9 @@ class OpenDirectory(OpenFile):
     def _check(self, name: str, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
             kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
-            raise TableFormatError(
-                f"the table in {self.path} is damaged: {name} is {kind}, which is neither followed nor opened; remove "
-                "it, and copy the file itself there if it is missing then"
+            raise UnknownFile(
+                f"{self.path / name} is {kind}, which is neither followed nor opened; remove it, and copy the file "
+                "itself there if it is missing then"
             )
 
 

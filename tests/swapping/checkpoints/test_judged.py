@@ -54,12 +54,17 @@ class Run:
 
     def loads(self, path: Path, step: int) -> bool:
         """Return whether a checkpoint is loaded, with the rows that it was saved with."""
-        model = nn.Sequential(speedswap.Embedding(ROWS, 8, seed=1), nn.Linear(8, 40))
         try:
-            speedswap.load_checkpoint(path, model)
+            model = self.load(path)
         except CheckpointError:
             return False
         return torch.equal(model[0].read(), self.rows[step]) and torch.equal(model[1].weight, self.model[1].weight)
+
+    @staticmethod
+    def load(path: Path) -> nn.Sequential:
+        model = nn.Sequential(speedswap.Embedding(ROWS, 8, seed=1), nn.Linear(8, 40))
+        speedswap.load_checkpoint(path, model)
+        return model
 
 
 def flip(path: Path, place: int) -> None:
@@ -77,11 +82,11 @@ def flip_row(log: Path, row: Tensor) -> None:
     flip(log, place + 5)
 
 
-def describe(folder: Path, **changes: Any) -> None:
-    """Change a checkpoint's description, with a checksum that fits."""
-    body = json.loads((folder / "CHECKPOINT").read_bytes().partition(b"\n")[2])
+def describe(folder: Path, file: str = "CHECKPOINT", **changes: Any) -> None:
+    """Change the description of a checkpoint or a table, with a checksum that fits."""
+    body = json.loads((folder / file).read_bytes().partition(b"\n")[2])
     text = json.dumps({**body, **changes}).encode()
-    (folder / "CHECKPOINT").write_bytes(b"%08x\n" % zlib.crc32(text) + text)
+    (folder / file).write_bytes(b"%08x\n" % zlib.crc32(text) + text)
 
 
 def names_in(path: Path) -> list[str]:
@@ -175,12 +180,60 @@ def test_a_newer_format_is_not_taken_for_damage(tmp_path: Path, caplog: pytest.L
         run.save(2)
         run.save(3)
     assert first.exists()
-    assert f"{first} cannot be read: its version is 2" in caplog.text
-    with pytest.raises(CheckpointError, match="load it with the speedswap that saved it, or a newer one"):
+    assert f"{first} may be good, but CHECKPOINT cannot be read: its version is 2" in caplog.text
+    with pytest.raises(CheckpointError, match="use the one that wrote it, or a newer one"):
         speedswap.load_checkpoint(first, run.model)
     describe(first, version=1)
     assert run.loads(first, 1)
     run.items.table.close()
+
+
+def save_around(run: Run, spoil: Callable[[Path], object]) -> tuple[Path, list[str]]:
+    """Save four checkpoints, the last of which keeps two, and spoil the third; return its folder, and all names."""
+    for step in (1, 2, 3):
+        saving.copied.clear()  # so that each has other files
+        folder = run.save(step, keep=None, extra=torch.full((9,), step), tables="copy" if step < 3 else "auto")
+    spoil(folder)
+    Run(run.folder, on_disk=False).save(4, keep=2)
+    return folder, names_in(run.folder / "saved")
+
+
+@pytest.mark.parametrize("on_disk", [True, False], ids=["reference", "copy"])
+def test_a_table_of_a_newer_format_is_not_taken_for_damage(on_disk: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, on_disk=on_disk)
+
+    def place(folder: Path) -> Path:
+        return tmp_path / "table" if on_disk else folder / "table-3-0"
+
+    def spoil(folder: Path) -> None:
+        run.items.table.close()
+        describe(place(folder), "MANIFEST", version=2)
+
+    folder, names = save_around(run, spoil)
+    assert len(names) == 4
+    with pytest.raises(CheckpointError, match=r"may be good, but the MANIFEST of .* cannot be read: its version is 2"):
+        run.load(folder)
+    describe(place(folder), "MANIFEST", version=1)
+    assert run.loads(folder, 3)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["", "dangling"])
+@pytest.mark.parametrize("name", ["CHECKPOINT", "tensors-3.safetensors", "table-3-0", "table-3-0/rows.log"])
+def test_a_link_in_place_of_a_file_is_no_damage(name: str, there: bool, tmp_path: Path) -> None:
+    """As git-annex and DVC leave it."""
+    run, away = Run(tmp_path, on_disk=False), tmp_path / "away"
+
+    def spoil(folder: Path) -> None:
+        shutil.move(folder / name, away)
+        (folder / name).symlink_to(away if there else tmp_path / "off-line")
+
+    folder, names = save_around(run, spoil)
+    assert len(names) == 4
+    with pytest.raises(CheckpointError, match=r"may be good, but .* is a symbolic link|there is no checkpoint"):
+        run.load(folder)
+    (folder / name).unlink()
+    shutil.move(away, folder / name)
+    assert run.loads(folder, 3)
 
 
 @pytest.mark.parametrize("version", [True, 1.0, "1", 0, -1, None])
