@@ -515,7 +515,7 @@ class Folders:
         """
         found = self.read()
         if task.lane.rank == 0:
-            for leftover in found.leftovers:
+            for leftover in () if saved else found.leftovers:
                 _log.warning("%s was left behind by a process that was killed, and is removed", leftover)
             for path in self._beyond(found, keep, saved):
                 # A folder with links was set aside and may need its commits: without its token it is not known to be
@@ -584,12 +584,15 @@ class Folders:
         sync_names(self.path)
 
 
-def _clear(leftovers: Sequence[Path]) -> None:
+def _clear(leftovers: Iterable[Path]) -> None:
     for path in leftovers:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:  # the link itself, not its target
-            path.unlink()
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:  # the link itself, not its target
+                path.unlink()
+        except OSError as error:  # the next save tries again
+            _log.warning("%s cannot be removed (%s), and stays; remove it by hand", path, error)
 
 
 def release(table: Table, here: Found, after: int = 0, *, warns: bool = False) -> bool:

@@ -410,6 +410,29 @@ def test_a_damaged_row_of_a_table_that_is_referred_to_is_found_before_the_first_
     assert torch.equal(other[0].read(), before)
 
 
+def test_a_leftover_that_cannot_be_removed_does_not_stop_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another user's file, or one that a reader has open on a network disk."""
+    run, remove = Run(tmp_path), shutil.rmtree
+
+    def refuses(path: Any, *args: Any, **settings: Any) -> None:
+        if str(path) == str(left):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        remove(path, *args, **settings)
+
+    left = tmp_path / "saved" / f".removed-{run.save(1) and folders.Folders.known_sound}"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuses)
+        assert [run.save(step).name for step in (2, 3)] == ["000002-step-2", "000003-step-3"]
+    assert f"{left} cannot be removed" in caplog.text
+    assert names_in(tmp_path / "saved") == [left.name, "000003-step-3"]
+    assert len(run.items.table.commits.held) == 1
+    run.save(4)
+    assert names_in(tmp_path / "saved") == ["000004-step-4"]
+    run.items.table.close()
+
+
 # ---- what was moved --------------------------------------------------------------------------------------------------
 
 
