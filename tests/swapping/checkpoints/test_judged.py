@@ -433,6 +433,27 @@ def test_a_leftover_that_cannot_be_removed_does_not_stop_saves(
     run.items.table.close()
 
 
+def test_trainings_that_share_a_directory_release_their_commits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training removes the other's checkpoints, but not the proof that these are gone."""
+    runs = [Run(tmp_path / name) for name in "ab"]
+    for step in range(1, 6):
+        for run in runs:
+            path = run.save(step, "../saved")
+            assert not [*path.glob("table-*")]
+    assert "stays" not in caplog.text
+    assert [run.items.table.commits.held for run in runs] == [[9], [9]]
+    names = names_in(tmp_path / "saved")
+    assert names[-1] == path.name
+    assert [names_in(tmp_path / "saved" / name) for name in names[:-1]] == [["CHECKPOINT"]]
+    runs[0].items.table.close()
+    shutil.rmtree(tmp_path / "a")
+    runs[1].save(6, "../saved")
+    assert len(names_in(tmp_path / "saved")) == 1
+    runs[1].items.table.close()
+
+
 # ---- what was moved --------------------------------------------------------------------------------------------------
 
 
