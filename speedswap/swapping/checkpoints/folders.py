@@ -423,8 +423,12 @@ class Folders:
         Raises:
             CheckpointError: it does not exist.
         """
-        found = self.found()
-        chosen = [folder for folder in found if step in (None, folder.step)]
+        while True:
+            entries = self.entries()
+            found = [folder for folder in entries if folder.is_complete]
+            chosen = [folder for folder in found if step in (None, folder.step)]
+            if chosen or all(os.path.lexists(folder.path) for folder in entries):  # none was removed meanwhile
+                break
         if not chosen:
             steps = ", ".join(str(folder.step) for folder in found)
             there = f"where there are checkpoints of steps {steps}" if steps else "where there is no checkpoint"

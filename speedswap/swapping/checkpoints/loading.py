@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.collectives import Kind, of_all_ranks
-from speedswap.errors import CheckpointError, TableFormatError
+from speedswap.errors import CheckpointError, TableClosedError, TableFormatError
 from speedswap.swapping.attach import warn_of_idle_rows
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
@@ -121,25 +121,45 @@ def load_checkpoint(
     """
     require_path_and_model(path, nn.Identity() if model is None else model)
     optimizers = listed(optimizer)
+    if model is None and (optimizers or extra):
+        given = "optimizer" if optimizers else "extra"
+        raise ValueError(
+            f"model is None, to read only step and extra, so {given} would not be loaded; give the model too, "
+            f"or leave {given} out"
+        )
+    while True:
+        folder = Path(path).absolute()
+        if is_chosen := step is not None or not (folder / MANIFEST).exists():
+            folder = Folders(folder).choose(step).path
+        try:
+            return _loaded(folder, model, optimizers, extra or {}, random_state=random_state)
+        except (CheckpointError, TableClosedError) as error:
+            if folder.exists():
+                raise
+            if not is_chosen or any(each.table.ranks for each in modules_of(model or nn.Identity()).values()):
+                raise CheckpointError(f"checkpoint {folder} was removed while it was loaded; load another") from error
+
+
+def _loaded(
+    folder: Path,
+    model: nn.Module | None,
+    optimizers: Sequence[Optimizer],
+    extra: Mapping[str, Any],
+    *,
+    random_state: bool,
+) -> LoadedCheckpoint:
+    """Load the checkpoint in a folder; arguments and errors are those of :func:`load_checkpoint`."""
     if model is None:
-        if optimizers or extra:
-            given = "optimizer" if optimizers else "extra"
-            raise ValueError(
-                f"model is None, to read only step and extra, so {given} would not be loaded; give the model too, "
-                f"or leave {given} out"
-            )
-        folder, manifest, files = _opened(path, step)
+        manifest, files = _opened(folder)
         return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
     lane = lane_of(modules)
     with lane.task(Kind.CHECKPOINT) as task:
         for module in modules.values():
             module.table.check_open()
-        folder, manifest, files = _opened(path, step)
+        manifest, files = _opened(folder)
         if len({*task.share(manifest.token)}) > 1:
-            raise CheckpointError(
-                f"path is {os.fspath(path)!r}, where ranks find different checkpoints; give all ranks the same path"
-            )
+            raise CheckpointError(f"path is {folder}, where ranks find different checkpoints; give all the same path")
         random = random_of(lane.rank)
         names = ("model", "optimizers", "extra", *({random} & manifest.content.keys()))
         content = _decoded(manifest, files, names)
@@ -150,7 +170,7 @@ def load_checkpoint(
         if random_state and random in content:
             with says_malformed(folder, "the state of the random generators"):
                 check_random_state(content[random])
-        for key, target in (extra or {}).items():
+        for key, target in extra.items():
             if not isinstance(content["extra"], dict) or key not in content["extra"]:
                 raise CheckpointError(f"extra has {key!r}, but the checkpoint {folder} has no extra of this name")
             require_restorable(target, content["extra"][key], key)
@@ -165,7 +185,7 @@ def load_checkpoint(
             table.check()
             table.verify()
         _take_settings(tables, state_of)
-        with restored(extra or {}, content["extra"], folder):
+        with restored(extra, content["extra"], folder):
             task.round()  # nothing else has changed yet, on any rank
         for table in tables:
             table.load()
@@ -182,17 +202,14 @@ def load_checkpoint(
     return LoadedCheckpoint(manifest.step, content["extra"], folder)
 
 
-def _opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest, TensorsOf]:
-    """Return the folder of a checkpoint, its description and its tensors.
+def _opened(folder: Path) -> tuple[Manifest, TensorsOf]:
+    """Return the description of the checkpoint in a folder, and its tensors.
 
     Raises:
         CheckpointError: it does not exist, or is damaged.
     """
-    folder = Path(path).absolute()
-    if step is not None or not (folder / MANIFEST).exists():
-        folder = Folders(folder).choose(step).path
     directory = open_folder(folder)
-    return folder, Manifest.read(directory), TensorsOf(directory)
+    return Manifest.read(directory), TensorsOf(directory)
 
 
 def _decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints import folders, saving
+from speedswap.errors import CheckpointError, TableClosedError
+from speedswap.swapping.checkpoints import folders, loading, saving
 
 ROWS = 600
 
@@ -452,6 +452,37 @@ def test_trainings_that_share_a_directory_release_their_commits(
     runs[1].save(6, "../saved")
     assert len(names_in(tmp_path / "saved")) == 1
     runs[1].items.table.close()
+
+
+@pytest.mark.parametrize("where", ["entries", "choose", "load"])
+@pytest.mark.parametrize("on_disk", [True, False], ids=["reference", "copy"])
+def test_the_newest_that_is_removed_while_it_is_loaded_gives_way_to_the_next(
+    on_disk: bool, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an evaluator, while the training saves with keep=1."""
+    run = Run(tmp_path, on_disk=on_disk)
+    first, steps = run.save(1), [2, 3]
+    owner: Any = loading.TableToLoad if where == "load" else folders.Folders
+    original = getattr(owner, where)
+
+    def saves(*args: Any) -> Any:
+        found, now = None if where == "load" else original(*args), [*steps]
+        steps.clear()
+        for step in now:
+            run.save(step)
+        if now and where == "load":  # as a read of rows whose commit was released
+            raise TableClosedError("the table was opened at a commit that its writer has released")
+        return original(*args) if where == "load" else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, saves)
+        assert run.loads(tmp_path / "saved", 3)
+        if where == "load":
+            steps.append(4)
+            with pytest.raises(CheckpointError, match="was removed while it was loaded; load another"):
+                run.load(tmp_path / "saved" / "000003-step-3")
+    assert not first.exists()
+    run.items.table.close()
 
 
 # ---- what was moved --------------------------------------------------------------------------------------------------
