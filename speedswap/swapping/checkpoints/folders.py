@@ -689,8 +689,8 @@ def _copy_of(part: SavedTable, folder: Path) -> Path:
     path = folder / part.copy
     if path.is_symlink() or (path.parent.is_symlink() and path.parent != folder):
         raise UnknownCheckpoint(
-            f"checkpoint {folder} may be good, but {path} is a symbolic link, which is not followed; put the folder "
-            "itself there"
+            f"checkpoint {folder} cannot be read, but may be good: {path} is a symbolic link, which is not "
+            "followed; put the folder itself there"
         )
     return path
 

@@ -241,7 +241,7 @@ def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
     """Return the error for an unreadable checkpoint: CheckpointError if its bytes prove damage, or
     UnknownCheckpoint."""
     if isinstance(problem, UnknownFile):
-        return UnknownCheckpoint(f"checkpoint {folder} may be good, but {problem}")
+        return UnknownCheckpoint(f"checkpoint {folder} cannot be read, but may be good: {problem}")
     cause = problem if isinstance(problem, OSError) else getattr(problem, "__cause__", None)
     if isinstance(cause, OSError) and cause.errno not in MISSING:
         return UnknownCheckpoint(

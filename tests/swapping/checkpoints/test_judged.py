@@ -180,7 +180,7 @@ def test_a_newer_format_is_not_taken_for_damage(tmp_path: Path, caplog: pytest.L
         run.save(2)
         run.save(3)
     assert first.exists()
-    assert f"{first} may be good, but CHECKPOINT cannot be read: its version is 2" in caplog.text
+    assert f"{first} cannot be read, but may be good: CHECKPOINT cannot be read: its version is 2" in caplog.text
     with pytest.raises(CheckpointError, match="use the one that wrote it, or a newer one"):
         speedswap.load_checkpoint(first, run.model)
     describe(first, version=1)
@@ -211,7 +211,7 @@ def test_a_table_of_a_newer_format_is_not_taken_for_damage(on_disk: bool, tmp_pa
 
     folder, names = save_around(run, spoil)
     assert len(names) == 4
-    with pytest.raises(CheckpointError, match=r"may be good, but the MANIFEST of .* cannot be read: its version is 2"):
+    with pytest.raises(CheckpointError, match=r"may be good: the MANIFEST of .* cannot be read: its version is 2"):
         run.load(folder)
     describe(place(folder), "MANIFEST", version=1)
     assert run.loads(folder, 3)
@@ -229,7 +229,7 @@ def test_a_link_in_place_of_a_file_is_no_damage(name: str, there: bool, tmp_path
 
     folder, names = save_around(run, spoil)
     assert len(names) == 4
-    with pytest.raises(CheckpointError, match=r"may be good, but .* is a symbolic link|there is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"may be good: .* is a symbolic link|there is no checkpoint"):
         run.load(folder)
     (folder / name).unlink()
     shutil.move(away, folder / name)
