@@ -6,6 +6,7 @@ import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.owners import InOrder, Owners
 from speedswap.tables.parts import Shard, own_shard, place_rows, take_shards
 from speedswap.tables.store import IDLE_STEPS, Commits, WrappedStore
+
+_PIECE_BYTES = 8 << 20
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -351,7 +354,7 @@ class TableToLoad:
         """Read all rows that :meth:`load` will copy.
 
         Raises:
-            CheckpointError: one is damaged, or cannot be read.
+            CheckpointError: one is damaged, cannot be read, or has a value that the model's table cannot store.
         """
         own, owners, rank = self._target
         for part, (table, their, number) in self._sources:
@@ -359,6 +362,22 @@ class TableToLoad:
             returns = own.commits is not None and max(own.commits.held, default=0) <= part.commit
             if first == rank and not (returns and self._lives_in(table) and not self._keeps_state):
                 verify_rows(table, self._folder)  # if several ranks copy from it, the first reads it all
+            for column in own.columns.values():
+                if column.name == "weight" or (column.name in self.columns and not self._keeps_state):
+                    self._require_storable(column, table, part.deltas)
+
+    def _require_storable(self, column: Column, table: Table, deltas: Iterable[Delta]) -> None:
+        if not column.compact or column.stored_dtype == table.columns[column.name].stored_dtype:
+            return
+        step = max(1, _PIECE_BYTES // column.row_bytes)
+        starts = range(0, table.num_embeddings, step)
+        pieces = ((at, table.read(at, min(at + step, starts.stop), column=column.name)) for at in starts)
+        changed = ((0, piece) for delta in deltas for (piece,) in self._tensors.pieces(delta.file, column.name))
+        for start, values in chain(pieces, changed):
+            try:
+                column.require_storable(values, start)
+            except ValueError as error:
+                raise CheckpointError(f"{error}, in {self._where}") from error
 
     @property
     def _keeps_state(self) -> bool:

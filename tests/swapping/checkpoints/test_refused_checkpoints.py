@@ -380,3 +380,30 @@ def test_a_table_that_was_moved_away_is_to_be_put_back(name: str, tmp_path: Path
     (tmp_path / "elsewhere").rename(tmp_path / "items")
     speedswap.load_checkpoint(tmp_path / "checkpoints", model)
     assert torch.equal(other.read(), expected)
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["copy", "changed row"])
+@pytest.mark.parametrize("what", ["weight", "momentum_buffer"])
+def test_values_that_the_table_cannot_store_are_refused(what: str, changed: bool, tmp_path: Path) -> None:
+    """They would become infinite; the table holds what it held."""
+
+    def training(**stored: Any) -> tuple[speedswap.Embedding, torch.optim.Optimizer]:
+        items = speedswap.Embedding(60, 4, seed=1, **stored)
+        optimizer = torch.optim.SGD(items.parameters(), lr=1e-9, momentum=0.9)
+        items(torch.arange(60)).sum().backward()
+        optimizer.step()
+        return items, optimizer
+
+    items, optimizer = training()
+    if changed:
+        speedswap.save_checkpoint(tmp_path, items, optimizer, step=1)
+    items.table.write(7, torch.full((1, 4), 1e6), column=what)
+    speedswap.save_checkpoint(tmp_path, items, optimizer, step=2)
+    key = "stored_dtype" if what == "weight" else "state_dtype"
+    items, optimizer = training(**{key: torch.float16})
+    before = items.read()
+    with pytest.raises(CheckpointError, match=f"column '{what}' has the value 1e\\+06, but is stored as torch.float16"):
+        speedswap.load_checkpoint(tmp_path, items, optimizer)
+    assert torch.equal(items.read(), before)
+    items, optimizer = training(**{key: torch.bfloat16})
+    assert speedswap.load_checkpoint(tmp_path, items, optimizer).step == 2
