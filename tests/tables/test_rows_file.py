@@ -313,6 +313,22 @@ def test_rows_changed_since_a_commit(table: Table, make: Make, tmp_path: Path) -
             again.changed_since(commit)
 
 
+def test_a_number_of_a_commit_is_a_whole_number(tmp_path: Path) -> None:
+    with Table.create(50, 4, path=tmp_path / "table") as table:
+        held, commits = table.hold(), table.commits
+        assert commits is not None
+        for wrong in (1.0, "1", -1, True, 2**70):
+            for name, call in {
+                "since": table.changed_since,
+                "commit": commits.let_go,
+                "commit ": commits.return_to,
+                "commit  ": lambda commit: Table.open(tmp_path / "table", "r", commit=commit),
+            }.items():
+                with pytest.raises(ValueError, match=re.escape(f"{name.strip()} is {wrong!r}; give ")):
+                    call(wrong)
+        assert commits.held == [held]
+
+
 @pytest.mark.parametrize("dim", [2048, 4], ids=["rows", "groups"])
 def test_rows_that_the_cleaner_has_moved_did_not_change(dim: int, tmp_path: Path) -> None:
     """Also once the table is opened again: its log says which records were moved."""

@@ -44,6 +44,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     bool: ("is_initial",),
 }
 _MOST_NESTED = 100
+_MOST_BITS = 14_000  # of an int that Python reads from JSON
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # errors that prove that a file is not there
 
 
@@ -339,7 +340,7 @@ class Encoder:
 
         Raises:
             TypeError: it holds something else; the message says where.
-            ValueError: it contains itself, or is nested too deeply to be read again.
+            ValueError: it contains itself, or is nested too deeply or too long to be read again.
         """
         if depth > _MOST_NESTED:
             raise ValueError(
@@ -350,6 +351,8 @@ class Encoder:
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int):
+            if value.bit_length() > _MOST_BITS:
+                raise ValueError(f"{name} is an int of {value.bit_length()} bits, of at most {_MOST_BITS}; give bytes")
             return int(value)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -406,8 +409,10 @@ def _tensor_of(value: np.ndarray[Any, Any] | np.generic, name: str) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a read-only array is only read
             return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    except TypeError:
-        raise TypeError(f"{name} is an array of {value.dtype}, which no tensor holds; give numbers") from None
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} is an array of {value.dtype}, which no tensor holds; give numbers in this machine's byte order"
+        ) from None
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:

@@ -30,6 +30,7 @@ from speedswap.tables.files.open_directory import FULL, says_if_full
 from speedswap.tables.record import Block, whole_number
 from speedswap.tables.store import Found, Prefetched
 
+MOST_COMMIT = 2**62
 _LEAST_CACHE_BYTES = 16 * 2**20
 _SHARE = 4
 _REMEDIES = {
@@ -143,6 +144,8 @@ class LogCache:
             )
             for each in manifest.layouts
         ]
+        if commit is not None:
+            whole_number("commit", commit, 0, MOST_COMMIT, remedy="give the number that Table.hold returned")
         with self.says_damaged(), says_if_full(path):
             self.log: kernels.RowLog = kernels.RowLog(
                 files.rows.fd,

@@ -19,7 +19,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableBusyError, TableFullError, TableTooLargeError
 from speedswap.kernels import Lookup, Transfers, deferred_interrupts
-from speedswap.tables.disk.cache import DiskOptions, HeldRows, LogCache, RowsAheadOfStep
+from speedswap.tables.disk.cache import MOST_COMMIT, DiskOptions, HeldRows, LogCache, RowsAheadOfStep
 from speedswap.tables.disk.keys import LogHead
 from speedswap.tables.disk.layout import LogLayout, added, reset
 from speedswap.tables.disk.opened import OpenedLog
@@ -27,7 +27,7 @@ from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import CHUNK_ROWS, CopyOf, chunks_of
-from speedswap.tables.record import Block, Column, is_lazy
+from speedswap.tables.record import Block, Column, is_lazy, whole_number
 from speedswap.tables.store import Commits, RowStore, begin_alike, innermost
 from speedswap.tables.whole_table import progress
 
@@ -302,7 +302,7 @@ class LogStore(LogColumns, Commits):
         return self._parsed(self._cache.log.held_head(commit)).attributes
 
     def let_go(self, commit: int) -> None:
-        self._cache.log.let_go(commit)
+        self._cache.log.let_go(whole_number("commit", commit, 0, MOST_COMMIT, remedy=f"give one of {self.held}"))
 
     def changed_since(self, commit: int, rows: range) -> Tensor:
         """Return the rows of a range that were written since a held commit, int64, ascending.
@@ -313,7 +313,7 @@ class LogStore(LogColumns, Commits):
         Raises:
             ValueError: the commit is not held.
         """
-        if commit not in self.log.held:
+        if whole_number("since", commit, 0, MOST_COMMIT, remedy=f"give one of {self.log.held}") not in self.log.held:
             raise ValueError(f"since is {commit!r}, which is not a held commit of table {self.name!r}: {self.log.held}")
         changed, compared = self._until_read(lambda: self.log.changed_since(commit))
         if self.manifest.group_rows > 1:
@@ -356,6 +356,7 @@ class LogStore(LogColumns, Commits):
         raise self._busy()
 
     def return_to(self, commit: int) -> None:
+        whole_number("commit", commit, 0, MOST_COMMIT, remedy=f"give one of {self.log.held}")
         self._held.stop()
         self._commits.finish(self._cache.log)
         manifest = self._cache.manifest

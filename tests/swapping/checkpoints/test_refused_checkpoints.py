@@ -407,3 +407,25 @@ def test_values_that_the_table_cannot_store_are_refused(what: str, changed: bool
     assert torch.equal(items.read(), before)
     items, optimizer = training(**{key: torch.bfloat16})
     assert speedswap.load_checkpoint(tmp_path, items, optimizer).step == 2
+
+
+@pytest.mark.parametrize(
+    "extra, error, message",
+    [
+        (
+            np.arange(3, dtype=">i4"),
+            TypeError,
+            "extra.x is an array of >i4, .*; give numbers in this machine's byte order",
+        ),
+        (10**5000, ValueError, "extra.x is an int of 16610 bits, of at most 14000; give bytes"),
+    ],
+    ids=["array", "int"],
+)
+def test_extra_that_could_not_be_read_again_is_refused(
+    extra: object, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        speedswap.save_checkpoint(tmp_path, nn.Linear(1, 1), extra={"x": extra})
+    largest = 2**14_000 - 1
+    speedswap.save_checkpoint(tmp_path, nn.Linear(1, 1), extra={"x": largest})
+    assert speedswap.load_checkpoint(tmp_path, None).extra == {"x": largest}
