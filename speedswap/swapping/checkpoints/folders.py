@@ -519,7 +519,7 @@ class Folders:
         """
         found = self.read()
         if task.lane.rank == 0:
-            for leftover in () if saved else _unneeded(found.leftovers, tables):
+            for leftover in () if saved else self._unneeded(found.leftovers, tables):
                 _log.warning("%s was left behind by a process that was killed, or by another, and is removed", leftover)
             for path in self._beyond(found, keep, saved):
                 # A folder with links was set aside and may need its commits: without its token it is not known to be
@@ -533,7 +533,7 @@ class Folders:
             release(table, found, warns=bool(saved))
         task.round()
         if task.lane.rank == 0:
-            unneeded = _unneeded(found.leftovers, tables)
+            unneeded = self._unneeded(found.leftovers, tables)
             _clear(unneeded)
             for path in {*found.leftovers}.difference(unneeded):  # only its description is needed
                 _clear(each for each in path.iterdir() if each.name != MANIFEST)
@@ -587,23 +587,27 @@ class Folders:
 
     def _set_aside(self, folder: Path, token: str = "") -> None:
         """Rename a checkpoint away durably, so a half-removed folder never has a checkpoint's name."""
-        os.rename(folder, self.path / f".removed-{token or secrets.token_hex(16)}")
+        aside = self.path / f".removed-{token or secrets.token_hex(16)}"
+        os.rename(folder, aside)
+        if folder in self._manifests:
+            self._manifests[aside] = self._manifests.pop(folder)
         sync_names(self.path)
 
-
-def _unneeded(leftovers: Iterable[Path], tables: Iterable[Table]) -> list[Path]:
-    """Return those without references to other tables, which will look here for proof that a checkpoint is gone."""
-    own = {Path(os.path.realpath(each)) for table in tables if table.path for each in (table.path, table.path.parent)}
-    unneeded = []
-    for folder in leftovers:
-        others = set[Path]()
-        with suppress(CheckpointError, OSError):
-            for table in Manifest.read(OpenDirectory(folder, follow=False)).tables:
-                paths = (path_in(folder, part.path) for part in table.parts if part.path)
-                others.update(Path(os.path.realpath(path.parent if table.shards else path)) for path in paths)
-        if not any(path.exists() for path in others - own):
-            unneeded.append(folder)
-    return unneeded
+    def _unneeded(self, leftovers: Iterable[Path], tables: Iterable[Table]) -> list[Path]:
+        """Return those without references to other tables, which will look here for proof that a checkpoint is gone."""
+        own = {Path(os.path.realpath(up)) for each in tables if each.path for up in (each.path, each.path.parent)}
+        unneeded = []
+        for folder in leftovers:
+            others = set[Path]()
+            with suppress(CheckpointError, OSError):
+                if folder not in self._manifests:
+                    self._manifests[folder] = Manifest.read(OpenDirectory(folder, follow=False))
+                for table in self._manifests[folder].tables:
+                    paths = (path_in(folder, part.path) for part in table.parts if part.path)
+                    others.update(Path(os.path.realpath(path.parent if table.shards else path)) for path in paths)
+            if not any(path.exists() for path in others - own):
+                unneeded.append(folder)
+        return unneeded
 
 
 def _clear(leftovers: Iterable[Path]) -> None:
