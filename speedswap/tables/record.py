@@ -86,7 +86,7 @@ class Column:
             raise ValueError(f"rounding of column {self.name!r} is 'stochastic'; int8 is rounded to 'nearest' only")
         if not isinstance(self.init, Initializer):
             raise TypeError(f"init of column {self.name!r} is {self.init!r}; give one of speedswap.init")
-        self.init.require_fits(self.dtype)
+        self.init.require_fits(self.stored_dtype if self.stored_dtype.is_floating_point else self.dtype)
 
     @property
     def compact(self) -> bool:

@@ -331,6 +331,11 @@ def test_a_value_that_would_become_infinite_is_refused(way: str, stored: torch.d
         WAYS[way](of_row_70000(value), stored)
 
 
+def test_an_initial_value_that_would_become_infinite_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"init is .*1000000.*, which has no values of torch\.float16"):
+        speedswap.Embedding(5, 2, stored_dtype=torch.float16, init=speedswap.init.constant(1e6))
+
+
 @pytest.mark.parametrize("stored", STORED)
 def test_the_largest_values_and_infinite_ones_are_stored_as_torch_stores_them(stored: torch.dtype) -> None:
     largest = torch.finfo(stored).max if stored != torch.int8 else 3e38
