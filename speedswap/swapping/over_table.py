@@ -147,18 +147,16 @@ class OverTable(nn.Module):
 
             def make(rows: Tensor | None = None) -> Table:
                 values = first_values if rows is None else initializers.GivenRows(weakref.ref(rows))
-                is_drawn = seed is None and rows is None
+                own_seed = 0 if seed is None else seed
+                if seed is None and rows is None:
+                    own_seed = int(torch.randint(2**62, (), device="cpu").item())
                 return Table.create(
                     num_embeddings,
                     embedding_dim,
                     dtype=rows_dtype,
                     storage=where,
                     init=values,
-                    seed=int(torch.randint(2**62, (), device="cpu").item())
-                    if is_drawn
-                    else 0
-                    if seed is None
-                    else seed,
+                    seed=own_seed,
                     name=name,
                     zero_row=padding_idx,
                     stored_dtype=stored_dtype,
