@@ -497,13 +497,12 @@ def _joined(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None,
         return Padded(_joined(values, sizes, order, path), lengths, first.side)
     if isinstance(first, PerSample):
         parts = [part.items for part in parts]
-    elif not _may_be_per_sample(first):
+    elif not is_plain_list(first):
         return _joined_items(parts, sizes, order, path)
     elif any(len(part) != size for part, size in zip(parts, sizes, strict=True)):
-        return parts if isinstance(first, list) else _joined_items(parts, sizes, order, path)
+        return parts
     items = [item for part in parts for item in part]
-    items = items if order is None else [items[place] for place in order]
-    return tuple(items) if isinstance(first, tuple) else items
+    return items if order is None else [items[place] for place in order]
 
 
 def _joined_items(parts: list[Any], sizes: Sequence[int], order: Sequence[int] | None, path: str) -> Any:

@@ -296,7 +296,7 @@ class LocalStore(RowStore):
                 self.notes.hot = begin_cache(self._hot_bytes, self.groups, near[0], self.name)
                 self._hot_bytes = None if self.notes.hot is None else self._hot_bytes
         if transfers is not None and (near or self.notes.hot is None):
-            forms = self._forms(values)
+            forms = self._forms({name: fields[name] for _, fields in groups for name in fields})
             self._written = True
             write = PendingWrite(block, blocks, forms)
             self._scatter_later(write, groups, transfers)
@@ -357,9 +357,10 @@ class LocalStore(RowStore):
         leaves_rows = is_near and hot is None and not self.notes.viewed and self._in_host_memory(_CPU)
         self._pending.queue_write(write, transfers, queue, leaves_rows=leaves_rows)
 
-    def _forms(self, names: Iterable[str]) -> dict[str, kernels.Stored | None]:
+    def _forms(self, fields: Mapping[str, kernels.WantedColumn]) -> dict[str, kernels.Stored | None]:
         """Return how the next scatter converts columns."""
-        return {name: self._columns[name].form_of_write(self.seed, self.notes.writes) for name in names}
+        draw = self.seed, self.notes.writes
+        return {name: fields[name].stored and self._columns[name].form_of_write(*draw) for name in fields}
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         writes = self._pending.writes()
