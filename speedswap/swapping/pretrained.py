@@ -330,7 +330,7 @@ def tables_apart(model: nn.Module) -> dict[str, TableModule]:
         model = model.module
     own = getattr(model, "get_base_model", lambda: model)()
     found = {
-        name.removesuffix(".base_layer"): module
+        name.removesuffix(".base_layer").replace("_orig_mod.", ""): module  # by torch.compile
         for name, module in own.named_modules()
         if isinstance(module, TableModule) and not module._is_on_meta and rows_are_apart(module.table)
     }

@@ -122,6 +122,13 @@ def test_a_saved_model_finds_its_rows_and_their_checkpoint(base: Path, tmp_path:
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_a_compiled_model_is_saved_as_the_model_in_it(base: Path, tmp_path: Path) -> None:
+    model = gemma(base)
+    rows_after(model, max_steps=1)
+    speedswap.save_pretrained(torch.compile(model.eval(), backend="eager"), tmp_path / "out")
+    assert torch.equal(table_of(loaded(tmp_path / "out")).read(), table_of(model).read())
+
+
 def test_a_folder_without_rows_needs_patterns(base: Path) -> None:
     with pytest.raises(ValueError, match=r"no speedswap_rows.safetensors; give .*model.embed_tokens_per_layer"):
         loaded(base)
