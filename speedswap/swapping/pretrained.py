@@ -72,7 +72,7 @@ def from_pretrained(
             repository on the Hugging Face Hub, ``"organization/model"``, stands for its folder in the Hub's cache.
         tables: names of the embeddings, such as ``"*.embed_tokens_per_layer"``; a pattern, several, or a dictionary
             from each to keyword arguments of :class:`speedswap.Embedding`: ``storage``, ``stored_dtype``,
-            ``state_dtype``, ``rounding``. By default the tables that :func:`save_pretrained` saved.
+            ``state_dtype``, ``rounding``. Tables that :func:`save_pretrained` saved need no name.
         base: for a saved model, where the files of the checkpoint are now, if both were not moved together.
         storage: as for :func:`speedswap.convert`.
         settings: as for ``cls.from_pretrained``; ``config`` instead of its single values.
@@ -104,7 +104,7 @@ def from_pretrained(
     given = _model_in(folder) or given
     whole = _local(given, settings)
     skeleton = _skeleton(cls, whole, settings)
-    wanted = _matching(skeleton, [*saved] if tables is None else tables)
+    wanted = _matching(skeleton, tables or (), saved)
     source = next((path for name in _WHOLE if (path := whole / name).exists()), whole)
     sources = _Sources(skeleton, TensorFiles(source))
     bases = {name: saved.get(name) or of_tensors(source, sources.of(name)) for name in wanted}
@@ -245,10 +245,11 @@ def _model_in(folder: Path) -> str | None:
     return str(json.loads(adapters.read_text())["base_model_name_or_path"])
 
 
-def _matching(model: nn.Module, tables: Tables) -> dict[str, Mapping[str, Any]]:
-    """Return the names of a model's embeddings that match patterns, each with its settings."""
+def _matching(model: nn.Module, tables: Tables, saved: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the names of a model's embeddings that were saved or match patterns, each with its settings."""
     given = [tables] if isinstance(tables, str) else tables
-    settings = given if isinstance(given, Mapping) else {pattern: {} for pattern in given}
+    settings: dict[str, Mapping[str, Any]] = {name: {} for name in saved}
+    settings |= given if isinstance(given, Mapping) else {pattern: {} for pattern in given}
     names = [names[0] for _, names in embeddings(model, False, ())]
     found: dict[str, Mapping[str, Any]] = {}
     for pattern, options in settings.items():

@@ -122,6 +122,22 @@ def test_a_saved_model_finds_its_rows_and_their_checkpoint(base: Path, tmp_path:
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_settings_of_one_table_leave_the_other_saved_ones_tables(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False)
+    transformers.BertModel(config).save_pretrained(tmp_path / "base")
+
+    def of(folder: Path, tables: Any) -> Any:
+        return speedswap.from_pretrained(transformers.BertModel, folder, tables, "pageable")
+
+    model = of(tmp_path / "base", ["*.word_embeddings", "*.position_embeddings"])
+    positions = model.embeddings.position_embeddings
+    positions.table.write(0, torch.ones(1, 32))
+    speedswap.save_pretrained(model, tmp_path / "out")
+    again = of(tmp_path / "out", {"*.word_embeddings": {"state_dtype": torch.bfloat16}})
+    assert torch.equal(again.embeddings.position_embeddings.read(), positions.read())
+
+
 def test_a_compiled_model_is_saved_as_the_model_in_it(base: Path, tmp_path: Path) -> None:
     model = gemma(base)
     rows_after(model, max_steps=1)
