@@ -356,13 +356,28 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **settings: Any)
 
     Raises:
         TypeError: a table has an id map; or ``model`` has no ``save_pretrained``. Nothing was written.
-        ValueError: PEFT has copied a table (``modules_to_save``).
+        ValueError: PEFT has copied a table (``modules_to_save``); or ``folder`` has the checkpoint of a table, which
+            the model's files would replace. Nothing was written.
         TableFullError: the disk has no room. An older file of rows stays.
     """
     if not hasattr(model, "save_pretrained"):
         raise TypeError(f"model is {a_kind(model)}, which has no save_pretrained; give a model of transformers or PEFT")
+    _require_no_base(model, "folder", [Path(folder)])
     save_beside(model, Path(folder))  # first: then nothing that the model leaves out is lost
     model.save_pretrained(folder, **settings)
+
+
+def _require_no_base(model: Any, argument: str, folders: Iterable[Path]) -> None:
+    """Raise ValueError if a model that is saved in a folder would replace the checkpoint of a table."""
+    inits = [each.table.columns["weight"].init for each in tables_apart(model).values()]
+    bases = {os.path.realpath(file) for init in inits for each in init.bases for file in each.files}
+    for folder in folders:
+        found = [path for path in (folder, *folder.glob("*.safetensors*")) if os.path.realpath(path) in bases]
+        if found and not hasattr(model, "get_base_model"):  # PEFT's adapters are other files
+            raise ValueError(
+                f"{argument} is {str(folder)!r}, but {found[0]} is the checkpoint of a table, whose untouched rows "
+                "would be lost: the model is saved without them; give another folder"
+            )
 
 
 def save_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
@@ -430,6 +445,8 @@ def RowsCallback() -> Any:
             self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
         ) -> None:
             folder, tables = _checkpoint(args, state), tables_apart(model)
+            output = Path(args.output_dir)
+            _require_no_base(model, "output_dir", [output, *output.glob("checkpoint-*")])
             for module in tables.values():
                 module.saves_rows = True
             if (folder / ROWS_FILE).exists():

@@ -145,6 +145,26 @@ def test_a_compiled_model_is_saved_as_the_model_in_it(base: Path, tmp_path: Path
     assert torch.equal(table_of(loaded(tmp_path / "out")).read(), table_of(model).read())
 
 
+def test_a_model_is_not_saved_over_its_tables_checkpoint(base: Path, tmp_path: Path) -> None:
+    """Adapters are: their files are others."""
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "model.safetensors").symlink_to(base / "model.safetensors")
+    model = gemma(base)
+    for folder in (base, tmp_path / "linked"):
+        with pytest.raises(ValueError, match=r"folder is .*model.safetensors is the checkpoint .* give another folder"):
+            speedswap.save_pretrained(model, folder)
+    shutil.copytree(base, tmp_path / "run" / "checkpoint-3")
+    for folder, start in (("base", base), ("run", tmp_path / "run" / "checkpoint-3")):
+        trainer = transformers.Trainer(
+            gemma(start), arguments(folder), train_dataset=DATA, callbacks=[speedswap.RowsCallback()]
+        )
+        with pytest.raises(ValueError, match=f"output_dir is '{folder}.* give another folder"):
+            trainer.train()
+    speedswap.save_pretrained(lora(model), base)
+    assert {name: (base / name).read_bytes() for name in before} == before
+
+
 def test_a_folder_without_rows_needs_patterns(base: Path) -> None:
     with pytest.raises(ValueError, match=r"no speedswap_rows.safetensors; give .*model.embed_tokens_per_layer"):
         loaded(base)
