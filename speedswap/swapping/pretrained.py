@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import re
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -40,6 +41,7 @@ Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 """Patterns of module names, in which ``*`` stands for any characters; or the settings of the tables of each."""
 
 ROWS_FILE, BASES_FILE = "speedswap_rows.safetensors", "speedswap_rows.json"
+_TRAINING = "RowsCallback"  # in a trainer's state: of what training its checkpoint is
 _SHOWN = 8
 _WHOLE = ("model.safetensors.index.json", "model.safetensors")  # of a folder that may have other tensors, too
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
@@ -380,8 +382,15 @@ def _require_no_base(model: Any, argument: str, folders: Iterable[Path]) -> None
             )
 
 
-def save_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
-    """Write the changed rows of a model's tables over a checkpoint, and where that is; errors as for the tables."""
+def save_beside(model: nn.Module, folder: Path, *, state: bool = False, training: object = None) -> None:
+    """Write the changed rows of a model's tables over a checkpoint, and where that is; errors as for the tables.
+
+    Args:
+        model: the model.
+        folder: is created if it does not exist.
+        state: True to save the optimizer's state, too.
+        training: plain data that identifies the training; it is written last, so rows without it are not whole.
+    """
     if tables := tables_apart(model):
         folder.mkdir(parents=True, exist_ok=True)
         save_rows(
@@ -390,7 +399,7 @@ def save_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
         inits = {name: each.table.columns["weight"].init for name, each in tables.items()}
         bases = {name: saved_in(folder.resolve(), init.to_json()) for name, init in inits.items()}
         with write_whole(folder / BASES_FILE) as file:
-            file.write(json.dumps({"version": 1, "tables": bases}, indent=1).encode())
+            file.write(json.dumps({"version": 1, "tables": bases, "training": training}, indent=1).encode())
         _note_saved(tables)
 
 
@@ -430,39 +439,61 @@ def RowsCallback() -> Any:
     """Return a callback of transformers' ``Trainer``, and TRL's trainers, for tables over a checkpoint.
 
     Every checkpoint of the trainer gets the rows that training has changed so far, with their optimizer state, and
-    ``train(resume_from_checkpoint=…)`` loads them from ``output_dir``. What the trainer saves itself leaves them out.
+    ``train(resume_from_checkpoint=…)`` loads them. What the trainer saves itself leaves them out.
 
     Raises:
         ImportError: transformers is not installed.
+        ValueError: as training begins: ``output_dir`` has the checkpoint of a table, which would be replaced.
+        TableFormatError: as training resumes: the checkpoint's rows are missing, or are not those saved with it.
     """
+    from accelerate.utils import broadcast_object_list
     from transformers import TrainerCallback
 
-    class Callback(TrainerCallback):  # type: ignore[misc]
+    class RowsCallback(TrainerCallback):  # type: ignore[misc]
         def on_save(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-            save_beside(model, _checkpoint(args, state), state=True)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            save_beside(model, folder, state=True, training=state.stateful_callbacks.get(_TRAINING))
 
         def on_train_begin(
             self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
         ) -> None:
-            folder, tables = _checkpoint(args, state), tables_apart(model)
-            output = Path(args.output_dir)
+            output, tables = Path(args.output_dir), tables_apart(model)
             _require_no_base(model, "output_dir", [output, *output.glob("checkpoint-*")])
-            for module in tables.values():
-                module.saves_rows = True
-            if (folder / ROWS_FILE).exists():
+            if tables and state.global_step > 0:
+                folder = _resumed(args, state)
                 trained = [each for each in tables.values() if each.weight.requires_grad]
                 for module in trained:
                     attach(optimizer, module)
                 load_beside(model, folder, state=True)
                 for module in trained:
                     module._step.state.resume(innermost(optimizer), initial=False)
+            for module in tables.values():
+                module.saves_rows = True
+            training = {"number": secrets.token_hex(8), "output_dir": os.path.abspath(output)}
+            state.stateful_callbacks[_TRAINING] = broadcast_object_list([{"attributes": training}])[0]
 
         def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
             for module in tables_apart(model).values():
                 module.saves_rows = False  # what is saved from here on is not followed by the rows
 
-    return Callback()
+    return RowsCallback()
 
 
-def _checkpoint(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+def _resumed(args: Any, state: Any) -> Path:
+    """Return the folder with the rows of the checkpoint that a trainer has loaded.
+
+    Raises:
+        TableFormatError: neither ``output_dir`` nor that of the training that saved it has them.
+    """
+    training = state.stateful_callbacks.get(_TRAINING)
+    outputs = [args.output_dir] if training is None else [args.output_dir, training["attributes"]["output_dir"]]
+    folders = [Path(each) / f"checkpoint-{state.global_step}" for each in outputs]
+    for folder in folders:
+        path = folder / BASES_FILE
+        if path.exists() and json.loads(path.read_bytes()).get("training") == training:
+            return folder
+    raise TableFormatError(
+        f"training resumes after step {state.global_step}, but {' and '.join(map(str, folders))} has no {ROWS_FILE} "
+        f"with the {BASES_FILE} that RowsCallback saves for this checkpoint, as if it had been killed before; remove "
+        "the checkpoint and resume from an earlier one, or, if it was moved, give the folder that has it as output_dir"
+    )

@@ -105,6 +105,41 @@ def test_a_training_resumes_to_the_same_bits(base: Path, kind: Any) -> None:
     assert not any("per_layer.weight" in name for name in models[0].state_dict())
 
 
+def resumed(folder: Path, output: str, checkpoint: str | None = None, **settings: Any) -> torch.Tensor:
+    """Return the rows after a training of four steps that saves two checkpoints, or that goes on from one."""
+    model, given = gemma(folder), {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "sgd"} | settings
+    trainer = transformers.Trainer(
+        model, arguments(output, **given), train_dataset=DATA, callbacks=[speedswap.RowsCallback()]
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return table_of(model).read()  # type: ignore[no-any-return]
+
+
+def test_a_checkpoint_is_resumed_with_its_own_rows_in_another_folder(base: Path, tmp_path: Path) -> None:
+    """One that is new, one with rows of another training's same step; and the first folder itself, moved."""
+    straight = resumed(base, "run", learning_rate=0.1)
+    assert not torch.equal(resumed(base, "other", learning_rate=0.5), straight)
+    for output in ("new", "other"):
+        assert torch.equal(resumed(base, output, "run/checkpoint-2", learning_rate=0.1), straight)
+    shutil.move("run", "moved")
+    assert torch.equal(resumed(base, "moved", "moved/checkpoint-2", learning_rate=0.1), straight)
+    with pytest.raises(TableFormatError, match=r"after step 2, but other/checkpoint-2 and .*/run/checkpoint-2 has no"):
+        resumed(base, "other", "moved/checkpoint-2")
+
+
+def test_a_checkpoint_whose_rows_were_not_all_saved_is_not_resumed(base: Path) -> None:
+    """As after a kill before their description is written; an earlier training can have left one."""
+    resumed(base, "run")
+    description = Path("run/checkpoint-4/speedswap_rows.json")
+    earlier = description.read_bytes()
+    resumed(base, "run", "run/checkpoint-2")
+    description.write_bytes(earlier)
+    for _ in ("of another training", "missing"):
+        with pytest.raises(TableFormatError, match=r"resumes after step 4, but run/checkpoint-4 .*; remove the checkp"):
+            resumed(base, "run", "run/checkpoint-4", max_steps=6)
+        description.unlink(missing_ok=True)
+
+
 def test_a_saved_model_finds_its_rows_and_their_checkpoint(base: Path, tmp_path: Path) -> None:
     model = gemma(base)
     rows_after(model)
