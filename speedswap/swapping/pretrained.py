@@ -34,8 +34,8 @@ from speedswap.swapping.whole_rows import rows_apart, rows_are_apart
 from speedswap.tables import TensorFiles, TensorSource, as_storage
 from speedswap.tables.files.place import write_whole
 from speedswap.tables.files.tensor_files import absolute_paths
-from speedswap.tables.init import OfTensors, found_in, of_tensors, saved_in
-from speedswap.tables.rows_file import load_rows, save_rows
+from speedswap.tables.init import CHUNK_ROWS, OfTensors, found_in, of_tensors, saved_in
+from speedswap.tables.rows_file import RowsFile, changed_rows, load_rows, save_rows
 
 Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 """Patterns of module names, in which ``*`` stands for any characters; or the settings of the tables of each."""
@@ -409,9 +409,24 @@ def _note_saved(tables: Mapping[str, TableModule]) -> None:
 
 
 def load_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
-    """Write the rows of :func:`save_beside` to a model's tables; errors as for :meth:`speedswap.Table.load_rows`."""
-    tables = tables_apart(model)
-    load_rows({name: each.table.store for name, each in tables.items()}, folder / ROWS_FILE, state=state)
+    """Write the rows of :func:`save_beside` to a model's tables; errors as for :meth:`speedswap.Table.load_rows`.
+
+    Args:
+        model: the model.
+        folder: where they are.
+        state: True to go back to what was saved: with the optimizer's state, and initial values in all other rows.
+    """
+    tables, path = tables_apart(model), folder / ROWS_FILE
+    load_rows({name: each.table.store for name, each in tables.items()}, path, state=state)
+    for name, each in tables.items() if state else ():
+        table, saved = each.table, [ids for ids, _ in RowsFile(path).pieces(name, [])]
+        table.store.flush()
+        changed = changed_rows(table.store, [*table.columns])
+        others = changed[~torch.isin(changed, torch.cat([changed[:0], *saved]))]
+        share = slice(None) if table.ranks is None else slice(table.ranks.rank, None, len(table.ranks))
+        for some in torch.split(others, CHUNK_ROWS):
+            if len(some):
+                table.reset_rows(some[share])
     _note_saved(tables)
 
 
@@ -439,7 +454,8 @@ def RowsCallback() -> Any:
     """Return a callback of transformers' ``Trainer``, and TRL's trainers, for tables over a checkpoint.
 
     Every checkpoint of the trainer gets the rows that training has changed so far, with their optimizer state, and
-    ``train(resume_from_checkpoint=…)`` loads them. What the trainer saves itself leaves them out.
+    ``train(resume_from_checkpoint=…)`` loads them, as ``load_best_model_at_end`` does. What the trainer saves itself
+    leaves them out.
 
     Raises:
         ImportError: transformers is not installed.
@@ -473,7 +489,10 @@ def RowsCallback() -> Any:
             state.stateful_callbacks[_TRAINING] = broadcast_object_list([{"attributes": training}])[0]
 
         def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-            for module in tables_apart(model).values():
+            tables = tables_apart(model)
+            if tables and args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                load_beside(model, Path(state.best_model_checkpoint), state=True)
+            for module in tables.values():
                 module.saves_rows = False  # what is saved from here on is not followed by the rows
 
     return RowsCallback()

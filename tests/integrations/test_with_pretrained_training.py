@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import warnings
@@ -105,11 +106,16 @@ def test_a_training_resumes_to_the_same_bits(base: Path, kind: Any) -> None:
     assert not any("per_layer.weight" in name for name in models[0].state_dict())
 
 
-def resumed(folder: Path, output: str, checkpoint: str | None = None, **settings: Any) -> torch.Tensor:
+def resumed(model: Any, output: str, checkpoint: str | None = None, **settings: Any) -> torch.Tensor:
     """Return the rows after a training of four steps that saves two checkpoints, or that goes on from one."""
-    model, given = gemma(folder), {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "sgd"} | settings
+    given = arguments(output, **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "sgd"} | settings)
+    data, numbers = {"train_dataset": DATA, "eval_dataset": DATA[:2]}, itertools.count()
     trainer = transformers.Trainer(
-        model, arguments(output, **given), train_dataset=DATA, callbacks=[speedswap.RowsCallback()]
+        model,
+        given,
+        callbacks=[speedswap.RowsCallback()],
+        compute_metrics=lambda _: {"number": next(numbers)},  # of the evaluation
+        **data,
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     return table_of(model).read()  # type: ignore[no-any-return]
@@ -117,27 +123,44 @@ def resumed(folder: Path, output: str, checkpoint: str | None = None, **settings
 
 def test_a_checkpoint_is_resumed_with_its_own_rows_in_another_folder(base: Path, tmp_path: Path) -> None:
     """One that is new, one with rows of another training's same step; and the first folder itself, moved."""
-    straight = resumed(base, "run", learning_rate=0.1)
-    assert not torch.equal(resumed(base, "other", learning_rate=0.5), straight)
+    straight = resumed(gemma(base), "run", learning_rate=0.1)
+    assert not torch.equal(resumed(gemma(base), "other", learning_rate=0.5), straight)
     for output in ("new", "other"):
-        assert torch.equal(resumed(base, output, "run/checkpoint-2", learning_rate=0.1), straight)
+        assert torch.equal(resumed(gemma(base), output, "run/checkpoint-2", learning_rate=0.1), straight)
     shutil.move("run", "moved")
-    assert torch.equal(resumed(base, "moved", "moved/checkpoint-2", learning_rate=0.1), straight)
+    assert torch.equal(resumed(gemma(base), "moved", "moved/checkpoint-2", learning_rate=0.1), straight)
     with pytest.raises(TableFormatError, match=r"after step 2, but other/checkpoint-2 and .*/run/checkpoint-2 has no"):
-        resumed(base, "other", "moved/checkpoint-2")
+        resumed(gemma(base), "other", "moved/checkpoint-2")
 
 
 def test_a_checkpoint_whose_rows_were_not_all_saved_is_not_resumed(base: Path) -> None:
     """As after a kill before their description is written; an earlier training can have left one."""
-    resumed(base, "run")
+    resumed(gemma(base), "run")
     description = Path("run/checkpoint-4/speedswap_rows.json")
     earlier = description.read_bytes()
-    resumed(base, "run", "run/checkpoint-2")
+    resumed(gemma(base), "run", "run/checkpoint-2")
     description.write_bytes(earlier)
     for _ in ("of another training", "missing"):
         with pytest.raises(TableFormatError, match=r"resumes after step 4, but run/checkpoint-4 .*; remove the checkp"):
-            resumed(base, "run", "run/checkpoint-4", max_steps=6)
+            resumed(gemma(base), "run", "run/checkpoint-4", max_steps=6)
         description.unlink(missing_ok=True)
+
+
+ADAM = {"optim": "adamw_torch", "lr_scheduler_type": "constant", "learning_rate": 0.01}
+
+
+@pytest.mark.parametrize("place", ["pageable", "disk"])
+def test_a_trained_model_goes_back_to_the_rows_of_a_checkpoint(base: Path, place: str) -> None:
+    """Rows that only later steps have changed are the base's again, without state."""
+    model = gemma(base, speedswap.Disk("rows") if place == "disk" else place)
+    straight = resumed(model, "run", **ADAM)
+    assert torch.equal(resumed(model, "run", "run/checkpoint-2", **ADAM), straight)
+
+
+def test_the_best_model_has_its_rows(base: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "number", "greater_is_better": False}
+    first = resumed(gemma(base), "run", **ADAM, **best, eval_strategy="steps", eval_steps=2)
+    assert torch.equal(first, resumed(gemma(base), "short", max_steps=2, **ADAM))
 
 
 def test_a_saved_model_finds_its_rows_and_their_checkpoint(base: Path, tmp_path: Path) -> None:
