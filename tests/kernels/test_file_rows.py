@@ -33,7 +33,9 @@ def test_announced_rows_are_in_memory_and_no_others(tmp_path: Path) -> None:
     with open(file, "wb") as opened:
         opened.truncate(400 * PAGE)
     fd = os.open(file, os.O_RDONLY)
-    mapping, values = pinning.copied_on_write(fd, 0, 400 * PAGE, at_random=True)
+    mapping = pinning.copied_on_write(fd)
+    mapping.madvise(mmap.MADV_RANDOM)
+    values = torch.frombuffer(mapping, dtype=torch.uint8)
     os.close(fd)
     rows = values.view(-1, PAGE // 4)
     kernels.read_ahead(rows, torch.tensor([0]))

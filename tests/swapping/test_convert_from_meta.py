@@ -176,12 +176,12 @@ speedswap.Embedding(1 << 17, dim)  # starts the threads that fill a table
 nn.Embedding(1, 1, device="meta")
 with open("/proc/self/status") as status:
     used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-# Two tables, the mapping of the tensor that is being copied, and half a table.
-resource.setrlimit(resource.RLIMIT_DATA, (used + nbytes * 7 // 2, resource.RLIM_INFINITY))
+# Two tables, the mapping of their file, and half a table.
+resource.setrlimit(resource.RLIMIT_DATA, (used + nbytes * 9 // 2, resource.RLIM_INFINITY))
 speedswap.convert(model, checkpoint=sys.argv[1])
 print([float(items(torch.tensor([rows - 1]))[0, 0]) for items in model])
 try:
-    more = [nn.Embedding.from_pretrained(torch.empty(rows, dim)) for _ in range(2)]
+    more = [nn.Embedding.from_pretrained(torch.empty(rows, dim)) for _ in range(3)]
 except RuntimeError:
     print("no more")
 """

@@ -28,6 +28,7 @@ from torch import Tensor
 import speedswap
 from speedswap import Column, Disk, Table, init, kernels
 from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.tables import TensorFiles
 from speedswap.tables.init import InRanges, Range
 
 ROWS, DIM, SHARDS = 250, 128, 12  # rows are wide enough to be stored one by one
@@ -175,6 +176,18 @@ def test_rows_of_the_base_are_announced_while_the_log_reads_its_own(
     assert len(found) == 1 + ahead
     assert all(torch.equal(each, wanted) for each in found)
     table.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which files are open")
+def test_a_file_is_mapped_once_for_all_of_its_tensors(tmp_path: Path) -> None:
+    """Each map takes an open file, of which a process may have 1,024: models have more tensors."""
+    model, before = made(tmp_path / "model", rows_of(), files=1), len(os.listdir("/proc/self/fd"))
+    base, files = init.of_tensors(model, NAME), TensorFiles(model)
+    tensors = [files.tensor(name) for name in files.matching(NAME)]
+    assert len(os.listdir("/proc/self/fd")) - before <= 4 < len(tensors)
+    assert torch.equal(torch.cat(tensors), rows_of())
+    table = Table.create(ROWS, DIM, init=base, dtype=torch.bfloat16, storage="pageable")
+    assert torch.equal(table.read(), rows_of())
 
 
 def test_default_device_does_not_matter(model: Path) -> None:

@@ -56,27 +56,14 @@ def anonymous(nbytes: int, *, is_reserved: bool = True) -> mmap.mmap:
     return mapping
 
 
-def copied_on_write(fd: int, start: int, nbytes: int, *, at_random: bool) -> tuple[mmap.mmap, torch.Tensor]:
-    """Map bytes of a file, read in place; a page that is written is copied, and the file unchanged.
-
-    Args:
-        fd: the file, open for reading.
-        start: the first byte.
-        nbytes: how many.
-        at_random: True to read a page at a time, and nothing around it.
-
-    Returns:
-        The mapping, which begins at the page of the first byte; and the bytes, uint8.
+def copied_on_write(fd: int) -> mmap.mmap:
+    """Map a file that is open for reading; a page that is written is copied, and the file unchanged.
 
     Raises:
-        ValueError: the file is too short.
+        ValueError: the file is empty.
         OSError: it cannot be mapped.
     """
-    before = start % PAGE_BYTES
-    mapping = mmap.mmap(fd, before + nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE, offset=start - before)
-    if at_random:
-        mapping.madvise(mmap.MADV_RANDOM)
-    return mapping, torch.frombuffer(mapping, dtype=torch.uint8, offset=before)
+    return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
 
 
 class PinnedMemory:

@@ -9,10 +9,12 @@ import difflib
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,6 +191,11 @@ class TensorReader:
         require(end == self.nbytes, f"it has {self.nbytes} bytes, and its tensors end at {end}")
         return places
 
+    @cached_property
+    def mapping(self) -> mmap.mmap:
+        """The file in memory; pages of it that are written are copied, and the file stays as it is."""
+        return pinning.copied_on_write(self.file.fd)
+
     def unread(self, name: str) -> str:
         """Return the message for a tensor that is not read."""
         return f"{self._what}: tensor {name[:100]!r} has dtype {self.others[name]!r}, which is not read; save another"
@@ -338,7 +345,7 @@ class TensorFiles:
     def mapped(self, name: str, *, at_random: bool = True) -> MappedTensor:
         """Return a tensor's bytes in place; errors are those of :meth:`reader`."""
         place, path = self.place(name), self._file_of[name]
-        return MappedTensor(self._open(path).file, place, str(path), at_random=at_random)
+        return MappedTensor(self._open(path), place, str(path), at_random=at_random)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor over the file, without a copy; errors are those of :meth:`reader`."""
@@ -385,7 +392,7 @@ class MappedTensor:
     """A tensor's bytes in a file; pages of them that are written are copied, and the file stays as it is.
 
     Args:
-        file: the open file.
+        reader: the file, which has one mapping for all of its tensors.
         place: the tensor.
         what: the file, for messages.
         at_random: True to read a page at a time, and nothing around it but by :meth:`read_ahead`.
@@ -395,10 +402,14 @@ class MappedTensor:
         bytes: uint8.
     """
 
-    def __init__(self, file: OpenFile, place: TensorPlace, what: str, *, at_random: bool = True) -> None:
-        self._file, self.place, self._what = file, place, what
+    def __init__(self, reader: TensorReader, place: TensorPlace, what: str, *, at_random: bool = True) -> None:
+        self._file, self.place, self._what = reader.file, place, what
         self._seen = self._now()
-        self._mapping, self.bytes = pinning.copied_on_write(file.fd, place.start, place.nbytes, at_random=at_random)
+        self._mapping = reader.mapping
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8, count=place.nbytes, offset=place.start)
+        if at_random:
+            before = place.start % pinning.PAGE_BYTES
+            self._mapping.madvise(mmap.MADV_RANDOM, place.start - before, before + place.nbytes)
 
     def _now(self) -> tuple[int, ...]:
         now = os.fstat(self._file.fd)
