@@ -187,7 +187,8 @@ class _Loading:
     def _with_tables(self, model: Any) -> Any:
         def made(old: Any, names: Sequence[str]) -> nn.Module:
             name = names[0]
-            new = self._made[name] = replacement(old, {**self._settings[name], "name": name}, self._places[name])
+            settings = {**self._settings[name], "name": name, "seed": 0}  # of rounding, the same when resumed
+            new = self._made[name] = replacement(old, settings, self._places[name])
             new.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers draws other values
             return new
 

@@ -141,6 +141,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
 _COPIES = 4  # of a piece that is read, at once: in its dtype on file and in others
 _FORMAT, _VERSION = "speedswap-rows", 1
 _ABOUT = {"shape", "origin", "tensors", "since", "commit"}
+_WRITES = "writes"  # with the state: their number seeds stochastic rounding
 _METADATA = "__metadata__"  # among the checksums, that of the tables' description
 
 
@@ -237,6 +238,8 @@ def _to_save(store: RowStore, since: int | None, state: bool) -> _Saved:
         "since": since,
         "commit": None if commits is None else commits.last,
     }
+    if state:
+        about[_WRITES] = store.notes.writes
     return _Saved(columns, ids, about)
 
 
@@ -302,7 +305,8 @@ class RowsFile:
         path: the file.
 
     Attributes:
-        about: for each table its ``shape``, ``origin``, ``since`` and ``commit``, and the ``tensors`` of its base.
+        about: for each table its ``shape``, ``origin``, ``since`` and ``commit``, the ``tensors`` of its base, and,
+            with its state, the number of its ``writes``.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -326,9 +330,10 @@ class RowsFile:
             is_described = self._crcs.keys() == self._reader.places.keys() == described
             require(is_described, "it has other tensors than its metadata say")
             for name, about in self.about.items():
-                require(about.keys() == _ABOUT, f"it describes {name[:100]!r} by {[*about][:10]}")
+                require(about.keys() - {_WRITES} == _ABOUT, f"it describes {name[:100]!r} by {[*about][:10]}")
                 if about["tensors"] is not None:
                     OfTensors.from_json(about["tensors"])
+                require(is_int(about.get(_WRITES, 0), 0, 2**62), f"{name[:100]!r} has no proper number of writes")
                 require(all(is_int(each, 1, 2**62) for each in about["shape"]), f"{name[:100]!r} has no proper shape")
                 places, (_, width) = [self._reader.places[each] for each in self._tensors(name)], about["shape"]
                 require(places[0].dtype == torch.int64, f"its ids are {places[0].dtype}")
@@ -393,6 +398,8 @@ def load_rows(stores: Mapping[str, RowStore], path: str | os.PathLike[str], *, s
                 store.files.reserve(file.count(name))
         for name, store in stores.items():
             _load(store, file, name, columns[name])
+            if state:
+                store.notes.writes = file.about[name].get(_WRITES, store.notes.writes)
             store.commit()  # all of them are one step
 
 

@@ -862,7 +862,7 @@ class Table:
             file: its shape, dtypes, checkpoint or seed, ids and checksums are verified first.
             name: the table's name in the file; by default the table's.
             state: False to leave out the optimizer's state. State that the file lacks, or that is left out, gets its
-                initial values in these rows.
+                initial values in these rows. With its state, the table goes on from the file's :attr:`writes`.
 
         Raises:
             FileNotFoundError: ``file`` does not exist.

@@ -163,6 +163,19 @@ def test_the_best_model_has_its_rows(base: Path) -> None:
     assert torch.equal(first, resumed(gemma(base), "short", max_steps=2, **ADAM))
 
 
+def test_a_bfloat16_model_resumes_to_the_same_bits(base: Path) -> None:
+    """Its rows are rounded stochastically, by bits that torch's generator has no part in."""
+    found = []
+    for resumed in (None, "run/checkpoint-2"):
+        torch.manual_seed(len(found))
+        model = loaded(base, "pageable", TABLES["gemma4"], dtype=torch.bfloat16)
+        given = arguments("run", max_steps=3, save_strategy="steps", save_steps=2, learning_rate=1e-2)
+        trainer = transformers.Trainer(model, given, train_dataset=DATA, callbacks=[speedswap.RowsCallback()])
+        trainer.train(resume_from_checkpoint=resumed)
+        found.append(table_of(model).read())
+    assert torch.equal(*found)
+
+
 def test_a_saved_model_finds_its_rows_and_their_checkpoint(base: Path, tmp_path: Path) -> None:
     model = gemma(base)
     rows_after(model)

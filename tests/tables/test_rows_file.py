@@ -142,6 +142,21 @@ def test_state_goes_along_or_starts_from_its_initial_values(make: Make, tmp_path
         make().load_rows(tmp_path / "with")
 
 
+def test_training_goes_on_to_the_same_bits_with_stochastic_rounding(make: Make, tmp_path: Path) -> None:
+    """Its random bits are a function of the number of the write, which goes along with the state."""
+    trained, other = (make(dtype=torch.float32, stored_dtype=torch.bfloat16, rounding="stochastic") for _ in range(2))
+    trained_embedding(trained, 3)
+    trained_embedding(other, 1)
+    trained.save_rows(tmp_path / "rows", state=True)
+    other.load_rows(tmp_path / "rows")
+    assert other.writes == trained.writes
+    for table in (trained, other):
+        table.scatter(torch.tensor([9]), torch.full((1, table.embedding_dim), 1 + 2**-9))
+    assert torch.equal(other.read(), trained.read())
+    other.load_rows(tmp_path / "rows", state=False)
+    assert other.writes > trained.writes
+
+
 def test_rows_whose_initial_values_are_unknown_are_all_saved(make: Make, tmp_path: Path) -> None:
     given, other = make(init=torch.nn.init.xavier_uniform_), make(seed=8)
     ones_in(given, [1])
