@@ -135,6 +135,18 @@ def test_wrong_scales_are_refused(tmp_path: Path) -> None:
         init.of_tensors(small, "w", scale="t", block=0)
 
 
+def test_two_blocks_of_a_row_may_be_uneven(tmp_path: Path) -> None:
+    """Halves of 48 columns, or 64 and 32: shapes do not say."""
+    scales = torch.tensor([[1.0, 2.0]]).expand(ROWS, 2)
+    file = write(tmp_path / "m.safetensors", {"w": values(), "s": scales})
+    with pytest.raises(ValueError, match=r"\(200, 2\), and block is None, .* give block="):
+        init.of_tensors(file, "w", scale="s")
+    for block in (48, 64):
+        base = init.of_tensors(file, "w", scale="s", block=block)
+        want = values().float() * torch.where(torch.arange(DIM) < block, 1.0, 2.0)
+        assert same(Table.create(ROWS, DIM, init=base).read(), want)
+
+
 def with_tensor(path: Path, dtype: str, values: dict[str, Tensor]) -> Path:
     """Write tensors, and before them one of four bytes of a dtype that torch may lack."""
     write(path, values)

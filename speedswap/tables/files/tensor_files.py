@@ -637,7 +637,8 @@ def _tile(rows: int, width: int, shape: tuple[int, ...], block: int | None, what
     known = [(1, width), (rows, width)]
     if block is None:
         known += [(tile, tile) for tile in _TILES]
-        known += [(1, width // shape[1])] if len(shape) == 2 and shape[1] and width % shape[1] == 0 else []
+        if len(shape) == 2 and shape[1] and width % shape[1] == 0:  # unless a last, narrower block is as likely
+            known += [(1, columns) for columns in (width // shape[1], *_TILES)]
     elif block > 0:
         known += [(1, block), (block, block)]
     grid = (*shape, 1, 1)[:2]
