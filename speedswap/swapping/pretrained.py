@@ -289,9 +289,9 @@ class _Sources:
         renamings = [each for each in changes if not isinstance(each, WeightConverter)]
         self._operations = {pattern: each.operations for each in converters for pattern in each.source_patterns}
         self._sources: defaultdict[str, list[tuple[str, str | None]]] = defaultdict(list)
-        self._files, parameters = files, model.state_dict()
+        self._files, self._parameters = files, model.state_dict()
         for source in files.matching("*"):
-            named, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, parameters)
+            named, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, self._parameters)
             self._sources[named].append((source, pattern))
 
     def of(self, name: str) -> list[str]:
@@ -311,13 +311,14 @@ class _Sources:
         return sorted((source for source, _ in found), key=dot_natural_key)
 
     def but(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return all tensors but those of embeddings, over the files."""
+        """Return all tensors but those of embeddings, over the files; none that the model and torch do not know."""
         left_out = {f"{name}.weight" for name in names}
         return {
             source: self._files.tensor(source)
             for named, found in self._sources.items()
             if named not in left_out
             for source, _ in found
+            if named in self._parameters or self._files.has_dtype(source)
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 from pathlib import Path
@@ -105,6 +106,23 @@ def test_a_name_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.snapshot_download", unknown)
     with pytest.raises(FileNotFoundError, match="folder is 'tiny/lama', which is not a folder here"):
         ours_of("*per_layer", Path("tiny/lama"))
+
+
+def test_an_unused_tensor_of_a_dtype_that_torch_lacks_disturbs_nobody(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoints["gemma4"], tmp_path / "more")
+    file = next((tmp_path / "more").glob("*.safetensors"))
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    entries, size = json.loads(raw[8:start]), len(raw) - start
+    text = json.dumps(entries | {"extra": {"dtype": "F4", "shape": [16], "data_offsets": [size, size + 8]}}).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:] + bytes(8))
+    index = tmp_path / "more" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"] | {"extra": file.name}}))
+    model = ours("gemma4", tmp_path / "more")
+    assert torch.equal(model(IDS).logits, plain(checkpoints["gemma4"])(IDS).logits)
 
 
 def test_places_and_settings_of_a_table(checkpoints: dict[str, Path]) -> None:

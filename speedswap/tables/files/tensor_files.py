@@ -318,6 +318,10 @@ class TensorFiles:
         """Return the file that has a tensor; the name must be known."""
         return self._file_of[name]
 
+    def has_dtype(self, name: str) -> bool:
+        """Return whether torch has a dtype like a tensor's; the name must be known."""
+        return name not in self._holder(name).others
+
     def reader(self, name: str) -> TensorReader:
         """Return the file that has a tensor.
 
@@ -327,11 +331,7 @@ class TensorFiles:
         """
         if name not in self:
             raise ValueError(self.missing(name))
-        path = self._file_of[name]
-        try:
-            reader = self._open(path)
-        except FileNotFoundError:
-            raise TableFormatError(f"{path} is missing, where {name!r} should be; copy all of the files") from None
+        path, reader = self._file_of[name], self._holder(name)
         if name in reader.others:
             raise TableFormatError(reader.unread(name))
         if name not in reader.places:
@@ -353,6 +353,13 @@ class TensorFiles:
         if not place.nbytes:
             return torch.empty(place.shape, dtype=place.dtype, device="cpu")
         return self.mapped(name, at_random=False).bytes.view(place.dtype).view(place.shape)
+
+    def _holder(self, name: str) -> TensorReader:
+        path = self._file_of[name]
+        try:
+            return self._open(path)
+        except FileNotFoundError:
+            raise TableFormatError(f"{path} is missing, where {name!r} should be; copy all of the files") from None
 
     def _open(self, path: Path) -> TensorReader:
         if path not in self._opened:
