@@ -43,7 +43,6 @@ Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 ROWS_FILE, BASES_FILE = "speedswap_rows.safetensors", "speedswap_rows.json"
 _TRAINING = "RowsCallback"  # in a trainer's state: of what training its checkpoint is
 _SHOWN = 8
-_WHOLE = ("model.safetensors.index.json", "model.safetensors")  # of a folder that may have other tensors, too
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _OTHER_COPIES = ("original/*", "consolidated*")  # of the same tensors, in their makers' own form
@@ -107,9 +106,8 @@ def from_pretrained(
     whole = _local(given, settings)
     skeleton = _skeleton(cls, whole, settings)
     wanted = _matching(skeleton, tables or (), saved)
-    source = next((path for name in _WHOLE if (path := whole / name).exists()), whole)
-    sources = _Sources(skeleton, TensorFiles(source))
-    bases = {name: saved.get(name) or of_tensors(source, sources.of(name)) for name in wanted}
+    sources = _Sources(skeleton, TensorFiles(whole))
+    bases = {name: saved.get(name) or of_tensors(whole, sources.of(name)) for name in wanted}
     result = _Loading(skeleton, wanted, bases, storage).load(whole, sources, settings, folder if saved else None)
     model = result[0] if isinstance(result, tuple) else result
     model.name_or_path = model.config.name_or_path = given

@@ -635,8 +635,8 @@ def of_tensors(
     A table in memory is filled from them, a piece at a time.
 
     Args:
-        files: a safetensors file; an index (``model.safetensors.index.json``); a folder with one, or with safetensors
-            files; or a list of files.
+        files: a safetensors file; an index; a list of files; or a folder, of which ``model.safetensors`` counts, or
+            else ``model.safetensors.index.json``, its one index, or all of its safetensors files.
         names: the tensor's name; or several tensors, whose rows follow one another, as a list or as a pattern, in which
             ``*`` stands for any characters: its tensors are in natural order, ``shard_2`` before ``shard_10``.
         scale: for float8_e4m3fn, the names of as many tensors of scales, float32 or exponents (F8_E8M0): one for a

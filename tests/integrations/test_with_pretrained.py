@@ -108,6 +108,22 @@ def test_a_name_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Monkey
         ours_of("*per_layer", Path("tiny/lama"))
 
 
+def same_as_transformers(folder: Path, **settings: Any) -> bool:
+    model = ours("gemma4", folder, "pageable", **settings)
+    return torch.equal(model(IDS).logits, plain(folder, **settings)(IDS).logits)
+
+
+def test_of_two_copies_transformers_choice_is_read(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A model that was saved again as one file: the old index stays, and may name shards that are gone."""
+    shutil.copytree(checkpoints["gemma4"], tmp_path / "again")
+    tiny("gemma4", torch.float16).save_pretrained(tmp_path / "whole")
+    shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path / "again")
+    assert same_as_transformers(tmp_path / "again")
+    for shard in (tmp_path / "again").glob("model-*.safetensors"):
+        shard.unlink()
+    assert same_as_transformers(tmp_path / "again")
+
+
 def test_an_unused_tensor_of_a_dtype_that_torch_lacks_disturbs_nobody(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -104,6 +104,21 @@ def test_of_several_files_the_last_one_counts(base: Path, tmp_path: Path, capsys
     assert torch.equal(rows_in(tmp_path / "out"), after)
 
 
+def test_a_second_copy_of_the_tensors_stays_as_it_is(tmp_path: Path) -> None:
+    """As in whisper-large-v3: model.safetensors counts, as for transformers, and also where a folder is a file's."""
+    (tmp_path / "base").mkdir()
+    for name in ("model.fp32-00001-of-00001.safetensors", "model.safetensors"):
+        save_file({"items.weight": torch.full((5, 2), float(len(name)))}, tmp_path / "base" / name)
+    items = speedswap.Embedding.from_file(tmp_path / "base", name="items.weight", storage="pageable")
+    assert torch.equal(items.read(), torch.full((5, 2), 17.0))
+    items.table.scatter(torch.tensor([3]), torch.ones(1, 2))
+    items.table.save_rows(tmp_path / "rows")
+    merge_rows(tmp_path / "base", tmp_path / "rows", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["items.weight"], items.read())
+    copies = (load_file(tmp_path / each / "model.fp32-00001-of-00001.safetensors") for each in ("base", "out"))
+    assert torch.equal(*(each["items.weight"] for each in copies))
+
+
 def test_a_whole_table_merges_into_the_tensor_of_its_name(tmp_path: Path) -> None:
     """It needs no base, since no row is left out."""
     (tmp_path / "base").mkdir()

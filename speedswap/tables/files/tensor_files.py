@@ -235,9 +235,13 @@ def _place(name: str, entry: Any, first: int) -> TensorPlace | None:
 
 
 TensorSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A safetensors file, an index (``*.safetensors.index.json``), a folder with either, or several files."""
+"""A safetensors file, an index (``*.safetensors.index.json``), several files, or a folder.
+
+Of a folder ``model.safetensors`` counts, or else ``model.safetensors.index.json``, its one index, or all of its files.
+"""
 
 _INDEX, _TENSORS = ".safetensors.index.json", ".safetensors"
+_WHOLE = (f"model{_TENSORS}", f"model{_INDEX}")  # of a folder that may have other tensors, too; as in transformers
 _MOST_INDEX_BYTES = 64 << 20
 _SHOWN = 8
 
@@ -370,6 +374,8 @@ class TensorFiles:
 def _described(path: Path) -> Iterable[tuple[Path, list[str] | None]]:
     """Return the files that a path stands for, each with the names of its tensors if an index has them."""
     if path.is_dir():
+        if whole := [path / name for name in _WHOLE if (path / name).exists()]:
+            return _described(whole[0])
         indices = [*path.glob(f"*{_INDEX}")]
         if len(indices) > 1:
             raise ValueError(f"{path} has {len(indices)} indices; give one of {', '.join(sorted(map(str, indices)))}")
