@@ -43,6 +43,7 @@ Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 ROWS_FILE, BASES_FILE = "speedswap_rows.safetensors", "speedswap_rows.json"
 _TRAINING = "RowsCallback"  # in a trainer's state: of what training its checkpoint is
 _SHOWN = 8
+_OTHER_FILES = ("subfolder", "variant")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _OTHER_COPIES = ("original/*", "consolidated*")  # of the same tensors, in their makers' own form
@@ -76,7 +77,8 @@ def from_pretrained(
             ``state_dtype``, ``rounding``. Tables that :func:`save_pretrained` saved need no name.
         base: for a saved model, where the files of the checkpoint are now, if both were not moved together.
         storage: as for :func:`speedswap.convert`.
-        settings: as for ``cls.from_pretrained``; ``config`` instead of its single values.
+        settings: as for ``cls.from_pretrained``, but no ``subfolder`` and ``variant``; ``config`` instead of its single
+            values.
 
     Returns:
         The model, in evaluation mode; what ``cls.from_pretrained`` returns.
@@ -84,7 +86,7 @@ def from_pretrained(
     Raises:
         TypeError: ``cls`` is not a class of transformers, or a setting is unknown.
         ValueError: a pattern is the name of no embedding, or no tensors of the checkpoint are the rows of one; or no
-            pattern is given, and the folder has no rows.
+            pattern is given, and the folder has no rows; or ``subfolder`` or ``variant`` is given.
         ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`. Or ``device_map`` has several
             devices.
         FileNotFoundError: the folder does not exist, or has no safetensors files; or a repository is not in the cache,
@@ -99,6 +101,12 @@ def from_pretrained(
         model = speedswap.from_pretrained(AutoModelForCausalLM, folder, "*.embed_tokens_per_layer", place)
     """
     _require_class(cls)
+    for name in _OTHER_FILES:
+        if settings.get(name):
+            raise ValueError(
+                f"{name} is {settings[name]!r}, but all of a folder is loaded; give a folder with these files alone, "
+                f"by their usual names, without {name}="
+            )
     given = os.fspath(folder)
     folder = _local(given, settings)
     saved = bases_of(folder, None if base is None else absolute_paths(base))
@@ -106,7 +114,7 @@ def from_pretrained(
     whole = _local(given, settings)
     skeleton = _skeleton(cls, whole, settings)
     wanted = _matching(skeleton, tables or (), saved)
-    sources = _Sources(skeleton, TensorFiles(whole))
+    sources = _Sources(skeleton, TensorFiles(whole), settings.get("key_mapping"))
     bases = {name: saved.get(name) or of_tensors(whole, sources.of(name)) for name in wanted}
     result = _Loading(skeleton, wanted, bases, storage).load(whole, sources, settings, folder if saved else None)
     model = result[0] if isinstance(result, tuple) else result
@@ -211,9 +219,9 @@ def _skeleton(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
 
     is_auto = hasattr(cls, "from_config")
     trust = {name: settings[name] for name in ("trust_remote_code",) if name in settings}
-    config = settings.pop("config", None) or (AutoConfig if is_auto else cls.config_class).from_pretrained(
-        folder, **trust
-    )
+    config = settings.pop("config", None) or folder
+    if isinstance(config, str | os.PathLike):
+        config = (AutoConfig if is_auto else cls.config_class).from_pretrained(config, **trust)
     with torch.device("meta"):
         return cls.from_config(config, **trust) if is_auto else cls(config)
 
@@ -276,13 +284,14 @@ class _Sources:
     Args:
         model: the model.
         files: the checkpoint.
+        key_mapping: further names, as transformers takes them.
     """
 
-    def __init__(self, model: Any, files: TensorFiles) -> None:
+    def __init__(self, model: Any, files: TensorFiles, key_mapping: dict[str, str] | None) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
-        changes = get_model_conversion_mapping(model)
+        changes = get_model_conversion_mapping(model, key_mapping)
         converters = [each for each in changes if isinstance(each, WeightConverter)]
         renamings = [each for each in changes if not isinstance(each, WeightConverter)]
         self._operations = {pattern: each.operations for each in converters for pattern in each.source_patterns}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.tiny_models import TABLES, tiny
+from tensor_files import write
 from torch import Tensor
 
 import speedswap
@@ -122,6 +123,16 @@ def test_of_two_copies_transformers_choice_is_read(checkpoints: dict[str, Path],
     for shard in (tmp_path / "again").glob("model-*.safetensors"):
         shard.unlink()
     assert same_as_transformers(tmp_path / "again")
+
+
+def test_names_by_a_mapping_and_a_configuration_by_its_folder(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    model = plain(checkpoints["gemma4"])
+    (tmp_path / "old").mkdir()
+    write(tmp_path / "old" / "model.safetensors", {f"old.{name}": each for name, each in model.state_dict().items()})
+    found = ours(
+        "gemma4", tmp_path / "old", "pageable", config=str(checkpoints["gemma4"]), key_mapping={r"^old\.(.*)": r"\1"}
+    )
+    assert torch.equal(found(IDS).logits, model(IDS).logits)
 
 
 def test_an_unused_tensor_of_a_dtype_that_torch_lacks_disturbs_nobody(
@@ -284,6 +295,14 @@ def test_other_classes_and_folders_are_refused(checkpoints: dict[str, Path], tmp
     shutil.copy(checkpoints["gemma4"] / "config.json", tmp_path / "empty")
     with pytest.raises(FileNotFoundError, match=r"has no \*.safetensors files"):
         ours_of("*.embed_tokens_per_layer", tmp_path / "empty")
+
+
+@pytest.mark.parametrize("setting", ["subfolder", "variant"])
+def test_other_files_than_a_folders_usual_ones_are_refused(checkpoints: dict[str, Path], setting: str) -> None:
+    """They were ignored, and another model was loaded."""
+    with pytest.raises(ValueError, match=f"{setting} is 'fp16', but .* give a folder with these files alone"):
+        ours("gemma4", checkpoints["gemma4"], **{setting: "fp16"})
+    assert not Path("rows").exists()
 
 
 def test_a_tied_embedding_is_refused(checkpoints: dict[str, Path]) -> None:
