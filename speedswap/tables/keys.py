@@ -137,6 +137,7 @@ def _as_numbers(keys: Any) -> Keys:
         keys = _unsigned(keys, given) if keys.size else keys.astype(np.int64)
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu":
         keys = keys.astype(keys.dtype.newbyteorder("="), copy=False)
+        keys = keys.view(np.int64) if keys.dtype == np.uint64 else keys
         keys = torch.from_numpy(np.require(keys, requirements=["C", "W"]))  # torch warns about read-only memory
     if not isinstance(keys, Tensor):
         _refuse_numbers(keys)

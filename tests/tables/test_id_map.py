@@ -435,6 +435,7 @@ def test_unsigned_numbers_of_64_bits_in_any_container(wrap: Callable[[list[int]]
     assert users.add(wrap(keys))[0].tolist() == [1, 2, 3, 4]
     assert users.lookup(np.array(keys, np.uint64)).tolist() == [1, 2, 3, 4]
     assert users.lookup(torch.tensor(keys, dtype=torch.uint64)).tolist() == [1, 2, 3, 4]
+    assert users.lookup(wrap([keys[0], keys[2]])).tolist() == [1, 3]
     for wrong in ([2**63 + 1, -1], [2**63 + 1, 1.5], [2**64, 1]):
         with pytest.raises(TypeError, match=r"keys has dtype (float64|object)"):
             users.add(wrap(wrong))  # type: ignore[arg-type]
