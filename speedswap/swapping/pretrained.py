@@ -381,9 +381,9 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **settings: Any)
 def _require_no_base(model: Any, argument: str, folders: Iterable[Path]) -> None:
     """Raise ValueError if a model that is saved in a folder would replace the checkpoint of a table."""
     inits = [each.table.columns["weight"].init for each in tables_apart(model).values()]
-    bases = {os.path.realpath(file) for init in inits for each in init.bases for file in each.files}
+    bases = {os.path.realpath(file) for init in inits for each in init.bases for file in each.rows.paths}
     for folder in folders:
-        found = [path for path in (folder, *folder.glob("*.safetensors*")) if os.path.realpath(path) in bases]
+        found = [path for path in folder.glob("*.safetensors") if os.path.realpath(path) in bases]
         if found and not hasattr(model, "get_base_model"):  # PEFT's adapters are other files
             raise ValueError(
                 f"{argument} is {str(folder)!r}, but {found[0]} is the checkpoint of a table, whose untouched rows "
