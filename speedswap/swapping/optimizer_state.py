@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -227,14 +227,11 @@ class OptimizerState:
         idle.number_rows()
         self._count_step = add
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> AbstractContextManager[None]:
         """Surround the writing of a step's rows; unless the block raises, idle rows miss the step."""
         assert self.idle is not None
         assert self._count_step is not None
-        with self.idle.counting():
-            yield
-        self._count_step()
+        return self.idle.counting(self._count_step)
 
     def _require_in_memory(self, twin: Twin) -> None:
         """Raise OptimizerError if rows are in files, since other processes cannot take an optimizer's steps."""

@@ -292,31 +292,39 @@ class IdleStore(WrappedStore):
 
     def number_rows(self) -> None:
         """Make room for the number of each row's last step."""
-        if LAST_STEP not in self.inner.columns:
-            self.notes.note_change(None)
-            self.inner.add_columns([_COLUMN])
+        with self.facts.locked.lock:
+            if LAST_STEP not in self.inner.columns:
+                self.notes.note_change(None)
+                self.inner.add_columns([_COLUMN])
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Surround the writing of a step's rows; the caller counts the step afterwards, unless the block raised."""
-        self._ahead = 1
-        try:
-            yield
-        finally:
-            self._ahead = 0
-        self.notes.note_change(None, as_stored=False)
+    def counting(self, count: Callable[[], None]) -> Iterator[None]:
+        """Surround the writing of a step's rows, and count the step; other threads see both or neither.
+
+        Args:
+            count: counts the step; not called if the block raises.
+        """
+        with self.facts.locked.lock:
+            self._ahead = 1
+            try:
+                yield
+            finally:
+                self._ahead = 0
+            self.notes.note_change(None, as_stored=False)
+            count()
 
     def bring_up_to_date(self) -> None:
         """Write every row with the steps it has missed, a piece at a time."""
-        missed = self._missed()
-        if not missed:
-            return
-        writes = self.notes.writes
-        for rows in chunks_of(self.facts.num_embeddings):
-            self._bring(rows)
-        self.notes.writes = writes + 1  # of all ranks that own rows together
-        with deferred_interrupts():
-            self._known.before, self._known.steps = self._known.before + missed, None
+        with self.facts.locked.lock:
+            missed = self._missed()
+            if not missed:
+                return
+            writes = self.notes.writes
+            for rows in chunks_of(self.facts.num_embeddings):
+                self._bring(rows)
+            self.notes.writes = writes + 1  # of all ranks that own rows together
+            with deferred_interrupts():
+                self._known.before, self._known.steps = self._known.before + missed, None
 
     def _bring(self, rows: range) -> None:
         """Write the rows of a range that their missed steps move."""
@@ -439,7 +447,8 @@ class _Prefetched(Prefetched):
         self._store, self._inner = store, inner
 
     def take(self) -> Found | None:
-        found = self._inner.take()
-        if found is not None and LAST_STEP in found[0].columns:
-            self._store.take(found[0])
-        return found
+        with self._store.facts.locked.lock:  # other threads may write every row with its missed steps
+            found = self._inner.take()
+            if found is not None and LAST_STEP in found[0].columns:
+                self._store.take(found[0])
+            return found

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from unittest import mock
+
 import torch
 from idle_training import EVERY
 from places import owned
 
 import speedswap
+from speedswap.ranks.ahead import RowsAhead
+from speedswap.tables.idle import ClosedSteps
 
 ROWS, DIM, BATCH = 50, 3, 5
 
@@ -57,6 +63,29 @@ def trained(group, name, folder, depth):
         with speedswap.Table.open(speedswap.Ranks(speedswap.Disk(path), group)) as table:
             found.append(table.read())
     return found
+
+
+def lent_while_counting(group):
+    """Train while the background thread lends rows between the writing of a step's rows and its count."""
+    prepare, lend, counting = ClosedSteps.prepare, RowsAhead.lend, threading.Event()
+
+    def prepare_to_lend(steps, step):
+        def count_slowly():
+            counting.set()
+            time.sleep(0.01)
+            count()
+            counting.clear()
+
+        count = prepare(steps, step)
+        return count and count_slowly
+
+    def lend_late(rows, route):
+        if threading.current_thread() is not threading.main_thread():
+            counting.wait(0.5)
+        return lend(rows, route)
+
+    with mock.patch.object(ClosedSteps, "prepare", prepare_to_lend), mock.patch.object(RowsAhead, "lend", lend_late):
+        return trained(group, "AdamW", None, 1)
 
 
 def averaged(group):

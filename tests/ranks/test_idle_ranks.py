@@ -43,6 +43,11 @@ def test_rows_of_ranks_on_disk_are_those_of_dense_training(ranks: RankPool, tmp_
             assert relative_error(table.read(), wanted) <= 1e-12
 
 
+def test_rows_lent_ahead_lack_no_step(ranks: RankPool) -> None:
+    for initial, rows, _ in ranks.run(scenarios.lent_while_counting, 3):
+        assert relative_error(rows, dense(initial, "AdamW")) <= 1e-12
+
+
 def test_ranks_go_on_from_a_checkpoint_to_the_same_bits(ranks: RankPool, tmp_path) -> None:
     for saved, resumed in ranks.run(scenarios.resumed, 3, "AdamW", str(tmp_path)):
         assert torch.equal(saved, resumed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 import warnings
 from pathlib import Path
 
@@ -199,6 +200,28 @@ def test_a_failed_step_is_no_step():
         optimizer.step()
     group["betas"] = (0.9, 0.999)
     training.steps(5).check()
+
+
+def test_another_thread_reads_a_whole_step_or_none(monkeypatch):
+    training = Training(EVERY["AdamW"])
+    training.steps(1)
+    seen, prepare = [], ClosedSteps.prepare
+    reader = threading.Thread(target=lambda: seen.append(training.ours.table.read()))
+
+    def prepare_to_read(steps, step):
+        def count_once_read():
+            reader.start()
+            reader.join(0.3)  # it waits for the end of the step
+            count()
+
+        count = prepare(steps, step)
+        return count_once_read
+
+    monkeypatch.setattr(ClosedSteps, "prepare", prepare_to_read)
+    training.steps(1)
+    reader.join()
+    assert torch.equal(seen[0], training.ours.table.read())
+    training.check()
 
 
 def test_rows_that_are_written_or_reset_have_the_steps_so_far():
