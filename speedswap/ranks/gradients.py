@@ -314,8 +314,8 @@ class JointGradients:
             routes = ask(task, [(each.step.owners, each.wanted) for each in unrouted])
             assert routes is not None
             for each, route in zip(unrouted, routes, strict=True):
-                table = each.step.table
-                each.way = LentRows(route, table.lease(route.union, device=each.grad.device), table.version)
+                table, version = each.step.table, each.step.table.version
+                each.way = LentRows(route, table.lease(route.union, device=each.grad.device), version)
         for each, came in zip(outgoing, task.send_parcels([each.parcel() for each in outgoing]), strict=True):
             each.step.take(each, came, average=average)
 

@@ -158,7 +158,7 @@ class BatchRows:
             grad: the rows' gradient.
             keeps: True to keep the gradient of earlier lookups; by default it is kept unless zeroed.
         """
-        before = self.batch.grad
+        before, current = self.batch.grad, self._table.store.notes.version  # other threads may write from here on
         was_changed = before is not None and self._own_was_changed(before)
         if keeps is None:
             keeps = before is not None and not self.is_zeroed(before)
@@ -166,9 +166,9 @@ class BatchRows:
             self.of_all = []
         if self.block is not None and before is not None and keeps:
             block, grad = self._merged(self.block, before, block, version, grad)
-        elif version != self._table.store.notes.version:
+        elif version != current:
             block = self._table.lease(block.rows, device=grad.device)  # the table has changed since the forward pass
-        self.block, self.version = block, self._table.store.notes.version
+        self.block, self.version = block, current
         self._hold(block.columns["weight"])
         self.batch.grad, self._grad_version = grad, grad._version
         self._own = (grad, grad.clone()) if self.of_all and not was_changed else None

@@ -159,7 +159,7 @@ class RowStep(Locked):
         """
         if trains:
             self.before_forward()
-        columns = None if trains else _WEIGHT
+        columns, version = None if trains else _WEIGHT, self.table.store.notes.version
         leased = None if self._announced is None else self._announced_lease(Request.of(request), columns)
         block, local = leased or self.lease(request, columns)
         weight = block.columns["weight"]
@@ -168,7 +168,7 @@ class RowStep(Locked):
         leaf = weight.detach()  # a hook on the block's tensor would keep it alive forever
         leaf.requires_grad = True
         leaf.gradient_keeper, leaf.key_pass, self.key_pass.is_made = self, self.key_pass, True  # type: ignore[attr-defined]
-        received = functools.partial(self.receive, block, self.table.store.notes.version)
+        received = functools.partial(self.receive, block, version)
         leaf.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return leaf, local
 

@@ -145,3 +145,26 @@ def test_a_lookahead_in_each_of_several_threads_gives_the_rows_of_the_plain_loop
     in_threads(*[lambda seed=seed: found.update({seed: train(seed, 2)}) for seed in range(4)])
     for seed in range(4):
         assert torch.equal(found[seed], train(seed, 0))
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["lookup", "backward pass"])
+def test_rows_that_a_thread_writes_while_others_gather_them_are_stepped_from_there(monkeypatch, number: int):
+    """A write after the rows were gathered, in the lookup or once more in the backward pass, but before either ends."""
+    module = speedswap.Embedding(5, 3, seed=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    ids, gathers, lease = torch.tensor([1, 3]), [], speedswap.Table.lease
+
+    def lease_before_a_write(table, *args, **settings):
+        block = lease(table, *args, **settings)
+        gathers.append(block)
+        if len(gathers) == number + 1:
+            in_threads(lambda: table.scatter(ids, torch.full((2, 3), 7.0)))
+        return block
+
+    monkeypatch.setattr(speedswap.Table, "lease", lease_before_a_write)
+    rows = module(ids)
+    if number:
+        module.table.write(4, torch.zeros(1, 3))  # so that they are gathered once more
+    rows.sum().backward()
+    optimizer.step()
+    assert torch.equal(module.read(ids), torch.full((2, 3), 6.5))
