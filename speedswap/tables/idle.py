@@ -447,8 +447,7 @@ class _Prefetched(Prefetched):
         self._store, self._inner = store, inner
 
     def take(self) -> Found | None:
-        with self._store.facts.locked.lock:  # other threads may write every row with its missed steps
-            found = self._inner.take()
-            if found is not None and LAST_STEP in found[0].columns:
-                self._store.take(found[0])
-            return found
+        found = self._inner.take()
+        if found is not None and LAST_STEP in found[0].columns:
+            self._store.take(found[0])
+        return found
