@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.swapping.graphs import outside_graphs
-from speedswap.swapping.scoring import Exclude, Exclusions, Scored, best_rows, top_rows
+from speedswap.swapping.scoring import Exclusions, Scored, Search, best_rows, top_rows
 from speedswap.tables import Column, RowStore, Table, WrappedStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest, ManifestFile, ShardsManifest, require_shared, shard_name
@@ -91,27 +91,15 @@ class _RowsInOrder(WrappedStore):
 
 
 @outside_graphs
-def top_rows_of_ranks(
-    table: Table,
-    queries: Tensor,
-    k: int,
-    *,
-    chunk: int | None,
-    exclude: Exclude,
-    padding_idx: int | None,
-    num_rows: int,
-) -> Scored:
+def top_rows_of_ranks(table: Table, asked: Search) -> Scored:
     """Return the best rows for this rank's queries; every rank must call this, with any number of queries.
 
     Queries are sent in groups to all ranks; each rank finds the best of its own rows, and the requesting rank merges
-    the results. Arguments and errors are those of :meth:`TableModule.score`.
+    the results. Arguments and errors are those of :func:`speedswap.swapping.scoring.top_rows`.
     """
     store, first_row = _joint_store(table.store)
     with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
-        search = partial(_search, task, _RowsInOrder(store, first_row, num_rows))
-        return top_rows(
-            table, queries, k, chunk=chunk, exclude=exclude, padding_idx=padding_idx, num_rows=num_rows, search=search
-        )
+        return top_rows(table, asked, partial(_search, task, _RowsInOrder(store, first_row, asked.num_rows)))
 
 
 def _search(

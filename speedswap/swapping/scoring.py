@@ -228,36 +228,47 @@ def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:
     return rows.view(*ids.shape, table.embedding_dim)
 
 
+class Search(NamedTuple):
+    """The arguments of :meth:`TableModule.score`, with what a module adds to them.
+
+    Attributes:
+        queries, k, chunk, exclude: as given.
+        padding_idx: a further row to leave out, if any.
+        num_rows: only the first ones are searched.
+    """
+
+    queries: Tensor
+    k: int
+    chunk: int | None
+    exclude: Exclude
+    padding_idx: int | None
+    num_rows: int
+
+
 @outside_graphs
 @torch.no_grad()
-def top_rows(
-    table: Table,
-    queries: Tensor,
-    k: int,
-    *,
-    chunk: int | None,
-    exclude: Exclude,
-    padding_idx: int | None,
-    num_rows: int,
-    search: Callable[..., Scored] | None = None,
-) -> Scored:
-    """Return the ``k`` rows of a table with the largest inner products; see :meth:`TableModule.score`.
+def top_rows(table: Table, asked: Search, best_of: Callable[..., Scored] | None = None) -> Scored:
+    """Return the ``k`` rows of a table with the largest inner products.
 
     Exact search in one pass; later scores must exceed the best so far.
 
     Args:
-        num_rows: only the first ones are searched.
-        search: searches in place of :func:`best_rows`.
+        table: the table.
+        asked: the arguments.
+        best_of: searches for checked queries in place of :func:`best_rows`.
+
+    Raises:
+        ValueError, TypeError, IdError: as for :meth:`TableModule.score`.
     """
-    many = as_matrix(table, queries)
-    k = count("k", k)
+    queries = as_matrix(table, asked.queries)
+    k = count("k", asked.k)
     if k > table.num_embeddings:
         raise ValueError(f"k is {k}, but table {table.name!r} has {table.num_embeddings} rows; give at most as many")
-    chunk = None if chunk is None else count("chunk", chunk)
-    whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
-    left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
-    best = (search or partial(best_rows, num_rows=num_rows))(table, many, k, chunk, left_out)
-    return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
+    chunk = None if asked.chunk is None else count("chunk", asked.chunk)
+    whole = Pieces(table.num_embeddings, len(queries), table.num_embeddings, max(1, len(queries)))
+    left_out = exclusions_of(asked.exclude, whole, queries.device, asked.padding_idx, table.name)
+    best = (best_of or partial(best_rows, num_rows=asked.num_rows))(table, queries, k, chunk, left_out)
+    return best if asked.queries.dim() == 2 else Scored(best.values[0], best.ids[0])
 
 
 def best_rows(

@@ -19,7 +19,7 @@ from speedswap.swapping.keyed import KeyedRows, of_one_commit
 from speedswap.swapping.over_table import OverTable
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, Request, ids_of
 from speedswap.swapping.row_step import Loop
-from speedswap.swapping.scoring import Exclude, Scored, read_rows
+from speedswap.swapping.scoring import Exclude, Scored, Search, read_rows
 from speedswap.swapping.wrappers import is_in_job, require_own_table
 from speedswap.tables import Block, FileStore, Table, TensorFiles, TensorSource, is_single_key
 from speedswap.tables import init as initializers
@@ -196,9 +196,7 @@ class TableModule(OverTable):
             [0, 1]
         """
         with_keys = self.num_embeddings if self._keyed is None else 1 + len(self._keyed.id_map)
-        return self._step.top_rows(
-            self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx, num_rows=with_keys
-        )
+        return self._step.top_rows(self.table, Search(queries, k, chunk, exclude, self.padding_idx, with_keys))
 
     def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with one or several tensors of ids, for a lookahead.
