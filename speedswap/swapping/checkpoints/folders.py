@@ -535,7 +535,7 @@ class Folders:
         if task.lane.rank == 0:
             unneeded = self._unneeded(found.leftovers, tables)
             _clear(unneeded)
-            for path in {*found.leftovers}.difference(unneeded):  # only its description is needed
+            for path in {*found.leftovers} & self._manifests.keys() - {*unneeded}:  # only its description is needed
                 _clear(each for each in path.iterdir() if each.name != MANIFEST)
         return found
 
@@ -599,12 +599,17 @@ class Folders:
         unneeded = []
         for folder in leftovers:
             others = set[Path]()
-            with suppress(CheckpointError, OSError):
-                if folder not in self._manifests:
-                    self._manifests[folder] = Manifest.read(OpenDirectory(folder, follow=False))
-                for table in self._manifests[folder].tables:
-                    paths = (path_in(folder, part.path) for part in table.parts if part.path)
-                    others.update(Path(os.path.realpath(path.parent if table.shards else path)) for path in paths)
+            try:
+                with says_malformed(folder, "its description"):
+                    if folder not in self._manifests:
+                        self._manifests[folder] = Manifest.read(OpenDirectory(folder, follow=False))
+                    for table in self._manifests[folder].tables:
+                        paths = (path_in(folder, part.path) for part in table.parts if part.path)
+                        others.update(Path(os.path.realpath(path.parent if table.shards else path)) for path in paths)
+            except UnknownCheckpoint:
+                continue  # perhaps it can be read later
+            except CheckpointError:
+                others.clear()
             if not any(path.exists() for path in others - own):
                 unneeded.append(folder)
         return unneeded

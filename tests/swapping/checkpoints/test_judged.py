@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import speedswap
 from speedswap.errors import CheckpointError, TableClosedError
 from speedswap.swapping.checkpoints import folders, loading, saving
+from speedswap.swapping.checkpoints.format import Manifest
 
 ROWS = 600
 
@@ -452,6 +453,27 @@ def test_trainings_that_share_a_directory_release_their_commits(
     runs[1].save(6, "../saved")
     assert len(names_in(tmp_path / "saved")) == 1
     runs[1].items.table.close()
+
+
+def test_a_leftover_that_cannot_be_read_now_stays_for_the_training_that_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, read = [Run(tmp_path / name) for name in "ab"], Manifest.read
+    for step, run in enumerate(runs, 1):
+        run.save(step, "../saved")
+
+    def fails(directory: Any) -> Manifest:
+        if directory.path.name.startswith(".removed"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", fails)
+        runs[1].save(3, "../saved")
+    runs[0].save(4, "../saved")
+    assert len(runs[0].items.table.commits.held) == 1
+    for run in runs:
+        run.items.table.close()
 
 
 @pytest.mark.parametrize("where", ["entries", "choose", "load"])
