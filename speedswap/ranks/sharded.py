@@ -273,7 +273,8 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
     def changed_rows(self, columns: Sequence[str]) -> Tensor:
         own = self.own.store
         with self.task(Kind.SAVE) as task:
-            ids = self.owners.ids(changed_rows(own, columns), self.group.rank)
+            with self.own.lock:  # the lookahead's thread gathers rows meanwhile
+                ids = self.owners.ids(changed_rows(own, columns), self.group.rank)
             return torch.cat(task.share_numbers(ids[ids < self.num_embeddings])).sort().values
 
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:

@@ -429,8 +429,9 @@ def load_beside(model: nn.Module, folder: Path, *, state: bool = False) -> None:
     load_rows({name: each.table.store for name, each in tables.items()}, path, state=state)
     for name, each in tables.items() if state else ():
         table, saved = each.table, [ids for ids, _ in RowsFile(path).pieces(name, [])]
-        table.store.flush()
-        changed = changed_rows(table.store, [*table.columns])
+        with table.lock:
+            table.store.flush()
+            changed = changed_rows(table.store, [*table.columns])
         others = changed[~torch.isin(changed, torch.cat([changed[:0], *saved]))]
         share = slice(None) if table.ranks is None else slice(table.ranks.rank, None, len(table.ranks))
         for some in torch.split(others, CHUNK_ROWS):
