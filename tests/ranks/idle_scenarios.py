@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from idle_training import EVERY
 from places import owned
+from store_locks import unguarded_uses
 
 import speedswap
 from speedswap.ranks.ahead import RowsAhead
@@ -86,6 +87,23 @@ def lent_while_counting(group):
 
     with mock.patch.object(ClosedSteps, "prepare", prepare_to_lend), mock.patch.object(RowsAhead, "lend", lend_late):
         return trained(group, "AdamW", None, 1)
+
+
+def guarded(group, folder):
+    """Use rows in every way; return the uses of this rank's rows without their lock."""
+    model, optimizer = made(group, "AdamW", f"{folder}/items")
+    with unguarded_uses(model._step.table) as found:
+        train(model, optimizer, [each[group.rank()] for each in batches(10)], 1)
+        model.score(torch.ones(DIM, dtype=torch.float64), 2)
+        model.table.save_rows(f"{folder}/rows.safetensors")
+        model.table.save(f"{folder}/copy")
+        speedswap.save_checkpoint(f"{folder}/saved", model, optimizer)
+        model.table.write(3, torch.ones(2, DIM, dtype=torch.float64))
+        optimizer.load_state_dict(optimizer.state_dict())
+        model.load_state_dict(model.state_dict())
+        speedswap.load_checkpoint(f"{folder}/saved", model, optimizer)
+        speedswap.attach(torch.optim.SGD(model.parameters(), 0.1), model, idle_rows="dense")
+    return found
 
 
 def averaged(group):

@@ -48,6 +48,11 @@ def test_rows_lent_ahead_lack_no_step(ranks: RankPool) -> None:
         assert relative_error(rows, dense(initial, "AdamW")) <= 1e-12
 
 
+def test_whatever_uses_rows_of_ranks_holds_their_lock(ranks: RankPool, tmp_path) -> None:
+    """The lookahead's thread gathers rows for other ranks at any time."""
+    assert ranks.run(scenarios.guarded, 3, str(tmp_path)) == [[], [], []]
+
+
 def test_ranks_go_on_from_a_checkpoint_to_the_same_bits(ranks: RankPool, tmp_path) -> None:
     for saved, resumed in ranks.run(scenarios.resumed, 3, "AdamW", str(tmp_path)):
         assert torch.equal(saved, resumed)
