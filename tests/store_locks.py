@@ -1,4 +1,4 @@
-"""Which uses of tables' stores are not guarded by their tables' locks."""
+"""Uses of tables' stores that no lock guards."""
 
 from __future__ import annotations
 
