@@ -4,7 +4,7 @@
 #   make check       while you work: lint, types, and the quick tests of the core; a minute and a half on two cores
 #   make test        what a change has to pass: lint, types, and the tests of all that users see; twelve minutes on two cores
 #   make test-all    what a release has to pass: also every case of every sweep, kills and cuts at every point, torture,
-#                    notebooks, benchmarks, and the tools; a quarter of an hour
+#                    notebooks, benchmarks, and the tools; 35 minutes on two cores
 #   make gpu-check   on a machine with a GPU: build, measure and test, in two calls of ten minutes in all;
 #                    needs no network and makes no .venv; without make: python3 tools/gpu_check.py --part first --out …
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
