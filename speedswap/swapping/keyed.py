@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -97,6 +98,7 @@ class KeyPass:
 class KeysStep(Protocol):
     """The part of a training step (:class:`RowStep`) that its keys need."""
 
+    lock: threading.RLock
     counted: dict[KeyedRows, Tensor]
 
     @property
@@ -175,12 +177,12 @@ class KeyedRows:
         return lookup.rows.to(device)
 
     def _take_asked(self, asked: AskedAhead, device: torch.device) -> Tensor:
-        with self._table.lock:  # no commit may contain the key without its row's new values
+        with self.step.lock, self._table.lock:  # no commit may contain the key without its row's new values
             self.renew(self.id_map.begin(asked), device)
         return asked.rows.to(device)
 
     def _add(self, keys: Keys, device: torch.device) -> Tensor:
-        with self._table.lock:
+        with self.step.lock, self._table.lock:  # in the order in which the end of a step takes them
             rows, renewed = self.id_map.add(keys)
             self.renew(renewed, device)
         return rows.to(device)
