@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["EndingThread", "Locked", "in_child", "set_handlers"]
+__all__ = ["EndingThread", "Locked", "all_held", "in_child", "set_handlers"]
 
 
 def in_child(action: Callable[[], object]) -> None:
@@ -28,6 +29,15 @@ class Locked:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         _all.add(self)
+
+
+@contextmanager
+def all_held(locks: Iterable[threading.RLock]) -> Iterator[None]:
+    """Hold several locks, taken in the same order by every thread, so that two threads never wait for each other."""
+    with ExitStack() as held:
+        for lock in sorted({*locks}, key=id):
+            held.enter_context(lock)
+        yield
 
 
 _all: weakref.WeakSet[Locked] = weakref.WeakSet()

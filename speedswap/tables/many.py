@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._process import all_held
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.store import Prefetched
 from speedswap.tables.table import Table
@@ -32,10 +32,9 @@ def prefetch(
         The pending rows of each lookup; take them once, while holding the table's lock.
     """
     wanted, transfers = list(lookups), Transfers("in")
-    with ExitStack() as held:
-        # In a fixed order, so two threads with the same tables do not deadlock.
-        for table in sorted({table for table, _, _ in wanted}, key=id):
-            held.enter_context(table.lock)
+    tables = {table for table, _, _ in wanted}
+    with all_held(table.lock for table in tables):
+        for table in tables:
             table.check_open()
         prefetched = [
             table.store.prefetch(Lookup(ids, table.num_embeddings, device, known), transfers)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap._process import all_held
 from speedswap.errors import TableFormatError
 from speedswap.kernels import as_read
 from speedswap.tables.disk.store import LogStore
@@ -169,9 +170,8 @@ def _tensor_of(name: str, column: str) -> str:
 @contextmanager
 def _held(stores: Mapping[str, RowStore]) -> Iterator[None]:
     """Hold the tables' locks; refuse tables whose rows have no fixed numbers."""
-    with ExitStack() as held:
+    with all_held(store.facts.locked.lock for store in stores.values()):
         for store in stores.values():
-            held.enter_context(store.facts.locked.lock)
             require_in_order(store)
             facts = store.facts
             if facts.part_name in store.notes.id_maps:

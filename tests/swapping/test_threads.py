@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import speedswap
+from speedswap._process import all_held
 from speedswap.errors import ThreadError
+from speedswap.tables.rows_file import save_rows
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -168,3 +170,60 @@ def test_rows_that_a_thread_writes_while_others_gather_them_are_stepped_from_the
     rows.sum().backward()
     optimizer.step()
     assert torch.equal(module.read(ids), torch.full((2, 3), 6.5))
+
+
+def test_keys_that_take_rows_while_a_step_is_written_wait_for_it(monkeypatch):
+    """The step and the lookup need the same two locks."""
+    id_map = speedswap.IdMap(4, evict="lru")
+    module = speedswap.Embedding(4, 3, id_map=id_map, seed=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    module(torch.tensor([1, 2, 3])).sum().backward()
+    looked_up, give_back = [], speedswap.Table.give_back
+    other = threading.Thread(target=lambda: looked_up.append(module(torch.tensor([4, 5]))), daemon=True)
+
+    def give_back_during_a_lookup(*args, **settings):
+        if not looked_up and not other.is_alive():
+            other.start()
+            other.join(0.3)  # it waits, or is refused
+        give_back(*args, **settings)
+
+    monkeypatch.setattr(speedswap.Table, "give_back", give_back_during_a_lookup)
+    in_threads(optimizer.step)
+    other.join(10)
+    assert len(looked_up) == 1
+
+
+def test_several_locks_are_taken_in_the_same_order_however_they_are_named():
+    """So that a checkpoint of two tables and a lookahead over both never wait for each other."""
+
+    class Lock:
+        def __enter__(self):
+            taken.append(self)
+
+        def __exit__(self, *_):
+            taken.remove(self)
+
+    taken, locks, orders = [], [Lock() for _ in range(5)], []
+    for named in (locks, locks[::-1], [*locks, *locks]):
+        with all_held(named):
+            orders.append([*taken])
+        assert not taken
+    assert orders[0] == orders[1] == orders[2]
+    assert set(orders[0]) == set(locks)
+
+
+def test_saving_and_prefetching_two_tables_in_two_threads_do_not_wait_for_each_other(tmp_path):
+    modules = [speedswap.Embedding(50, 3, seed=seed) for seed in (1, 2)]
+    stores = {str(i): each.table.store for i, each in enumerate(modules)}
+    orders = [stores, dict([*stores.items()][::-1])]
+
+    def save(number):
+        for _ in range(30):
+            save_rows(orders[number], tmp_path / f"{number}.safetensors", overwrite=True)
+
+    def look_ahead():
+        for ids in speedswap.lookahead([torch.tensor([1, 2])] * 100, {each: lambda ids: ids for each in modules}):
+            for each in modules:
+                each(ids)
+
+    in_threads(lambda: save(0), lambda: save(1), look_ahead)

@@ -7,7 +7,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap._process import all_held
 from speedswap.collectives import Kind, Lane, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
@@ -80,13 +81,14 @@ def tables_of(
     return {name: module for name, module in every.items() if of_store[module.table.store] == name}
 
 
-def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
-    """Lock every table until the stack is closed, so all are saved consistently."""
-    with ExitStack() as held:
-        for table in sorted({module.table for module in modules.values()}, key=id):
-            held.enter_context(table.lock)
+@contextmanager
+def all_locked(modules: Mapping[str, TableModule]) -> Iterator[None]:
+    """Lock every table, so all are saved consistently."""
+    tables = {module.table for module in modules.values()}
+    with all_held(table.lock for table in tables):
+        for table in tables:
             table.check_open()
-        return held.pop_all()
+        yield
 
 
 def as_stored(table: Table) -> Table:
