@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 __all__ = ["EndingThread", "Locked", "all_held", "in_child", "set_handlers"]
@@ -31,13 +31,15 @@ class Locked:
         _all.add(self)
 
 
-@contextmanager
-def all_held(locks: Iterable[threading.RLock]) -> Iterator[None]:
-    """Hold several locks, taken in the same order by every thread, so that two threads never wait for each other."""
+def all_held(locks: Iterable[threading.RLock]) -> ExitStack:
+    """Hold several locks until the stack is closed.
+
+    Every thread takes them in the same order, so that two threads never wait for each other.
+    """
     with ExitStack() as held:
         for lock in sorted({*locks}, key=id):
             held.enter_context(lock)
-        yield
+        return held.pop_all()
 
 
 _all: weakref.WeakSet[Locked] = weakref.WeakSet()

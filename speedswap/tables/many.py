@@ -33,7 +33,7 @@ def prefetch(
     """
     wanted, transfers = list(lookups), Transfers("in")
     tables = {table for table, _, _ in wanted}
-    with all_held(table.lock for table in tables):
+    with all_held([table.lock for table in tables]):
         for table in tables:
             table.check_open()
         prefetched = [

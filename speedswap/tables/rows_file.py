@@ -170,7 +170,7 @@ def _tensor_of(name: str, column: str) -> str:
 @contextmanager
 def _held(stores: Mapping[str, RowStore]) -> Iterator[None]:
     """Hold the tables' locks; refuse tables whose rows have no fixed numbers."""
-    with all_held(store.facts.locked.lock for store in stores.values()):
+    with all_held([store.facts.locked.lock for store in stores.values()]):
         for store in stores.values():
             require_in_order(store)
             facts = store.facts

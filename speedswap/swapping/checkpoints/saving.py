@@ -85,7 +85,7 @@ def tables_of(
 def all_locked(modules: Mapping[str, TableModule]) -> Iterator[None]:
     """Lock every table, so all are saved consistently."""
     tables = {module.table for module in modules.values()}
-    with all_held(table.lock for table in tables):
+    with all_held([table.lock for table in tables]):
         for table in tables:
             table.check_open()
         yield

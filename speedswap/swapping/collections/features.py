@@ -316,7 +316,7 @@ class FeatureBatch:
         before, given, versions = self._source
         form, parts = _parts(features, self.slots)
         return form == before and all(
-            is_unchanged(then, version, now) if isinstance(then, Tensor) and isinstance(now, Tensor) else then is now
+            is_unchanged(then, version, now) if then is not None and isinstance(now, Tensor) else then is now
             for then, version, now in zip(given, versions, parts, strict=True)
         )
 
