@@ -609,7 +609,7 @@ class Folders:
             except UnknownCheckpoint:
                 continue  # perhaps it can be read later
             except CheckpointError:
-                others.clear()
+                pass  # what was read until then still counts
             if not any(path.exists() for path in others - own):
                 unneeded.append(folder)
         return unneeded
