@@ -98,7 +98,7 @@ def published(folder: Path, quick: bool) -> dict[str, Any]:
     with timed(seconds, "committed"):
         table.flush()
     table.close()
-    warm = slice(steps // 2, None)  # the index of a table this large has its memory by then
+    warm = slice(steps // 2, None)  # the cache has its memory by then
     found = {
         "rows": rows, "dim": dim, "tensors": tensors, "lookups": lookups, "cache_bytes": cache, "seconds": seconds,
         "peak_bytes_opened": before["peak"],

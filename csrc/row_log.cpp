@@ -325,10 +325,11 @@ std::vector<int64_t> RowLog::written_rows(int64_t first, int64_t count, RowLog* 
 // Of a group that has changed and is in the cache alone, one that no record has.
 void RowLog::copy_addresses(uint32_t* to, uint32_t first, uint32_t count) {
     const Lock lock = enter();
-    for (uint32_t group = first; group < first + count; ++group) {
-        const uint32_t entry = slots_.index[group];
-        const bool is_dirty = (entry & Slots::kCached) && (slots_.bits[entry & ~Slots::kCached] & Slots::kAnyDirty);
-        *to++ = is_dirty ? UINT32_MAX : slots_.address_of(group);
+    slots_.index.copy(to, first, count);
+    for (uint32_t* entry = to; entry != to + count; ++entry) {
+        if (!(*entry & Slots::kCached)) continue;
+        const uint32_t slot = *entry & ~Slots::kCached;
+        *entry = (slots_.bits[slot] & Slots::kAnyDirty) ? UINT32_MAX : slots_.address[slot];
     }
 }
 

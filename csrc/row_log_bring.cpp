@@ -91,13 +91,14 @@ bool RowLog::wait_for_slots(int64_t count) {
 }
 
 void RowLog::pin(Lock& lock, Bringing& bringing, const int64_t* rows, int64_t count, bool seen) {
-    constexpr int64_t kIndexAhead = 32, kBitsAhead = 16, kReadsAtOnce = 512;
+    constexpr int64_t kBlockAhead = 48, kIndexAhead = 32, kBitsAhead = 16, kReadsAtOnce = 512;
     PlannedReads planned(*this);
     std::vector<Read>& reads = planned.reads;
     for (int64_t i = 0; i < count; ++i) {
-        if (i + kIndexAhead < count) __builtin_prefetch(&slots_.index[group_of(rows[i + kIndexAhead])]);
+        if (i + kBlockAhead < count) __builtin_prefetch(slots_.index.way_to(uint32_t(group_of(rows[i + kBlockAhead]))));
+        if (i + kIndexAhead < count) __builtin_prefetch(slots_.index.find(uint32_t(group_of(rows[i + kIndexAhead]))));
         if (i + kBitsAhead < count) {
-            const uint32_t soon = slots_.index[group_of(rows[i + kBitsAhead])];
+            const uint32_t soon = slots_.index[uint32_t(group_of(rows[i + kBitsAhead]))];
             if (soon & Slots::kCached) __builtin_prefetch(&slots_.bits[soon & ~Slots::kCached], 1);
         }
         const auto group = uint32_t(group_of(rows[i]));

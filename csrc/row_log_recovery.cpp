@@ -21,9 +21,7 @@ bool newer(const HeadSlot& a, const HeadSlot& b) {
 }  // namespace
 
 struct RowLog::Recovered {
-    explicit Recovered(int64_t num_groups) : index(num_groups * int64_t(sizeof(uint32_t))) {}
-
-    Mapping index;
+    RowIndex index;
     std::vector<Segment> segments;
     Head head;
     std::vector<HeadSlot> held;
@@ -37,7 +35,8 @@ struct RowLog::Recovered {
 
 RowLog::Recovered RowLog::recovered() {
     std::vector<HeadSlot> heads = read_heads(files_, options_.salt);
-    Recovered found(options_.num_groups);
+    Recovered found;
+    found.index = RowIndex(options_.num_groups);
     const auto newest = std::max_element(heads.begin(), heads.end(), newer);
     if (newest == heads.end()) throw RowLogDamaged("HEAD has no valid commit", -1);
     found.newest = newest->head;
@@ -86,22 +85,20 @@ void RowLog::apply(Recovered& found, std::vector<FoundSegment> log) const {
                 if (found.segments[number].live > 0) held[number] = true;
         }
     };
-    auto* const index = found.index.as<uint32_t>();
     for (const FoundChunk* chunk : chunks) {
         pass_held(chunk->seq);
         constexpr size_t kAhead = 16;
         for (uint32_t i = 0; i < chunk->groups.size(); ++i) {
-            if (i + kAhead < chunk->groups.size()) __builtin_prefetch(&index[chunk->groups[i + kAhead]], 1);
+            if (i + kAhead < chunk->groups.size()) __builtin_prefetch(found.index.find(chunk->groups[i + kAhead]), 1);
             const uint32_t group = chunk->groups[i],
                            address = geometry_.address(chunk->segment, chunk->first_place + i);
-            if (index[group] != 0) {
-                Segment& former = found.segments[geometry_.segment(index[group])];
+            if (const uint32_t before = found.index.put(group, address); before != 0) {
+                Segment& former = found.segments[geometry_.segment(before)];
                 --former.live;
-                found.sum -= mixed(group, index[group], former.stamp);
+                found.sum -= mixed(group, before, former.stamp);
             } else {
                 ++found.touched;
             }
-            index[group] = address;
             ++found.segments[chunk->segment].live;
             found.sum += mixed(group, address, found.segments[chunk->segment].stamp);
         }
@@ -180,7 +177,7 @@ void RowLog::succeed(const std::shared_ptr<RowLog>& before) {
     if (!options_.writable || !geometry_.continues(before->geometry_) ||
         options_.num_groups != before->options_.num_groups)
         throw std::invalid_argument("the rows of the log before do not fit into this one");
-    Recovered found(0);
+    Recovered found;
     {
         const LogScan pause(before, 1, false);  // all that has changed is in the log now
         Lock lock = before->enter();

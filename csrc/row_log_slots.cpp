@@ -11,19 +11,18 @@ constexpr int64_t kQueueShare = 4;  // slots for one in the queue
 }  // namespace
 
 Slots::Slots(int64_t num_groups, int64_t num_slots, int64_t group_bytes)
-    : num_groups_(num_groups),
+    : index(num_groups),
+      num_groups_(num_groups),
       num_slots_(num_slots),
       group_bytes_(group_bytes),
       queue_size_(num_slots < num_groups ? num_slots / kQueueShare : 0),
       num_left_(queue_size_ > 0 ? num_slots * 3 / 2 : 0),
-      index_(num_groups * 4),
       bits_(num_slots * 4, true),
       group_(num_slots * 4, true),
       address_(num_slots * 4, true),
       queue_(queue_size_ * 4, true),
       left_(num_left_ * 2, true),
       cache_(num_slots * group_bytes, true) {
-    index = index_.as<uint32_t>();
     bits = bits_.as<uint32_t>();
     group = group_.as<uint32_t>();
     address = address_.as<uint32_t>();
@@ -67,7 +66,7 @@ int64_t Slots::next_of_clock(uint32_t keep) {
             if (is_free_to_go(found, 0)) return slot;
             continue;
         }
-        if (slot + kAhead < num_slots_) __builtin_prefetch(&index[group[slot + kAhead]], 1);
+        if (slot + kAhead < num_slots_) __builtin_prefetch(index.find(group[slot + kAhead]), 1);
         if (!is_free_to_go(found, keep)) continue;
         if (tries > last_turn && (found & kNew)) continue;
         if (tries > last_turn && (found & kSeen)) {
@@ -100,9 +99,8 @@ bool Slots::is_back(uint32_t new_group) {
     return true;
 }
 
-void Slots::replace_index(Mapping fresh) {
-    index_ = std::move(fresh);
-    index = index_.as<uint32_t>();
+void Slots::replace_index(RowIndex fresh) {
+    index = std::move(fresh);
     for (int64_t slot = 0; slot < num_slots_; ++slot)
         bits[slot] &= kPins | kState;
     queued_ = 0;
@@ -110,11 +108,10 @@ void Slots::replace_index(Mapping fresh) {
     turned_ = false;
 }
 
-Mapping Slots::give_up_index() {
-    for (int64_t slot = 0; slot < num_slots_; ++slot)
-        if (bits[slot] & kUsed) index[group[slot]] = address[slot];
-    index = nullptr;
-    return std::move(index_);
+RowIndex Slots::give_up_index() {
+    for (uint32_t slot = 0; slot < num_slots_; ++slot)
+        if (bits[slot] & kUsed) put_back(slot);
+    return std::move(index);
 }
 
 }  // namespace speedswap

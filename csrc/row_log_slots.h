@@ -4,10 +4,11 @@
 #include <cstdint>
 
 #include "pages.h"
+#include "row_log_index.h"
 
 namespace speedswap {
 
-// 16 bytes per slot, and 4 per group. Which groups stay in the cache is decided as by S3-FIFO (Yang et al., "FIFO
+// 16 bytes per slot, and the index. Which groups stay in the cache is decided as by S3-FIFO (Yang et al., "FIFO
 // queues are all you need for cache eviction", SOSP 2023): new ones pass through a short queue, which they leave for
 // the disk unless they were used again; the others, and groups that come back soon, are on a clock. An index entry is 0
 // for a group that was never written, the address of its record, or kCached and its slot.
@@ -49,19 +50,18 @@ class Slots {
 
     // Of a group that has one: where its record was moved to.
     void set_address(uint32_t group_moved, uint32_t to) {
-        uint32_t& entry = index[group_moved];
+        uint32_t& entry = index.at(group_moved);
         (entry & kCached ? address[entry & ~kCached] : entry) = to;
     }
 
-    // Puts a group into a slot that is not in use: blank, pinned once.
+    // Puts a group into a slot that is not in use: blank, pinned once. Throws std::bad_alloc, and nothing has changed.
     void put(uint32_t slot, uint32_t new_group) {
+        address[slot] = index.put(new_group, kCached | slot);
         group[slot] = new_group;
-        address[slot] = index[new_group];
         bits[slot] = kUsed | kBlank | 1 | (is_back(new_group) ? kSeenOnce : enqueue(slot));
-        index[new_group] = kCached | slot;
     }
     void take_out(uint32_t slot) {
-        index[group[slot]] = address[slot];
+        put_back(slot);
         bits[slot] = 0;
     }
     // Pins a slot once more; `seen` keeps it in the cache for another turn of the clock's hand, up to three.
@@ -74,13 +74,13 @@ class Slots {
     int64_t next_victim(uint32_t keep);
 
     // Replaces the index, and forgets every slot; those pinned keep their bytes until they are let go.
-    void replace_index(Mapping fresh);
+    void replace_index(RowIndex fresh);
     // Takes every group out, of which none has changed; nothing but the cache's memory can be used any more.
-    Mapping give_up_index();
+    RowIndex give_up_index();
     // Lets go of all memory of the cache.
     void drop_cache() { cache_ = Mapping(); }
 
-    uint32_t* index;
+    RowIndex index;
     uint32_t* bits;
     uint32_t* group;
     uint32_t* address;
@@ -88,6 +88,13 @@ class Slots {
   private:
     static bool is_free_to_go(uint32_t found, uint32_t keep) {
         return (found & (kPins | keep)) == 0 && (found & kState) != kLoading;
+    }
+    // What the index has of a group that is not in the cache.
+    void put_back(uint32_t slot) {
+        if (address[slot] != 0)
+            index.at(group[slot]) = address[slot];
+        else
+            index.erase(group[slot]);
     }
     int64_t next_of_queue(uint32_t keep);
     int64_t next_of_clock(uint32_t keep);
@@ -98,7 +105,7 @@ class Slots {
 
     int64_t num_groups_, num_slots_, group_bytes_;
     int64_t queue_size_, num_left_;
-    Mapping index_, bits_, group_, address_, queue_, left_, cache_;
+    Mapping bits_, group_, address_, queue_, left_, cache_;
     int64_t queue_begin_ = 0, queued_ = 0;
     int64_t hand_ = 0;
     bool turned_ = false;  // once at least

@@ -82,7 +82,7 @@ def anything(log: Log, rng: random.Random) -> None:
         log.return_to(log.log.durable)
 
 
-SHAPES = [(40, 4, 64), (1000, 60, 4), (400, 129, 2), (3000, 512, 1), (300, 1501, 1), (100, 5000, 1)]
+SHAPES = [(40, 4, 64), (1000, 60, 4), (400, 129, 2), (3000, 512, 1), (300, 1501, 1), (100, 5000, 1), (9000, 300, 1)]
 
 
 @pytest.mark.sweep(4)
@@ -153,6 +153,31 @@ def test_untouched_rows_take_no_room(tmp_path: Path) -> None:
     log.reopen()
     log.check(torch.tensor([1, 10**9 - 1, 0, 10**9 - 2, 12345]))
     assert log.log.touched == 3
+    log.close()
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def test_the_index_has_memory_for_rows_that_were_written(tmp_path: Path) -> None:
+    """Rows that are far apart take a few bytes each; those that were only looked up take none once they are evicted."""
+    groups, count, rng = 300_000_000, 200_000, torch.Generator().manual_seed(0)
+    log = Log(tmp_path, groups, 256, cache_bytes=2048 * 256, segment_bytes=1 << 20)
+    before = _anonymous_bytes()
+    for rows in torch.randint(groups, (100, 2000), generator=rng):
+        with log.log.bring(rows) as bringing:
+            log.take(bringing)
+    assert _anonymous_bytes() - before < 16 << 20
+    written = torch.randint(groups, (count,), generator=rng).unique()
+    for rows in written.split(2000):
+        log.put(rows, 1, overwrite=True)
+    assert _anonymous_bytes() - before < groups // 4 + 8 * count + (48 << 20)
+    log.commit()
+    log.reopen()
+    assert log.log.touched == len(written)
+    torch.testing.assert_close(log.log.written(0, groups), written, rtol=0, atol=0)
     log.close()
 
 
