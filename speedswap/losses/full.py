@@ -16,8 +16,8 @@ from speedswap._words import a_kind
 from speedswap.errors import WeightError
 from speedswap.losses.sampled import IGNORE_INDEX, LossBatch, call_of_ranks, kept, wide
 from speedswap.swapping.batch_rows import GradientOfAll
-from speedswap.swapping.every_row import look_up_with_all
 from speedswap.swapping.graphs import outside_graphs
+from speedswap.swapping.lookup import look_up_with_all
 from speedswap.swapping.scoring import Exclude, Excluded, Exclusions, Pieces, exclusions_of, pieces_for, read_rows
 from speedswap.tables import Table
 from speedswap.tables.record import count

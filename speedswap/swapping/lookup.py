@@ -1,5 +1,7 @@
 """Differentiable lookups in a batch's rows: a row's gradients are added in the order of its positions.
 
+A lookup for a loss that depends on every row of the table also takes gradients of all rows, for the next step.
+
 On the CPU the backward pass of each operation is one of these operations, so gradients of gradients work. On a GPU bags
 have their own kernels; like torch's, these have no gradients of gradients. Anything else (other devices, complex rows,
 ``torch.func``) is left to torch.
@@ -15,7 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speedswap import kernels
+from speedswap.errors import WeightError
 from speedswap.kernels.cuda.bags import dot_bags, pool_bags, sum_entries
+from speedswap.swapping.batch_rows import GradientOfAll
+from speedswap.swapping.row_step import RowStep
 
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALL = 512  # up to this many ids torch's lookup is faster, with the same bits
@@ -37,6 +42,37 @@ def look_up(weight: Tensor, local: Tensor, dtype: torch.dtype | None = None) -> 
         rows = torch.embedding(weight, local)
         return rows if dtype is None else rows.to(dtype)
     return _Expand.apply(weight, local, dtype or weight.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def look_up_with_all(module: Any, ids: Tensor, gradients: list[GradientOfAll]) -> tuple[Tensor, Tensor]:
+    """Look rows up for training, along with gradients of every row.
+
+    Args:
+        module: an embedding, or a collection's table, whose rows are trained.
+        ids: int32 or int64, shape (n,), on the device that needs the rows.
+        gradients: read when these rows' gradient arrives; a function of the returned leaf appends to it before.
+
+    Returns:
+        The distinct rows, a leaf; and the row of each id, shape (n, embedding_dim).
+
+    Raises:
+        WeightError: the module's weight was replaced by a tensor.
+        IdError, LostUpdateError: as for any lookup.
+    """
+    leaf, local = module._look_up(ids)
+    step: RowStep = module._step
+    if getattr(leaf, "gradient_keeper", None) is not step:
+        raise WeightError(
+            f"the weight of the embedding over table {module.table.name!r} was replaced, as functional_call does; call "
+            "full_softmax with the embedding's own weight, or give it the table"
+        )
+
+    def receive(_: Tensor) -> None:
+        for each in gradients:
+            step.receive_of_all(each)
+
+    leaf.register_post_accumulate_grad_hook(receive)
+    return leaf, look_up(leaf, local)
 
 
 def pool(
