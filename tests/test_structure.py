@@ -14,7 +14,7 @@ from calls import files_entered
 import speedswap
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.moves import copy
-from speedswap.swapping.replaced import replaced_weights
+from speedswap.swapping.attach import replaced_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"

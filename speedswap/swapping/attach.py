@@ -1,4 +1,7 @@
-"""The connection of optimizers to the tables whose rows they train, through torch's own optimizer hooks."""
+"""The connection of optimizers to the tables whose rows they train, through torch's own optimizer hooks.
+
+An optimizer may still hold a weight that ``convert`` has replaced: its steps train nothing, and are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from speedswap._words import a_kind, warn_once
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import OptimizerError
+from speedswap.errors import LostUpdateError, OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import FoundState, with_own_scalars
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings, this_thread
-from speedswap.swapping.replaced import replaced_weights, require_no_replaced
 from speedswap.swapping.row_step import RowStep, every_step, step_of, steps_of
 from speedswap.swapping.weight import with_tables
 from speedswap.swapping.whole_rows import rows_are_apart
@@ -422,6 +424,74 @@ def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_rank
     for step, loaded, _ in taken:
         step.state.load(loaded)
     return {**state_dict, "state": states}
+
+
+# ---------------------------------------------------------------------- replaced weights
+
+
+class _Replacement(Protocol):
+    def require_held(self, optimizer: Optimizer) -> None:
+        """Raise LostUpdateError if an optimizer holds the weight, and what replaced it awaits a step of no other."""
+
+
+# By the replaced weight's id; empty in nearly every program.
+replaced_weights: dict[int, _Replacement] = {}
+
+
+def _note(weight: Tensor, replacement: _Replacement) -> weakref.ref[Tensor]:
+    """Keep what replaced a weight for as long as the weight lives; return a reference to the weight."""
+    key = id(weight)
+    replaced_weights[key] = replacement
+    return weakref.ref(weight, lambda _: replaced_weights.pop(key, None))
+
+
+class ReplacedByPlain:
+    """A table's weight that a plain parameter has replaced.
+
+    Args:
+        weight: the table's weight.
+        plain: the parameter.
+        table: the table's name.
+    """
+
+    def __init__(self, weight: Tensor, plain: nn.Parameter, table: str) -> None:
+        self._weight, self._plain, self._table = _note(weight, self), weakref.ref(plain), table
+
+    def require_held(self, optimizer: Optimizer) -> None:
+        plain = self._plain()
+        if plain is not None and plain.grad is not None and not holds(optimizer, plain):
+            raise LostUpdateError(
+                f"this {type(optimizer).__name__} holds the weight of table {self._table!r}, which a plain embedding "
+                "has replaced, so it does not train the new weight; make the optimizer after speedswap.convert"
+            )
+
+
+class ReplacedByTable:
+    """A plain parameter that a table's rows have replaced.
+
+    Args:
+        weight: the parameter.
+        step: the rows' training step.
+    """
+
+    def __init__(self, weight: Tensor, step: RowStep) -> None:
+        self._weight, self._step = _note(weight, self), weakref.ref(step)
+
+    def require_held(self, optimizer: Optimizer) -> None:
+        step = self._step()
+        if step is not None and step.awaits_nobody:
+            raise LostUpdateError(
+                f"this {type(optimizer).__name__} holds the weight that table {step.table.name!r} has replaced, and no "
+                "optimizer holds the new one, so the rows' gradient reaches no table; make the optimizer after "
+                "speedswap.convert"
+            )
+
+
+def require_no_replaced(optimizer: Optimizer) -> None:
+    """Raise LostUpdateError if an optimizer holds a weight whose replacement awaits a step of no optimizer."""
+    for parameter in parameters_of(optimizer):
+        if (replacement := replaced_weights.get(id(parameter))) is not None:
+            replacement.require_held(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)

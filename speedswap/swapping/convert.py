@@ -16,8 +16,8 @@ from speedswap._machine import available_bytes
 from speedswap._words import a_kind, warn
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import ConversionError, TableError, TableTooLargeError
+from speedswap.swapping.attach import ReplacedByPlain, ReplacedByTable
 from speedswap.swapping.embedding import Embedding, EmbeddingBag
-from speedswap.swapping.replaced import ReplacedByPlain, ReplacedByTable
 from speedswap.swapping.subclasses import (
     OwnParts,
     arithmetic_of,
