@@ -20,13 +20,7 @@ from torch.optim import Optimizer
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.idle_steps import Before, ReplayedSteps, Twin
-from speedswap.swapping.optimizers import RowState, probe
-from speedswap.swapping.scalars import (
-    Scalars,
-    is_made_of_weight,
-    noted_scalars,
-    recall,
-)
+from speedswap.swapping.optimizers import RowState, Scalars, is_made_of_weight, noted_scalars, probe, recall
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
