@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from speedswap import kernels
 from speedswap.collectives import of_all_ranks
 from speedswap.swapping.arguments import refuse_torchs, require_flag
-from speedswap.swapping.collections.door import keyed_features
+from speedswap.swapping.collections.jagged import keyed_features
 from speedswap.swapping.graphs import in_transform, outside_graphs
 from speedswap.swapping.lookup import look_up, pool
 from speedswap.swapping.table_module import TableModule

@@ -15,17 +15,17 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, output_names
-from speedswap.swapping.collections.door import (
+from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.jagged import (
     GivenFeature,
     KeyedFeatures,
     at_door,
     checked_feature,
     given_feature,
+    offsets_of,
     require_bags,
     require_weights,
 )
-from speedswap.swapping.collections.group import TableGroup
-from speedswap.swapping.collections.jagged import offsets_of
 from speedswap.swapping.graphs import leaving_transforms
 from speedswap.swapping.prefetched import is_unchanged
 

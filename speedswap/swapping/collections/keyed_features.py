@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap.swapping.collections.door import GivenFeature, KeyedFeatures, at_door, given_feature
 from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features, read_slots
 from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.jagged import GivenFeature, KeyedFeatures, at_door, given_feature
 from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all
 
 
