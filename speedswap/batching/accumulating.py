@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap._words import a_kind
-from speedswap.batching.functions import require_integer
+from speedswap.batching.nested import require_integer
 from speedswap.batching.rollback import has_memory
 from speedswap.errors import BatchError, OptimizerError
 

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.functions import counted, key_of, kind_of, name_of
 from speedswap.batching.memory import storages
-from speedswap.batching.nested import Batch, loss_of, tensors_of
+from speedswap.batching.nested import Batch, counted, key_of, kind_of, loss_of, name_of, tensors_of
 from speedswap.batching.retry import Search
 from speedswap.batching.rollback import DryRun, Watcher
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError

@@ -18,8 +18,7 @@ import torch
 import torch.distributed
 from torch.utils.data import Sampler
 
-from speedswap.batching.functions import require_integer
-from speedswap.batching.nested import Batch
+from speedswap.batching.nested import Batch, require_integer
 from speedswap.collectives import begin_batch
 from speedswap.errors import BatchError
 

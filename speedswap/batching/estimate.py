@@ -20,9 +20,8 @@ from torch.autograd.profiler import profile, record_function
 from torch.optim import LBFGS, Optimizer
 
 from speedswap._words import a_kind, size_in_words
-from speedswap.batching.functions import name_of
 from speedswap.batching.memory import LimitedMemory, release_cached_memory, storages
-from speedswap.batching.nested import Batch, tensors_of
+from speedswap.batching.nested import Batch, name_of, tensors_of
 from speedswap.batching.rollback import Buffers, Float32Sums, Gradients, RandomState, has_memory, leaves_of
 from speedswap.errors import BatchError, MemoryBudgetError, OptimizerError
 

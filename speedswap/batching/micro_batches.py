@@ -21,8 +21,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap._words import a_kind
 from speedswap.batching.attempts import Circumstances
-from speedswap.batching.functions import counted, key_of, name_of
-from speedswap.batching.nested import NO_AUX, Arguments, Batch, kept, loss_of, parted, replace_tensors, tensors_of
+from speedswap.batching.nested import (
+    NO_AUX,
+    Arguments,
+    Batch,
+    counted,
+    kept,
+    key_of,
+    loss_of,
+    name_of,
+    parted,
+    replace_tensors,
+    tensors_of,
+)
 from speedswap.batching.packing import MicroBatch, Parts
 from speedswap.batching.rollback import HALF_PRECISION, Buffers, Changes, RandomState
 from speedswap.errors import BatchError

@@ -44,9 +44,8 @@ import torch
 from torch import Tensor
 
 from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, Limits
-from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import is_out_of_memory, memory_class
-from speedswap.batching.nested import require_strided
+from speedswap.batching.nested import check_function, key_of, name_of, require_integer, require_strided
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
 

@@ -16,10 +16,9 @@ from speedswap.batching.attempts import BatchAttempts, Circumstances, Limit, Mic
 from speedswap.batching.check import Checks
 from speedswap.batching.escalation import Escalation
 from speedswap.batching.estimate import Reserve
-from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches, TwoPasses, both_passes, differentiable, towers_of
-from speedswap.batching.nested import NO_AUX, Batch, kept, tensors_of
+from speedswap.batching.nested import NO_AUX, Batch, kept, key_of, name_of, require_function, tensors_of
 from speedswap.batching.packing import Alone, SamplePacking, costs_of
 from speedswap.batching.ranks import Replicated, Sharded, TrainingRanks, owners_of, replicas, shard_roots
 from speedswap.collectives import is_distributed, of_all_ranks

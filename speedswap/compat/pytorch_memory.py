@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from speedswap._words import a_kind
 from speedswap.batching import estimate_memory, feed
-from speedswap.batching.functions import require_integer
-from speedswap.batching.nested import tensors_of
+from speedswap.batching.nested import require_integer, tensors_of
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError
 from speedswap.monitor.figures import modes_kept

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from speedswap._machine import physical_bytes
 from speedswap.batching.attempts import Limits
-from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import free_bytes, is_out_of_memory, release_cached_memory
+from speedswap.batching.nested import check_function, key_of, name_of, require_integer
 from speedswap.batching.retry import Search
 from speedswap.errors import MemoryBudgetError
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from speedswap.batching import retry
 from speedswap.batching.attempts import Limit, Limits
-from speedswap.batching.functions import key_of
+from speedswap.batching.nested import key_of
 from speedswap.errors import BatchError
 
 

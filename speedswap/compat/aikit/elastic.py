@@ -24,7 +24,7 @@ from typing import Any
 from torch import cuda
 
 from speedswap.batching.elastic import plan_accumulation, world
-from speedswap.batching.functions import require_integer
+from speedswap.batching.nested import require_integer
 from speedswap.errors import BatchError
 
 __all__ = ["Torch", "init", "torch"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from speedswap._words import a_kind, pip_install
 from speedswap.batching.elastic import world
-from speedswap.batching.functions import require_integer
+from speedswap.batching.nested import require_integer
 from speedswap.compat.aikit import elastic
 from speedswap.errors import OptimizerError
 

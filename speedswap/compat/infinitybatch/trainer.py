@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
-from speedswap.batching.functions import require_integer
-from speedswap.batching.nested import NO_AUX, Batch, parted
+from speedswap.batching.nested import NO_AUX, Batch, parted, require_integer
 from speedswap.compat.infinitybatch.changes import CODES, ChangeObserver, InfinityBatchError
 from speedswap.compat.infinitybatch.data import (
     HostStorage,
