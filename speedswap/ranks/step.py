@@ -29,12 +29,11 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup
 from speedswap.errors import LostUpdateError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
-from speedswap.ranks.gradients import JointGradients, Standing, TableGradients, joint_step
+from speedswap.ranks.gradients import JointGradients, ShardedGrad, Standing, TableGradients, joint_step, without_ranks
 from speedswap.ranks.keys import ShardedKeys
 from speedswap.ranks.reading import top_rows_of_ranks
 from speedswap.ranks.route import LentRows, Wanted
 from speedswap.ranks.sharded import ShardedStore
-from speedswap.ranks.sharded_grad import ShardedGrad, without_ranks
 from speedswap.swapping.batch_rows import BatchRows, Padding, drop
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import OptimizerState
