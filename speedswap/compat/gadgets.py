@@ -20,9 +20,15 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._words import warn
 from speedswap.errors import DuplicateRowsWarning, IdError
-from speedswap.swapping.switchers import arrays
-from speedswap.swapping.switchers.arrays import ColumnArray
-from speedswap.swapping.switchers.collection import Collection, RowField
+from speedswap.swapping.switchers.collection import (
+    Collection,
+    ColumnArray,
+    RowField,
+    as_array,
+    as_dtype,
+    as_ids,
+    checked_ids,
+)
 from speedswap.tables import Column, LocalStore, Pageable, Table, as_storage
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.memory import Memory, RecordGroup
@@ -362,7 +368,7 @@ class DataGadget(CupyMethods):
 
     def _describe(self, array: npt.NDArray[Any]) -> None:
         """Use the file's shape and dtype for the collection."""
-        dtype = arrays.as_dtype(array.dtype.newbyteorder("="), f"the dtype of {self.name!r}")
+        dtype = as_dtype(array.dtype.newbyteorder("="), f"the dtype of {self.name!r}")
         self.num_rows, self.fields = len(array), [RowField("weight", array.shape[1:], dtype)]
 
     def _whole_rows(self, indexes: Any) -> Tensor | None:
@@ -378,9 +384,9 @@ class DataGadget(CupyMethods):
             return torch.from_numpy(np.arange(self.num_rows)[alone].copy())
         if alone is None or isinstance(alone, tuple):
             return None
-        found = arrays.as_array(alone)
+        found = as_array(alone)
         if not _is_mask(found):
-            return arrays.checked_ids(alone, "indexes", self.num_rows, self._what)
+            return checked_ids(alone, "indexes", self.num_rows, self._what)
         mask = found if isinstance(found, Tensor) else torch.tensor(found)
         return mask.nonzero().reshape(-1) if tuple(mask.shape) == (self.num_rows,) else None
 
@@ -394,7 +400,7 @@ class DataGadget(CupyMethods):
         parts = tuple(_part(part) for part in (indexes if isinstance(indexes, tuple) else (indexes,)))
         numbers = _of_first_dimension(parts, len(self.shape))
         if numbers is not None:
-            arrays.checked_ids(numbers, "indexes", self.num_rows, self._what)
+            checked_ids(numbers, "indexes", self.num_rows, self._what)
         items: Any = 0
         try:
             for axis, size in enumerate(self.shape):
@@ -484,10 +490,10 @@ def _part(part: Any) -> _Part:
     """Return one part of an index, with its numbers and masks as NumPy's."""
     if part is None or isinstance(part, slice | EllipsisType):
         return part
-    found = arrays.as_array(part)
+    found = as_array(part)
     if _is_mask(found):
         return found if isinstance(found, np.ndarray) else found.cpu().numpy()
-    ids = arrays.as_ids(part, "indexes").cpu().numpy()
+    ids = as_ids(part, "indexes").cpu().numpy()
     return int(ids) if ids.ndim == 0 else ids
 
 
@@ -518,7 +524,7 @@ def _movable(values: Tensor) -> Tensor:
 
 def _fitting(values: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return values as a tensor of that shape and dtype: reshaped if item counts match, else broadcast as in NumPy."""
-    data = arrays.as_array(values)
+    data = as_array(values)
     if isinstance(data, np.ndarray):  # torch does not take read-only, byte-swapped or reversed arrays
         data = torch.from_numpy(np.require(data, data.dtype.newbyteorder("="), ["C", "W"]))
     if not torch.can_cast(data.dtype, dtype):

@@ -33,7 +33,7 @@ from speedswap.batching.nested import require_integer, tensors_of
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError
 from speedswap.monitor.figures import modes_kept
-from speedswap.swapping.switchers.arrays import as_dtype
+from speedswap.swapping.switchers.collection import as_dtype
 
 Network = Callable[[], nn.Module] | nn.Module
 """A module, or the class or function that makes it without arguments."""

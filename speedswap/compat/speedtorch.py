@@ -58,8 +58,7 @@ from torch.optim import Optimizer
 from speedswap import swapping
 from speedswap._words import warn_once
 from speedswap.compat.gadgets import CupyMethods, DataGadget, DataGadgetMM, DiskMethods, TorchMethods, result_of
-from speedswap.swapping.switchers.arrays import as_dtype
-from speedswap.swapping.switchers.collection import Collection, RowField
+from speedswap.swapping.switchers.collection import Collection, RowField, as_dtype
 from speedswap.tables import Device, Pageable, Pinned, Storage
 from speedswap.tables.record import count
 

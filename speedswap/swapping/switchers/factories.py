@@ -19,9 +19,15 @@ from speedswap.errors import LostUpdateError, OptimizerError
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.optimizers import holds, probe
 from speedswap.swapping.row_step import step_of
-from speedswap.swapping.switchers import arrays
-from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection, RowField, place_of
+from speedswap.swapping.switchers.collection import (
+    Collection,
+    RowField,
+    place_of,
+    read_npz,
+    trainable_dtype,
+    with_suffix,
+    write_npz,
+)
 from speedswap.tables import Storage
 from speedswap.tables import init as initializers
 from speedswap.tables.init import CopyOf
@@ -441,7 +447,7 @@ class OptimizerFactory(Collection):
         state = self.given_optimizer.state.get(self._weight, {})
         scalars = {key: state[key] for key in self._row_state.scalars if state.get(key) is not None}
         plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-        arrays.write_npz(arrays.with_suffix(saveFileName, self.file_suffix), self.column_arrays(), plain)
+        write_npz(with_suffix(saveFileName, self.file_suffix), self.column_arrays(), plain)
 
     @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
@@ -461,7 +467,7 @@ class OptimizerFactory(Collection):
     def _read_file(self, path: Path) -> None:
         saved: dict[str, Any] = {}
         scalars = self._row_state.scalars
-        self.fill(lambda arrays_by_name: saved.update(arrays.read_npz(path, arrays_by_name, scalars)))
+        self.fill(lambda arrays_by_name: saved.update(read_npz(path, arrays_by_name, scalars)))
         state = self.given_optimizer.state[self._weight]
         for key, initial in scalars.items():
             if key in saved:
