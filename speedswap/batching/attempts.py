@@ -554,8 +554,11 @@ class BatchAttempts(Attempts):
         Returns:
             The loss of all ranks together, and whether the loss function returned an aux on any.
         """
-        with self.changes.restored_on_error():
+        try:
             agreed, somewhere = self.common.ranks.end(self.size, self._largest, gives_aux)
             self.fitted(count=count)
             self.sizes.agree(self.size, agreed)
             return self.common.ranks.reduce(loss, average=average), somewhere
+        except BaseException:
+            self.changes.restore()
+            raise

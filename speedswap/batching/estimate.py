@@ -83,12 +83,9 @@ class Trial:
     accumulate: bool
 
     def __post_init__(self) -> None:
+        self._forward = self.loss_fn or self.model
         self.modules = nn.ModuleList([self.model])
         self.grads: dict[Tensor, torch.layout | None] = {}
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        return self.loss_fn or self.model
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have memory."""

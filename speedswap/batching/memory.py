@@ -154,8 +154,8 @@ def memory_class(device: torch.device | str) -> int:
     return (free_bytes(device) or 0).bit_length()
 
 
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _AMOUNT = r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)"
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 

@@ -354,8 +354,8 @@ class Sharded(Peers):
             )
         self._roots = list(roots)
         self._members: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
-        groups = {group: None for member in self._members for group in member._get_fsdp_state()._fsdp_param_groups}
-        self._groups = list(groups)  # of parameters gathered together
+        groups = (group for member in self._members for group in member._get_fsdp_state()._fsdp_param_groups)
+        self._groups = [*dict.fromkeys(groups)]  # of parameters gathered together
         meshes = [group.mesh_info.mesh for group in self._groups]
         if any(mesh != meshes[0] for mesh in meshes):
             raise BatchError("the model is sharded over several device meshes; a splitter needs one for all of it")

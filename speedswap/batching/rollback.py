@@ -353,6 +353,7 @@ class Changes:
     Attributes:
         gradients: those of the modules' parameters, and of leaves that are noted later.
         parameters: the modules'.
+        found: the modules that have run, where they were not given.
     """
 
     def __init__(self, modules: Sequence[nn.Module] | None) -> None:
@@ -363,7 +364,7 @@ class Changes:
         self._buffers = Buffers()
         self._snapshots = [self._buffers]
         self._storages: set[int] = set()
-        self._seen: set[nn.Module] = set()
+        self.found: set[nn.Module] = set()
         self.parameters, self._holders = parameters_and_holders(self._modules)
         self.gradients.note(self.parameters)
         self._buffers.note_modules(self._holders)
@@ -383,15 +384,6 @@ class Changes:
         """Restore buffers alone."""
         self._buffers.restore()
 
-    @contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Restore everything if the block raises."""
-        try:
-            yield
-        except BaseException:
-            self.restore()
-            raise
-
     def snapshot(self) -> Buffers:
         """Copy the buffers as they are now; those of modules found later are added when they are found."""
         snapshot = Buffers()
@@ -409,27 +401,22 @@ class Changes:
     def _keep(self, tensors: Iterable[Tensor]) -> None:
         self._storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors if has_memory(tensor))
 
-    @property
-    def found(self) -> Collection[nn.Module]:
-        """The modules that have run, where they were not given."""
-        return self._seen
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Surround a forward pass: where modules were not given, each is noted just before it runs."""
         if self._known:
             yield
             return
-        hook = register_module_forward_pre_hook(self._found)
+        hook = register_module_forward_pre_hook(self._note_found)
         try:
             yield
         finally:
             hook.remove()
 
-    def _found(self, module: nn.Module, args: Any) -> None:
-        if module in self._seen:
+    def _note_found(self, module: nn.Module, args: Any) -> None:
+        if module in self.found:
             return
-        self._seen.add(module)
+        self.found.add(module)
         buffers = [*module.buffers(recurse=False)]
         self._holders.append(module)
         for snapshot in self._snapshots:

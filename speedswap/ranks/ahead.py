@@ -217,6 +217,8 @@ class RowsAhead(Prefetched):
     Attributes:
         number: the table's number, the same on every rank.
         row_bytes: bytes of a row of weights.
+        own: the table of this rank's rows.
+        owners: the division of the table's rows.
         place: the index among the errand's lookups.
         device: where the rows are needed.
         is_prepared: True once the lookup's rows are known.
@@ -228,6 +230,7 @@ class RowsAhead(Prefetched):
     def __init__(self, store: Lender, ids: Tensor, errand: LookupsAhead) -> None:
         self.number = store.number
         self.row_bytes = store.row_bytes
+        self.own, self.owners = store.own, store.owners
         self.place = 0
         self._store = store
         self._ids = ids
@@ -241,14 +244,9 @@ class RowsAhead(Prefetched):
         self.route: Route
         self.block: Block
 
-    @property
-    def owners(self) -> Owners:
-        """The division of the table's rows."""
-        return self._store.owners
-
     def take(self) -> None:
         """Record that the lookup is being made, and return None: :meth:`ShardedStore.look_up` has the rows."""
-        with self._store.own.lock:
+        with self.own.lock:
             self._changed, self.is_taken = None, True
             self._store.lent.discard(self)
 
@@ -256,17 +254,16 @@ class RowsAhead(Prefetched):
 
     def prepare(self) -> None:
         """Find the rows, without other ranks."""
-        store = self._store
-        self.wanted, self.local = Wanted.found(store.owners, self._ids, f"table {store.name!r}")
+        self.wanted, self.local = Wanted.found(self.owners, self._ids, f"table {self._store.name!r}")
         self.is_prepared = True
 
     def lend(self, route: Route) -> Parcel:
         """Gather the rows requested from this rank, and return their weights."""
-        store, self.route = self._store, route
-        with store.own.lock:
-            store.lent.add(self)
+        self.route = route
+        with self.own.lock:
+            self._store.lent.add(self)
             self._changed = []
-            self.block, self._version = store.own.lease(route.union, device=_CPU), store.own.version
+            self.block, self._version = self.own.lease(route.union, device=_CPU), self.own.version
         return route.parcel(self.block.weight)
 
     def is_of(self, ids: Tensor) -> bool:
@@ -334,7 +331,7 @@ class RowsAhead(Prefetched):
 
     def refreshed(self) -> Tensor:
         """Update the rows that this rank lent; return which of the requested ones have changed, in order."""
-        own, route = self._store.own, self.route
+        own, route = self.own, self.route
         with own.lock:
             has_changed, self._changed = self._has_changed(), []
             if len(places := has_changed.nonzero().squeeze(1)):
@@ -395,11 +392,6 @@ class RowsOnGpu(RowsAhead):
             self._copied = torch.cuda.current_stream(device).record_event()
         super().__init__(store, ids, errand)
         self.device = device
-
-    @property
-    def own(self) -> Table:
-        """The table of this rank's rows."""
-        return self._store.own
 
     def prepare(self) -> None:
         if self._copied is not None:
