@@ -27,11 +27,7 @@ from speedswap.tables.files.place import is_shard
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.opening import different_steps, open_shard, read_manifest
 from speedswap.tables.owners import Owners, owned_column, whole_columns
-from speedswap.tables.parts import (
-    Shard,
-    remove_former,
-    take_shards,
-)
+from speedswap.tables.parts import Shard, remove_former, take_shards
 from speedswap.tables.store import IDLE_STEPS, innermost
 
 _REDUCTIONS = ("mean", "sum")

@@ -306,7 +306,7 @@ def convert(
             if value is not None:
                 raise ValueError(f"{name} is {value!r}, but back is True, which makes no tables; leave one of them out")
         return to_plain(model, embeddings(model, True, skip))
-    found = _large(model, min_rows, skip)
+    found = [each for each in embeddings(model, False, skip) if each[0].num_embeddings >= min_rows]
     places = places_of(found, storage, path)
     if init is not None:
         initializers.resolve(init)  # raises unless it is an initializer
@@ -368,12 +368,6 @@ def places_of(
 
 def _within(place: Storage, name: str) -> Storage:
     return place.of_table(quote(name or "embedding", safe=" "))
-
-
-def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple[_Plain, list[str]]]:
-    """Return the embeddings to replace, each with all of its dotted names."""
-    found = embeddings(model, False, skip)
-    return [(module, names) for module, names in found if module.num_embeddings >= min_rows]
 
 
 def embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> list[tuple[Any, list[str]]]:
@@ -508,13 +502,6 @@ def _holders(model: nn.Module) -> _Holders:
 
 def _address(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
-
-
-def _own_attributes(module: _Plain) -> list[str]:
-    """Return the attributes that were added to a torch module."""
-    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
-    plain = kind(1, 1, device="meta")  # draws no random numbers
-    return [name for name in vars(module) if name not in vars(plain)]
 
 
 def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:

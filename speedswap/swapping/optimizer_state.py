@@ -52,6 +52,7 @@ class OptimizerState:
     Attributes:
         idle: the store in which rows outside the batch also take each step; None if they are not touched.
         averages: averages of the rows, kept in the table, that take part in the current step.
+        is_initial: True until the first step: the optimizer creates the rows' state itself.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class OptimizerState:
         self.attached: Callable[[], Optimizer | None] = _nobody  # a weak reference, once attached
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
-        self._is_initial = True  # torch initializes the rows' state itself
+        self.is_initial = True
         self._scalars = Scalars("")
         self._before: dict[str, Any] = {}  # the scalars before the current step
         self._after: dict[str, Any] = {}  # the optimizer's state after it
@@ -154,7 +155,7 @@ class OptimizerState:
         if state is None:
             self.load(None)  # it was cleared
             state = optimizer.state[self.weight]
-        if self._is_initial:
+        if self.is_initial:
             is_taken_again = self.idle is not None or steps_others
             self._step = Before.of(optimizer, self.weight, {}, ()) if is_taken_again else None
         else:
@@ -267,7 +268,7 @@ class OptimizerState:
         for name in held:
             del state[name]
         if held or not self._row_state.columns:
-            self._is_initial = False
+            self.is_initial = False
             self._scalars.names, self._scalars.state = self._row_state.scalars, state
         commit.add(self.table.commit)
         self._before = self._after = {}
@@ -335,7 +336,7 @@ class OptimizerState:
             if replaced is not None:
                 self._former.add(replaced)
             self._scalars = Scalars.kept_by(self.table, optimizer)
-            self._is_initial = not resumes
+            self.is_initial = not resumes
             self.warning = None
             if starts_over and is_first and existing and self.table.writes:
                 self.warning = (
@@ -464,7 +465,7 @@ class OptimizerState:
         for column in self._row_state.columns:
             if is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
                 del state[column.name]
-                self._is_initial = False
+                self.is_initial = False
                 self._remember(state)
         self._write(state)
 
@@ -498,10 +499,10 @@ class OptimizerState:
             TableTooLargeError: the columns do not fit in memory.
         """
         columns: dict[str, Any] = {}
-        if not rows_are_apart(self.whole) and (initial or not self._is_initial):
+        if not rows_are_apart(self.whole) and (initial or not self.is_initial):
             with says_checkpoint():
                 columns = {column.name: read_all(self.whole, column.name) for column in self._row_state.columns}
-            if self._is_initial:
+            if self.is_initial:
                 scalars = {**self._row_state.scalars, **scalars}
         return {**columns, **with_own_scalars(scalars)}
 
@@ -522,7 +523,7 @@ class OptimizerState:
         if state is None:
             return None
         row_state, found = self._row_state, None
-        if state.keys() != row_state.scalars.keys() | {column.name for column in row_state.columns}:
+        if state.keys() != row_state.names:
             found = self._probe(optimizer)
             row_state = found.row_state
         missing = [column.name for column in row_state.columns if column.name not in state]
@@ -559,20 +560,15 @@ class OptimizerState:
         """
         if state is not None:
             self._write(state)
-        elif not self._is_initial:
+        elif not self.is_initial:
             self._scalars.forget(self.table)
             self.table.reset_columns(self._row_state.columns)
-            self._is_initial = True
+            self.is_initial = True
 
     @property
     def names(self) -> list[str]:
         """The names of the columns that the optimizer keeps."""
         return [column.name for column in self._row_state.columns]
-
-    @property
-    def is_initial(self) -> bool:
-        """True until the first step: the optimizer creates the rows' state itself."""
-        return self._is_initial
 
     def is_loaded(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer, attached or not, has state of these rows other than its constructor's."""
@@ -590,7 +586,7 @@ class OptimizerState:
         if initial and row_state.columns and not row_state.from_gradient:  # the constructor does not make it again
             optimizer.state[self.weight], initial = with_own_scalars(row_state.scalars), False
         self._scalars.forget(self.table)
-        self._is_initial = initial
+        self.is_initial = initial
         self.warning = None
         self._before = {}
         if not initial:
@@ -607,7 +603,7 @@ class OptimizerState:
         for column, value in found.items():
             write_all(self.whole, value, column.name)
             del state[column.name]
-        self._is_initial = False
+        self.is_initial = False
         self.warning = None
         self._remember(with_own_scalars(state))
 

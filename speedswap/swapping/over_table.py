@@ -44,12 +44,7 @@ from speedswap.swapping.whole_rows import (
     says_checkpoint,
     write_all,
 )
-from speedswap.tables import (
-    IdMap,
-    Storage,
-    Table,
-    as_storage,
-)
+from speedswap.tables import IdMap, Storage, Table, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import ROUNDINGS, count
 
@@ -119,9 +114,7 @@ class OverTable(nn.Module):
         if id_map is not None:
             num_embeddings = rows_for(id_map, num_embeddings, padding_idx)
             padding_idx = 0
-        rows_dtype = torch.get_default_dtype() if dtype is None else dtype
-        if table is not None:
-            rows_dtype = table.dtype
+        rows_dtype = table.dtype if table is not None else torch.get_default_dtype() if dtype is None else dtype
         check_dtypes(rows_dtype, state_dtype, lookup_dtype)
         place = device_of_weights(device)  # raises if the device does not exist, before a table is created
         if rounding not in (None, *ROUNDINGS):
@@ -184,7 +177,10 @@ class OverTable(nn.Module):
         self.table = table
         self._parameters["weight"] = weight
         padding = Padding([] if self.padding_idx is None else [self.padding_idx])
-        self._step = _step_over(table, weight, padding, *self._trained_as)
+        if (joint := table.joint) is not None:
+            self._step = joint.make_step(table, weight, padding, *self._trained_as)
+        else:
+            self._step = RowStep(OptimizerState(table, weight, *self._trained_as), padding)
         self._keyed = self._keyed_by(self._map_to_keep)
         self._make = self._map_to_keep = None
         surround_forward(self, table.ranks)
@@ -485,20 +481,6 @@ def load_assigned(module: Any, weight: nn.Parameter) -> None:
     module._load_rows({"weight": weight}, "", errors)
     if errors:
         raise WeightError(f"weight was assigned: {errors[0]}")
-
-
-def _step_over(
-    table: Table,
-    weight: TableWeight,
-    padding: Padding,
-    state_dtype: torch.dtype | None,
-    rounding: str | None,
-) -> RowStep:
-    """Return the training step of a table's rows, or of the rows that this rank owns."""
-    if (joint := table.joint) is not None:
-        step: RowStep = joint.make_step(table, weight, padding, state_dtype, rounding)
-        return step
-    return RowStep(OptimizerState(table, weight, state_dtype, rounding), padding)
 
 
 def _rebuilt(

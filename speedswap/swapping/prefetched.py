@@ -95,20 +95,12 @@ class PrefetchedLookup:
         self.batch = lookup.batch
         self._given = given
         self.sources: Sequence[Any] = [*given, *lookup.sources]
-        own = [tensor.ids for tensor in given if tensor.is_tensor(lookup.ids)]
+        own = [each.ids for each in given if each.tensor is lookup.ids]
         ids = lookup.ids
         self.ids = own[0] if own else ids if ids.is_cuda else _copied(ids, lookup.device)
         self._found: tuple[Block, Tensor] | None = None
         self._found_version = -1
         self._rows_version = 0
-
-    def has_turn(self) -> bool:
-        """Wait for the other ranks that own the table; return False if one of them has no batch in this turn.
-
-        Raises:
-            PeerError: another rank failed.
-        """
-        return self.transfer.has_turn()
 
     def matches(self, given: Sequence[Tensor], device: torch.device) -> bool:
         """Return whether rows for these tensors were prefetched, to this device."""
@@ -165,27 +157,24 @@ class GivenTensor:
     """
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._version = None if tensor.is_inference() else tensor._version
         self._is_copied = not tensor.is_cuda or self._version is None
         self.ids = _copied(tensor, device) if self._is_copied else tensor.detach()
 
-    def is_tensor(self, tensor: Tensor) -> bool:
-        return tensor is self._tensor
-
     def has_changed(self) -> bool:
         """Return whether the tensor has been overwritten since; GPU memory of inference mode is not compared."""
         if self._is_copied:
-            return self._tensor.is_cpu and not kernels.have_same_bits(self._tensor, self.ids)
-        return self._version != self._tensor._version
+            return self.tensor.is_cpu and not kernels.have_same_bits(self.tensor, self.ids)
+        return self._version != self.tensor._version
 
     def equals(self, now: Tensor) -> bool:
         """Return whether a tensor equals the announced one. GPU memory that has changed since equals no tensor."""
         if now.numel() != self.ids.numel():
             return False
-        if is_unchanged(self._tensor, self._version, now):
+        if is_unchanged(self.tensor, self._version, now):
             return True
-        if not self._is_copied and self._version != self._tensor._version:
+        if not self._is_copied and self._version != self.tensor._version:
             return False
         ids, now = self.ids.to(now.device, non_blocking=now.is_cuda).reshape(-1), now.detach().reshape(-1)
         if now.dtype != ids.dtype:

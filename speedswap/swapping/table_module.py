@@ -257,7 +257,7 @@ class TableModule(OverTable):
         self._step.begin_turn(loop, lookups)
         if self._keyed is not None:
             self._keyed.begin([each.asked for each in lookups if each.asked is not None])
-        return all(each.has_turn() for each in lookups)
+        return all(each.transfer.has_turn() for each in lookups)
 
     def _end_lookahead(self, loop: Loop) -> None:
         """Drop the lookups of batches that have not had their turn, and wait for pending writes."""

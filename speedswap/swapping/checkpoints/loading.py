@@ -31,15 +31,7 @@ from speedswap.swapping.checkpoints.dense import (
     restored,
 )
 from speedswap.swapping.checkpoints.folders import Folders, TensorsOf, open_folder, open_part, release, verify_rows
-from speedswap.swapping.checkpoints.format import (
-    MANIFEST,
-    Delta,
-    Manifest,
-    SavedTable,
-    damaged,
-    decode,
-    says_malformed,
-)
+from speedswap.swapping.checkpoints.format import MANIFEST, Delta, Manifest, SavedTable, damaged, decode, says_malformed
 from speedswap.swapping.checkpoints.saving import (
     ROWS,
     CopiedIn,

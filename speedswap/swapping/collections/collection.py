@@ -457,7 +457,7 @@ class TableCollection(nn.Module, Generic[Config]):
                     if batch is not None and batch.is_of(features):
                         return batch
             return read_features(features, self._slots, self._is_weighted)
-        return read(features, self._slots, self._slots.groups, self._is_weighted, ahead=False)[0]
+        return read(features, self._slots, self._is_weighted, ahead=False)[0]
 
     def _look_up(self, found: FeatureBatch, index: int) -> tuple[Tensor, Tensor]:
         """Look up the rows of one group; see :meth:`TableModule._look_up`."""
@@ -488,7 +488,7 @@ class TableCollection(nn.Module, Generic[Config]):
         Raises:
             TypeError, ValueError: as forward does.
         """
-        found, asked = read(features, self._slots, self._slots.groups, self._is_weighted, ahead=True)
+        found, asked = read(features, self._slots, self._is_weighted, ahead=True)
         if not self._has_keys:
             found.remember(features)
         lookups: list[tuple[TableModule, Announced]] = []

@@ -23,13 +23,13 @@ class AskedOfTable(NamedTuple):
 
 
 def read(
-    features: Any, slots: Slots, groups: Sequence[TableGroup], is_weighted: bool, *, ahead: bool
+    features: Any, slots: Slots, is_weighted: bool, *, ahead: bool
 ) -> tuple[FeatureBatch, list[list[AskedOfTable]]]:
     """Read features, mapping keys to rows if a table has an id map.
 
     Args:
         features: the features, as passed to a collection.
-        slots, groups: the collection's.
+        slots: the collection's.
         is_weighted: True if every id has a weight.
         ahead: True before the batch's turn, inside a lookahead.
 
@@ -37,7 +37,7 @@ def read(
         The batch, and each group's keys that were added ahead. Keys owned by ranks are not added ahead, and have row 0
         then.
     """
-    asked: list[list[AskedOfTable]] = [[] for _ in groups]
+    groups, asked = slots.groups, [list[AskedOfTable]() for _ in slots.groups]
     if not any(group.keyed for group in groups):
         return read_features(features, slots, is_weighted), asked
     given = at_door(features)
