@@ -19,8 +19,8 @@ from speedswap.swapping.embedding import Embedding, EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, asked, lookahead
 from speedswap.swapping.pretrained import RowsCallback, from_pretrained, save_pretrained
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
+from speedswap.swapping.weight import ignore_in_ddp, parameters_to_ignore
 from speedswap.swapping.whole_rows import rows_apart
-from speedswap.swapping.wrappers import ignore_in_ddp, parameters_to_ignore
 
 __all__ = [
     "Embedding",

@@ -20,7 +20,7 @@ from speedswap.swapping.over_table import OverTable
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, Request, ids_of
 from speedswap.swapping.row_step import Loop
 from speedswap.swapping.scoring import Exclude, Scored, Search, read_rows
-from speedswap.swapping.wrappers import is_in_job, require_own_table
+from speedswap.swapping.weight import is_in_job, require_own_table
 from speedswap.tables import Block, FileStore, Table, TensorFiles, TensorSource, is_single_key
 from speedswap.tables import init as initializers
 
