@@ -34,7 +34,7 @@ from speedswap.ranks.keys import ShardedKeys
 from speedswap.ranks.reading import top_rows_of_ranks
 from speedswap.ranks.route import LentRows, Wanted
 from speedswap.ranks.sharded import ShardedStore
-from speedswap.swapping.batch_rows import BatchRows, Padding, drop
+from speedswap.swapping.batch_rows import BatchRows, Padding, drop, merged
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
@@ -510,13 +510,7 @@ def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tupl
     """Return the union of two lookups' ids, with summed gradients; ids of a single lookup keep their order."""
     if rows is more:
         return rows, grad + more_grad
-    union, places = kernels.unique(torch.cat([rows.to(more.device), more]))
-    total = torch.zeros(len(union), grad.shape[1], dtype=grad.dtype, device=more_grad.device)
-    places = places.to(more_grad.device)
-    old, new = places[: len(rows)], places[len(rows) :]
-    total.index_copy_(0, old, grad.to(more_grad.device))
-    total.index_copy_(0, new, total.index_select(0, new) + more_grad)
-    return union, total
+    return merged(rows, grad, more, more_grad)[:2]
 
 
 def _groups_of(steps: Iterable[RowStep]) -> list[RankGroup]:

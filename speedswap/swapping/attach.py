@@ -35,9 +35,8 @@ from speedswap.tables.store import IDLE_ROWS
 _UNDER_WAY = "_speedswap_step"  # attribute of an optimizer while it steps
 _HOOK = "__deepcopy__"  # attribute of an attached optimizer
 _COUNTED = "_speedswap_zero_grad"  # attribute of an optimizer of rows owned by ranks
-_ALONE: AbstractContextManager[Callable[[], None]] = nullcontext(
-    lambda: None
-)  # nothing has to be agreed with other ranks
+# Nothing has to be agreed with other ranks.
+_ALONE: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
 # The rows of optimizers that were copied before, or without, their models.
 _copied_steps: weakref.WeakKeyDictionary[Optimizer, list[RowStep]] = weakref.WeakKeyDictionary()
 # Optimizers that have stepped only to create their state, for torch.distributed.checkpoint.

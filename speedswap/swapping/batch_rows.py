@@ -227,11 +227,7 @@ class BatchRows:
     ) -> tuple[Block, Tensor]:
         """Return the union of two blocks' rows, with summed gradients."""
         device = new_grad.device
-        union, places = kernels.unique(torch.cat([block.rows.to(new.rows.device), new.rows]))
-        old_places, new_places = places[: len(block.rows)], places[len(block.rows) :]
-        total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=device)
-        total.index_copy_(0, old_places, grad.to(device))
-        total.index_copy_(0, new_places, total.index_select(0, new_places) + new_grad)
+        union, total, old_places, new_places = merged(block.rows, grad, new.rows, new_grad)
         are_current = self.version == new_version == self._table.store.notes.version
         has_state = block.columns.keys() == new.columns.keys()  # False after a step without rows, which drops it
         if not are_current or not has_state or self._weight.device != device:
@@ -363,6 +359,17 @@ class BatchRows:
         if attached is not None and holds(attached, self._weight):
             return True
         return self._weight.may_be_taken and BatchRows.steps_anywhere - self.steps_before < PATIENCE
+
+
+def merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the union of two sets of rows, with summed gradients, and the place of each row of either set in it."""
+    device = more_grad.device
+    union, places = kernels.unique(torch.cat([rows.to(more.device), more]))
+    old, new = places.to(device).tensor_split([len(rows)])
+    total = torch.zeros(len(union), more_grad.shape[1], dtype=more_grad.dtype, device=device)
+    total.index_copy_(0, old, grad.to(device))
+    total.index_copy_(0, new, total.index_select(0, new) + more_grad)
+    return union, total, old, new
 
 
 def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:

@@ -20,14 +20,12 @@ from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.format import Encoder, says_malformed
-from speedswap.swapping.optimizers import holds, innermost, parameters_of, step_unnoticed
+from speedswap.swapping.optimizers import OF_THE_DEVICE, holds, innermost, parameters_of, step_unnoticed
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart
 from speedswap.tables.files.damage import require
-
-_WAYS = ("foreach", "fused", "capturable", "differentiable")  # "meta" has the plain one
 
 
 def require_path_and_model(path: object, model: object) -> None:
@@ -269,7 +267,7 @@ def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """
     optimizer = innermost(optimizer)
     for group in state["param_groups"]:
-        for way in _WAYS:
+        for way in OF_THE_DEVICE:
             require(isinstance(group.get(way), bool | None), f"{way!r} is {group.get(way)!r}")
     require(all(isinstance(each, dict) for each in state["state"].values()), "a parameter's state is none")
     try:
@@ -300,7 +298,7 @@ def _tried(optimizer: Optimizer, state: dict[str, Any] | None = None) -> Optimiz
             if not parameter.numel():  # a table's state, without its columns
                 parameter.grad = None
     for group in twin.param_groups:
-        group.update({way: False for way in _WAYS if way in group})
+        group.update(dict.fromkeys(OF_THE_DEVICE & group.keys(), False))  # "meta" has the plain way
     step_unnoticed(twin)
     return twin
 
