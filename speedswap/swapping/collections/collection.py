@@ -25,7 +25,6 @@ from speedswap.swapping.collections.group import (
     Group,
     TableInGroup,
     TablesByName,
-    close_all,
     grouped,
     groups_of,
     is_finished,
@@ -338,12 +337,16 @@ class TableCollection(nn.Module, Generic[Config]):
     ) -> _Self:
         """Return a collection over existing tables, by group name."""
         configs = checked(tables, cls.config_type)
-        existing = opened(configs, table_of)
-        try:
-            return cls(configs, _existing=existing, **settings)
-        except BaseException:
-            close_all(existing)
-            raise
+        with ExitStack() as unused:
+
+            def opened_table(name: str) -> Table:
+                table = table_of(name)
+                unused.callback(table.close)
+                return table
+
+            found = cls(configs, _existing=opened(configs, opened_table), **settings)
+            unused.pop_all()
+        return found
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write all tables, with the optimizer's state, to a directory that :meth:`open` and :meth:`load` read.

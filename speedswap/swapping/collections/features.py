@@ -422,7 +422,8 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
     given = [each.ids for each in bags]
     starts = [0, *accumulate(ids.numel() for ids in given)]
     counts = torch.tensor(starts, device="cpu").diff()
-    asked = kernels.FeatureIds(_together(given), slots.bases, slots.limits, counts)
+    together = given if given[0].is_cuda else torch.cat([ids.reshape(-1) for ids in given])
+    asked = kernels.FeatureIds(together, slots.bases, slots.limits, counts)
     weights = [each.weights.reshape(-1) for each in bags if each.weights is not None]
     is_even = per_bag >= 0 and all(each.per_bag == per_bag for each in bags)
     require_offsets = None
@@ -447,11 +448,6 @@ def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Featur
         by_name=given,
         require_offsets=require_offsets,
     )
-
-
-def _together(values: Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
-    """Return the ids of all features as one tensor; on a GPU as they are, since a kernel reads them one by one."""
-    return values if values[0].is_cuda else torch.cat([ids.reshape(-1) for ids in values])
 
 
 def _are_alike(values: Sequence[Any]) -> bool:

@@ -13,7 +13,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -126,40 +126,29 @@ def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table])
 
     Args:
         configs: the tables.
-        table_of: opens a group's table, by the group's name.
+        table_of: opens a group's table, by the group's name; its caller closes what was opened if this raises.
 
     Raises:
         ValueError: a file holds different tables.
     """
     groups: list[Group] = []
-    try:
-        # The tables determine maps and storage.
-        plain = [replace(config, id_map=None, storage=None) for config in configs]
-        for key, _, some, _ in grouped(plain, as_storage("auto")):
-            number = 0
-            while some:
-                number += 1
-                table = table_of(_numbered(key.name, number))
-                names = {each[0] for each in table.attributes.get(PARTS, contents_of(some))}
-                here = [config for config in some if config.name in names]
-                groups.append(Group(key, _numbered(key.name, number), here, table))
-                if not here:
-                    raise ValueError(
-                        f"table {table.name!r} holds {', '.join(sorted(names))}, but not {some[0].name!r}; give the "
-                        "configs that it was made with"
-                    )
-                some = [config for config in some if config.name not in names]
-    except BaseException:
-        close_all(groups)
-        raise
+    # The tables determine maps and storage.
+    plain = [replace(config, id_map=None, storage=None) for config in configs]
+    for key, _, some, _ in grouped(plain, as_storage("auto")):
+        number = 0
+        while some:
+            number += 1
+            table = table_of(_numbered(key.name, number))
+            names = {each[0] for each in table.attributes.get(PARTS, contents_of(some))}
+            here = [config for config in some if config.name in names]
+            if not here:
+                raise ValueError(
+                    f"table {table.name!r} holds {', '.join(sorted(names))}, but not {some[0].name!r}; give the "
+                    "configs that it was made with"
+                )
+            groups.append(Group(key, _numbered(key.name, number), here, table))
+            some = [config for config in some if config.name not in names]
     return groups
-
-
-def close_all(groups: Sequence[Group]) -> None:
-    """Close the tables of groups that were opened but are not used."""
-    for group in groups:
-        if group.table is not None:
-            group.table.close()
 
 
 def contents_of(configs: Sequence[EmbeddingConfig]) -> list[list[object]]:
@@ -183,10 +172,9 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
     missing = [each for each in (path, *path.parents) if not each.exists()]
     with says_if_full(path):
         path.mkdir(parents=True, exist_ok=True)
-    directory = OpenDirectory(path)
     busy = f"path is {str(path)!r}, where another process is making a collection; wait for it"
     try:
-        with locked(directory, TableBusyError(errno.EBUSY, busy)):
+        with closing(OpenDirectory(path)) as directory, locked(directory, TableBusyError(errno.EBUSY, busy)):
             _discard_leftovers(directory)
             for name in names:
                 TableDirectory.discard_scratch(path / name)
@@ -209,8 +197,6 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
             for each in missing:
                 each.rmdir()
         raise
-    finally:
-        directory.close()
 
 
 def require_finished(place: Storage) -> None:
@@ -268,7 +254,7 @@ class TableGroup(TableModule):
         **arguments: Any,
     ) -> None:
         self.configs = tuple(configs)
-        self.first_rows = _first_rows(configs)
+        self.first_rows = tuple(accumulate((config.num_embeddings for config in configs[:-1]), initial=0))
         self._maps_to_keep = dict(id_maps or {})
         super().__init__(num_embeddings, embedding_dim, **arguments)
 
@@ -467,10 +453,6 @@ def groups_of(
                 discard(module.table)
         raise
     return made
-
-
-def _first_rows(configs: Sequence[EmbeddingConfig]) -> tuple[int, ...]:
-    return tuple(accumulate((config.num_embeddings for config in configs[:-1]), initial=0))
 
 
 def _range(config: EmbeddingConfig, values: Mapping[str, Tensor]) -> Range:
