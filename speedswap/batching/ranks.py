@@ -425,11 +425,8 @@ class Sharded(Peers):
         """Vote before every pass of a module, which begins with a gather of its parameters."""
         with ExitStack() as stack:
             for module in self._members:
-                for hook in (
-                    module.register_forward_pre_hook(self._before_forward, prepend=True),
-                    module.register_forward_hook(self._before_backward, prepend=True),
-                ):
-                    stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(self._before_forward, prepend=True))
+                stack.enter_context(module.register_forward_hook(self._before_backward, prepend=True))
             yield
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

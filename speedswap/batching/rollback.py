@@ -254,11 +254,10 @@ class Buffers:
         def note(module: nn.Module, args: Any) -> None:
             self.note_modules(module.modules())  # one that never runs itself may have a buffer that its parent writes
 
-        hook = register_module_forward_pre_hook(note)
         try:
-            yield
+            with register_module_forward_pre_hook(note):
+                yield
         finally:
-            hook.remove()
             self.restore()
 
     @property
@@ -338,8 +337,7 @@ class RandomState:
     def restore(self) -> None:
         """Restore all of these states."""
         torch.set_rng_state(self._cpu)
-        for device, state in enumerate(self._cuda):
-            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state_all(self._cuda)
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
 
@@ -407,11 +405,8 @@ class Changes:
         if self._known:
             yield
             return
-        hook = register_module_forward_pre_hook(self._note_found)
-        try:
+        with register_module_forward_pre_hook(self._note_found):
             yield
-        finally:
-            hook.remove()
 
     def _note_found(self, module: nn.Module, args: Any) -> None:
         if module in self.found:

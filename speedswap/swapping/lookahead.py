@@ -267,13 +267,11 @@ def asked(embedding: nn.Module, function: Callable[[], Any]) -> Tensor:
         found.append(given[0] if given else next(iter(named.values())))
         raise _Asked
 
-    handle = embedding.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        function()
-    except _Asked:
-        return found[0]
-    finally:
-        handle.remove()
+    with embedding.register_forward_pre_hook(note, with_kwargs=True):
+        try:
+            function()
+        except _Asked:
+            return found[0]
     raise ValueError(
         f"function looked nothing up in {embedding}; let it call the part of the model that uses the embedding"
     )

@@ -432,11 +432,10 @@ class OverTable(nn.Module):
             given.update({key: found.pop(key) for key in keys if key in found})
 
         register: Callable[..., Any] = self.register_load_state_dict_pre_hook
-        last = register(take)  # after all other hooks, which may change what is loaded
         try:
-            nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
+            with register(take):  # after all other hooks, which may change what is loaded
+                nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
         finally:
-            last.remove()
             state_dict.update(given)
         missing = [key for key in keys if strict and key not in given and not self._is_apart]
         missing_keys[:] = [key for key in missing_keys if key not in keys or key in missing]

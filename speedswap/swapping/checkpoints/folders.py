@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -485,12 +485,10 @@ class Folders:
         for each in missing:
             sync_names(each.parent)
         busy = f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint"
-        directory = OpenDirectory(self.path)  # closed and unlocked wherever Ctrl-C strikes
-        try:
-            with locked(directory, CheckpointError(f"{busy}; give each a separate path")):
-                yield
-        finally:
-            directory.close()
+        error = CheckpointError(f"{busy}; give each a separate path")
+        # Closed and unlocked wherever Ctrl-C strikes.
+        with closing(OpenDirectory(self.path)) as directory, locked(directory, error):
+            yield
 
     def remove(self) -> None:
         """Remove all checkpoints, the leftovers of killed processes, and the directory if it has no other files.
