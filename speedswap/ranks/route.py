@@ -491,13 +491,9 @@ def _distinct(keys: Keys) -> tuple[Keys, Tensor]:
 
 def _joined(batches: Sequence[Keys]) -> Texts:
     """Return the texts of all keys, empty for maps of numbers."""
-    texts: list[Tensor] = []
-    lengths: list[Tensor] = []
-    for some in batches:
-        text, offsets = some.texts or (torch.empty(0, dtype=torch.uint8), torch.zeros(len(some) + 1, dtype=torch.int64))
-        texts.append(text)
-        lengths.append(offsets.diff())
-    return torch.cat(texts), _offsets(torch.cat(lengths))
+    none = torch.empty(0, dtype=torch.uint8)
+    texts = [some.texts or (none, torch.zeros(len(some) + 1, dtype=torch.int64)) for some in batches]
+    return torch.cat([text for text, _ in texts]), _offsets(torch.cat([offsets.diff() for _, offsets in texts]))
 
 
 def sent_texts(task: Task, texts: Texts, sent: Sequence[int], received: Sequence[int]) -> Texts:
