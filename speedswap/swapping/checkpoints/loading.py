@@ -30,7 +30,8 @@ from speedswap.swapping.checkpoints.dense import (
     restore_random_state,
     restored,
 )
-from speedswap.swapping.checkpoints.folders import Folders, TensorsOf, open_folder, open_part, release, verify_rows
+from speedswap.swapping.checkpoints.files import TensorsOf, open_folder, open_part, verify_rows
+from speedswap.swapping.checkpoints.folders import Folders, release
 from speedswap.swapping.checkpoints.format import MANIFEST, Delta, Manifest, SavedTable, damaged, decode, says_malformed
 from speedswap.swapping.checkpoints.saving import (
     ROWS,

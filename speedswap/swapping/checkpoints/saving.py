@@ -21,7 +21,8 @@ from speedswap._process import all_held
 from speedswap.collectives import Kind, Lane, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
-from speedswap.swapping.checkpoints.folders import Folders, NewFiles, new_digest, path_from, raw, release, verify_part
+from speedswap.swapping.checkpoints.files import NewFiles, new_digest, path_from, raw, verify_part
+from speedswap.swapping.checkpoints.folders import Folders, release
 from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable, word
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule

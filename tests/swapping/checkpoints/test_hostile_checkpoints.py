@@ -17,7 +17,7 @@ from swapping.checkpoints.trainings import OPTIMIZERS, Training, assert_same
 from torture.hostile import VALUES, fields, replaced, write
 
 from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints.folders import NewFiles, digest_of
+from speedswap.swapping.checkpoints.files import NewFiles, digest_of
 from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.files.tensor_files import TensorReader
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.errors import CheckpointError, TableClosedError
-from speedswap.swapping.checkpoints import folders, loading, saving
+from speedswap.swapping.checkpoints import files, folders, loading, saving
 from speedswap.swapping.checkpoints.format import Manifest
 
 ROWS = 600
@@ -133,7 +133,7 @@ def test_a_header_of_rows_that_cannot_be_read_is_not_damaged(
     for step in (1, 2):
         paths += [run.save(step, keep=2)]
         saving.copied.clear()  # so that each has its own copy
-    open_part = folders.open_part
+    open_part = files.open_part
 
     def opened(part: Any, folder: Path, token: str) -> Any:
         table = open_part(part, folder, token)
@@ -142,7 +142,7 @@ def test_a_header_of_rows_that_cannot_be_read_is_not_damaged(
         return table
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "speedswap"):
-        patch.setattr(folders, "open_part", opened)
+        patch.setattr(files, "open_part", opened)
         paths += [run.save(3, keep=2)]
     assert f"no checkpoint in {tmp_path / 'saved'} is removed" in caplog.text
     assert os.strerror(errno.EIO) in caplog.text
@@ -618,7 +618,7 @@ def test_a_save_reads_each_description_and_each_byte_once(
 
     for step in range(1, keep + 2):
         save(step)
-    read, opened, descriptions, logs = Counter[int](), folders.open_part, list[str](), list[str]()
+    read, opened, descriptions, logs = Counter[int](), files.open_part, list[str](), list[str]()
     pread, preadv = os.pread, os.preadv
 
     def counted(fd: int, pieces: Any, at: int) -> int:
@@ -637,7 +637,7 @@ def test_a_save_reads_each_description_and_each_byte_once(
 
     monkeypatch.setattr(os, "preadv", counted)
     monkeypatch.setattr(os, "pread", noted)
-    monkeypatch.setattr(folders, "open_part", noted_table)
+    monkeypatch.setattr(files, "open_part", noted_table)
     last = save(keep + 2)
     monkeypatch.undo()
     sizes = {each.stat().st_ino: each.stat().st_size for each in (tmp_path / "saved").rglob("*.safetensors")}
