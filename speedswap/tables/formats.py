@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableClosedError, TableFormatError, TableFullError
-from speedswap.tables import init, parquet, plain
+from speedswap.tables import init, vectors
 from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.open_directory import says_if_full, sync_names
 from speedswap.tables.files.place import (
@@ -81,20 +81,20 @@ def _in_numpy(dtype: torch.dtype) -> int:
 
 
 FORMATS = {
-    "npy": Format((".npy",), plain.write_npy, plain.read_npy, False, "never", _in_numpy),
-    "safetensors": Format((".safetensors",), plain.write_safetensors, plain.SafetensorsRows, True, "never", _exact),
+    "npy": Format((".npy",), vectors.write_npy, vectors.read_npy, False, "never", _in_numpy),
+    "safetensors": Format((".safetensors",), vectors.write_safetensors, vectors.SafetensorsRows, True, "never", _exact),
     "word2vec": Format(
-        (".txt", ".vec"), plain.write_word2vec, plain.Word2vecRows, False, "always", lambda _: len(" 0")
+        (".txt", ".vec"), vectors.write_word2vec, vectors.Word2vecRows, False, "always", lambda _: len(" 0")
     ),
     "word2vec-binary": Format(
         (".bin",),
-        partial(plain.write_word2vec, binary=True),
-        partial(plain.Word2vecRows, binary=True),
+        partial(vectors.write_word2vec, binary=True),
+        partial(vectors.Word2vecRows, binary=True),
         False,
         "always",
         lambda _: 4,
     ),
-    "parquet": Format((".parquet", ".pq"), parquet.write, parquet.read, True, "maybe", _in_parquet),
+    "parquet": Format((".parquet", ".pq"), vectors.write_parquet, vectors.read_parquet, True, "maybe", _in_parquet),
 }
 
 

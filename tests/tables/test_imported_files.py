@@ -21,8 +21,8 @@ SUFFIXES = [form.suffixes[0] for form in FORMATS.values()]
 @pytest.fixture(params=[1 << 20, 32], ids=["one piece", "few rows at a time"])
 def piece_bytes(request, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", request.param)
-    monkeypatch.setattr("speedswap.tables.plain.PIECE_BYTES", request.param)
-    monkeypatch.setattr("speedswap.tables.plain._KEY_BYTES", 60)
+    monkeypatch.setattr("speedswap.tables.vectors.PIECE_BYTES", request.param)
+    monkeypatch.setattr("speedswap.tables.vectors._KEY_BYTES", 60)
 
 
 @pytest.mark.parametrize("there", ["in memory", "in files"])
