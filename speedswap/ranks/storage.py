@@ -25,9 +25,9 @@ from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManife
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
 from speedswap.tables.idle import IdleStore
+from speedswap.tables.many import Shard, remove_former, take_shards
 from speedswap.tables.opening import different_steps, open_shard, read_manifest
 from speedswap.tables.owners import Owners, owned_column, whole_columns
-from speedswap.tables.parts import Shard, remove_former, take_shards
 from speedswap.tables.store import IDLE_STEPS, innermost
 
 _REDUCTIONS = ("mean", "sum")

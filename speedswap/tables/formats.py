@@ -42,11 +42,19 @@ from speedswap.tables.files.place import (
     write_whole,
 )
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.pieces import Incoming, KeySink, KeySource, Outgoing, RowKeys, keys_of_map, opened_keys
 from speedswap.tables.record import Column, column_among
 from speedswap.tables.storage import Disk, Storage, create_store
 from speedswap.tables.store import RowStore, innermost, keep_map, origins_in, read_alone, require_alike
-from speedswap.tables.whole_table import numpy_dtype
+from speedswap.tables.whole_table import (
+    Incoming,
+    KeySink,
+    KeySource,
+    Outgoing,
+    RowKeys,
+    keys_of_map,
+    numpy_dtype,
+    opened_keys,
+)
 
 
 class Format(NamedTuple):

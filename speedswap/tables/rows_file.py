@@ -29,7 +29,6 @@ from speedswap.tables.files.tensor_files import DTYPES, TensorWriter, opened_ten
 from speedswap.tables.formats import NOTHING_LEFT, require_in_order, require_room, target_file
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, OfTensors, chunks_of
-from speedswap.tables.pieces import ColumnForm, rows_in_piece
 from speedswap.tables.record import Block, Column, initial_values, is_lazy, require_functions_of_row, with_sources
 from speedswap.tables.store import (
     CHECKPOINT,
@@ -43,6 +42,7 @@ from speedswap.tables.store import (
     read_alone,
     require_alike,
 )
+from speedswap.tables.whole_table import ColumnForm, rows_in_piece
 
 _CPU = torch.device("cpu")
 

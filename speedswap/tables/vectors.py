@@ -30,8 +30,16 @@ from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.files.tensor_files import DTYPES, TensorReader, TensorWriter
 from speedswap.tables.init import chunks_of
 from speedswap.tables.keys import as_keys
-from speedswap.tables.pieces import PIECE_BYTES, ColumnForm, FilePiece, Incoming, Outgoing, as_texts, rows_in_piece
-from speedswap.tables.whole_table import as_numpy
+from speedswap.tables.whole_table import (
+    PIECE_BYTES,
+    ColumnForm,
+    FilePiece,
+    Incoming,
+    Outgoing,
+    as_numpy,
+    as_texts,
+    rows_in_piece,
+)
 
 
 def write_npy(file: BinaryIO, rows: Outgoing) -> None:

@@ -1,27 +1,40 @@
-"""Whole-table operations: copies as one tensor or array, refusals of other copies, a memory check, a progress bar."""
+"""Operations on all rows of a table: copies as a tensor or an array, or in bounded pieces to files, with their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import errno
+import math
+import os
+from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap._machine import available_bytes
 from speedswap._words import AVERAGE_OTHERS, a_kind
-from speedswap.errors import IdError, TableTooLargeError
+from speedswap.errors import IdError, TableFormatError, TableTooLargeError
+from speedswap.kernels import Texts
+from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import part_of_ranks
+from speedswap.tables.files.place import open_regular
+from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import chunks_of
+from speedswap.tables.keys import Keys
 from speedswap.tables.record import RecordLayout, column_among, require_dtype
+from speedswap.tables.store import RowStore, StoreFacts
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
-
-    from speedswap.tables.store import RowStore, StoreFacts
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -181,13 +194,313 @@ def require_memory(nbytes: int, what: str) -> None:
         )
 
 
+# ---- in pieces, to a file and from one
+
+KeySource = str | os.PathLike[str] | IdMap | Sequence[str]
+"""``"rows"``, the path of a vocabulary, an id map, or the keys themselves."""
+
+_LINE_BYTES = 1 << 16
+
+
+class RowKeys:
+    """The keys of some rows of a table, in order.
+
+    Attributes:
+        rows: the rows.
+        kind: ``"int64"`` or ``"exact"``.
+    """
+
+    def __init__(self, rows: range, keys: Tensor | Texts | Sequence[str] | None) -> None:
+        self.rows = rows
+        self._keys = keys
+        self.kind = "int64" if keys is None or isinstance(keys, Tensor) else "exact"
+
+    def take(self, start: int, stop: int) -> Tensor | Texts:
+        """Return the keys of ``rows[start:stop]``; calls take consecutive pieces."""
+        keys = self._keys
+        if keys is None:
+            return torch.arange(self.rows[start], self.rows[stop - 1] + 1)
+        if isinstance(keys, Tensor):
+            return keys[start:stop]
+        if isinstance(keys, tuple):
+            text, offsets = keys
+            first, last = int(offsets[start]), int(offsets[stop])
+            return text[first:last], offsets[start : stop + 1] - first
+        return kernels.texts_of(keys[start:stop])
+
+
+class _Vocabulary(RowKeys):
+    """Keys read from the lines of a file as they are taken."""
+
+    def __init__(self, rows: range, file: BinaryIO, path: Path) -> None:
+        super().__init__(rows, ())
+        self._file = file
+        count = sum(1 for _ in self._lines(path))
+        if count != len(rows):
+            raise ValueError(f"keys is {str(path)!r} with {count} lines, but the table has {len(rows)} rows")
+        self._taken = self._lines(path)
+
+    def _lines(self, path: Path) -> Iterator[bytes]:
+        self._file.seek(0)
+        if self._file.read(len(BOM_UTF8)) != BOM_UTF8:
+            self._file.seek(0)
+        while line := self._file.readline(_LINE_BYTES):
+            if not line.endswith(b"\n") and len(line) == _LINE_BYTES:
+                raise ValueError(f"keys is {str(path)!r}, which has a line of more than {_LINE_BYTES} bytes")
+            yield line.rstrip(b"\r\n")
+
+    def take(self, start: int, stop: int) -> Texts:
+        return kernels.texts_of([*islice(self._taken, stop - start)])
+
+
 @contextmanager
-def progress(total_rows: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Show a bar where tqdm is installed and standard error is a terminal; yield its function for rows just done."""
+def opened_keys(given: KeySource | RowKeys, num_rows: int) -> Iterator[RowKeys]:
+    """Provide the keys of a table's rows.
+
+    Args:
+        given: ``"rows"`` for the rows' numbers; an id map, which selects the rows that have a key; the path of a text
+            file with a key per line; or a sequence of keys, one per row.
+        num_rows: the table's number of rows.
+
+    Raises:
+        ValueError, TypeError: they do not match the table, or are unknown.
+        OSError: the file cannot be read.
+    """
+    if isinstance(given, RowKeys):
+        yield given
+    elif isinstance(given, IdMap):
+        yield keys_of_map(given, num_rows)
+    elif isinstance(given, str) and given == "rows":
+        yield RowKeys(range(num_rows), None)
+    elif isinstance(given, str | os.PathLike):
+        with open_regular(Path(given)) as file:
+            yield _Vocabulary(range(num_rows), file, Path(given))
+    elif isinstance(given, Sequence):
+        if len(given) != num_rows:
+            raise ValueError(f"keys has {len(given)} keys, but the table has {num_rows} rows")
+        yield RowKeys(range(num_rows), given)
+    else:
+        raise TypeError(f'keys is {a_kind(given)}; give "rows", a path, an IdMap or a list of strings')
+
+
+def keys_of_map(id_map: IdMap, num_rows: int) -> RowKeys:
+    """Return the keys of a map's rows; errors are those of :func:`opened_keys`."""
+    if id_map.keys == "hashed":
+        raise ValueError(
+            'the id map keeps hashes and not the keys; give keys, a file with a key per row, or keys="rows"'
+        )
+    if id_map.num_rows > num_rows:
+        raise ValueError(f"keys is a map to rows 0 to {id_map.capacity}, but the table has {num_rows} rows")
+    keys = id_map.row_keys()
+    count = len(keys) if isinstance(keys, Tensor) else len(keys[1]) - 1
+    if not count:
+        raise ValueError("the id map has no keys yet, so that no row has one; train first, or give keys")
+    return RowKeys(range(1, count + 1), keys)
+
+
+class KeySink:
+    """Collects the keys of a file's rows, and refuses duplicates.
+
+    Args:
+        kind: ``"exact"`` or ``"int64"``.
+        num_rows: the number of keys to expect.
+        vocabulary: a file that gets a line per key; None if the keys go only to the map.
+        what: the file, for messages.
+    """
+
+    def __init__(self, kind: str, num_rows: int, vocabulary: BinaryIO | None, what: str) -> None:
+        self.id_map = IdMap(num_rows, keys=kind)
+        self._vocabulary = vocabulary
+        self._what = what
+
+    def add(self, start: int, keys: Tensor | Texts) -> None:
+        """Add the keys of rows from ``start`` on.
+
+        Raises:
+            TableFormatError: one of them occurs twice, or cannot be a line of a vocabulary.
+        """
+        texts = None if isinstance(keys, Tensor) else keys
+        numbers = keys if isinstance(keys, Tensor) else kernels.hash_texts(keys)
+        rows, _ = self.id_map.add(Keys(numbers, tuple(numbers.shape), numbers.device, texts))
+        wrong = (rows != torch.arange(start + 1, start + 1 + len(rows))).nonzero()
+        if len(wrong):
+            place = int(wrong[0])
+            raise TableFormatError(
+                f"{self._what} is damaged: key {key_at(keys, place)!r} of row {start + place} is that of row "
+                f"{int(rows[place]) - 1} as well; give each row a different key, or leave the keys "
+                "out with keys='drop' (--keys drop)"
+            )
+        if self._vocabulary is not None:
+            text, offsets = as_texts(keys)
+            raw, ends = text.numpy().tobytes(), offsets.tolist()
+            lines = [raw[first:last] for first, last in pairwise(ends)]
+            for place, line in enumerate(lines):
+                if b"\n" in line or b"\r" in line:
+                    raise TableFormatError(
+                        f"{self._what}: key {line[:60]!r} of row {start + place} has several lines, which a file "
+                        "with a key per line cannot hold"
+                    )
+            self._vocabulary.write(b"".join(line + b"\n" for line in lines))
+
+
+def as_texts(keys: Tensor | Texts) -> Texts:
+    """Return keys as strings, numbers in decimal."""
+    return kernels.texts_of([*map(str, keys.tolist())]) if isinstance(keys, Tensor) else keys
+
+
+def key_at(keys: Tensor | Texts, place: int) -> str | int:
+    """Return one key, for messages."""
+    if isinstance(keys, Tensor):
+        return int(keys[place])
+    text, offsets = keys
+    raw = bytes(text[int(offsets[place]) : int(offsets[place + 1])].numpy())
+    return raw.decode(errors="backslashreplace")[:60]
+
+
+PIECE_BYTES = 8 << 20
+_SHARE = 4  # a window takes one part in this many of free memory
+_BYTES_FOR_A_READ = 16 << 10  # bytes that a disk reads sequentially in the time of one random read
+_ROWS_AT_ONCE = 1 << 16
+
+
+class ColumnForm(NamedTuple):
+    """The dtype and shape of a column's rows."""
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Items in a row."""
+        return math.prod(self.row_shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A piece of consecutive rows.
+
+    Attributes:
+        start: the first row's number.
+        values: by column, shape (n, ...), in ordinary memory.
+        keys: numbers, int64, shape (n,), or texts; None where rows have none.
+    """
+
+    start: int
+    values: dict[str, Tensor]
+    keys: Tensor | Texts | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+
+def rows_in_piece(forms: Sequence[ColumnForm]) -> int:
+    """Return the number of rows in a piece of some columns."""
+    return max(1, PIECE_BYTES // max(1, sum(form.row_bytes for form in forms)))
+
+
+class Outgoing:
+    """Rows of a store being written to a file, while the table's lock is held.
+
+    Args:
+        store: the rows.
+        columns: names.
+        keys: the rows' keys, which select the rows; None for all rows, without keys.
+    """
+
+    def __init__(self, store: RowStore, columns: Sequence[str], keys: RowKeys | None) -> None:
+        self.keys = keys
+        self.rows = range(store.facts.num_embeddings) if keys is None else keys.rows
+        self.forms = {name: ColumnForm(store.columns[name].dtype, store.columns[name].row_shape) for name in columns}
+        self._store = store
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def pieces(self) -> Iterator[FilePiece]:
+        """Yield the rows in order, numbered from 0."""
+        step = rows_in_piece([*self.forms.values()])
+        most = _window_rows(self._store, sum(form.row_bytes for form in self.forms.values()), len(self))
+        for begin in range(0, len(self), most or step):
+            rows = self.rows[begin : begin + (most or step)]
+            if most is None:
+                read = self._store.read
+                values = {name: read(name, rows.start, rows.stop).cpu().contiguous() for name in self.forms}
+            else:
+                values = _window(self._store, self.forms, rows)
+            for start in range(0, len(rows), step):
+                first, last = begin + start, begin + min(start + step, len(rows))
+                keys = None if self.keys is None else self.keys.take(first, last)
+                yield FilePiece(first, {name: each[start : start + step] for name, each in values.items()}, keys)
+
+
+class Incoming(ABC):
+    """The rows of a file whose head has been checked: its sizes match the file.
+
+    Attributes:
+        num_rows: rows.
+        columns: forms by name; the first is the weight unless columns are given.
+        key_kind: ``"exact"`` for string keys, ``"int64"`` for numbers; None if rows have no keys.
+    """
+
+    num_rows: int
+    columns: Mapping[str, ColumnForm]
+    key_kind: str | None = None
+
+    def require_readable_keys(self, columns: Sequence[str]) -> None:
+        """Raise TableFormatError if keys have an unsupported type, unless they are among ``columns``."""
+        return None
+
+    def choose(self, columns: Sequence[str]) -> None:
+        """Set the number of rows from the chosen columns, if it depends on them.
+
+        Raises:
+            TableFormatError: the columns differ in length.
+        """
+        return None
+
+    @abstractmethod
+    def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:
+        """Yield some columns of all rows, in order.
+
+        Raises:
+            TableFormatError: the file is damaged at this point.
+        """
+
+
+def _window_rows(store: RowStore, row_bytes: int, num_rows: int) -> int | None:
+    """Return the number of rows in a window; None if rows are better read one by one.
+
+    Each window scans the whole log. That pays if the scans take less time than one read per group.
+    """
+    if not isinstance(store, LogStore):
+        return None
+    most = max(1, available_bytes() // _SHARE // row_bytes)
+    walks = -(-num_rows // most)
+    return most if walks * store.log.stats()["record_bytes"] <= _BYTES_FOR_A_READ else None
+
+
+def _window(store: RowStore, forms: Mapping[str, ColumnForm], rows: range) -> dict[str, Tensor]:
+    """Return rows by column, in ordinary memory."""
+    values = {name: torch.empty(len(rows), *each.row_shape, dtype=each.dtype) for name, each in forms.items()}
+    missing = torch.ones(len(rows), dtype=torch.bool)
     try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        yield lambda rows: None
-        return
-    with tqdm(total=total_rows, desc=what, unit="row", unit_scale=True, disable=None, leave=False) as bar:
-        yield bar.update
+        for found, held in store.written_rows():
+            inside = (found >= rows.start) & (found < rows.stop)
+            places = found[inside] - rows.start
+            for name in forms:
+                values[name][places] = store.columns[name].decode(held[name][inside])
+            missing[places] = False
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # another process has overwritten some of them
+            raise
+        missing[:] = True
+    for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):
+        block = store.gather(places + rows.start, [*forms], torch.device("cpu"))
+        for name in forms:
+            values[name][places] = block.columns[name]
+    return values

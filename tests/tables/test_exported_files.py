@@ -12,7 +12,7 @@ import torch
 import speedswap
 from speedswap import Column, IdMap, Table, init
 from speedswap.errors import TableFormatError, TableFullError
-from speedswap.tables import pieces
+from speedswap.tables import whole_table
 from speedswap.tables.formats import FORMATS, format_of, least_bytes, outgoing
 
 VALUES = [[0.1, -2.0], [1e-7, 4.0], [3.0, 0.0]]
@@ -21,7 +21,7 @@ SUFFIXES = [form.suffixes[0] for form in FORMATS.values()]
 
 @pytest.fixture(params=[1 << 20, 16], ids=["one piece", "a row at a time"])
 def piece_bytes(request, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(whole_table, "PIECE_BYTES", request.param)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_parquet_has_lists_of_fixed_size_in_row_groups_of_bounded_size(table, tm
     found = file.read()
     assert str(found.schema.field("weight").type) == "fixed_size_list<element: float>[2]"
     assert found.to_pydict() == {"key": [0, 1, 2], "weight": torch.tensor(VALUES).tolist(), "step": [7, 7, 7]}
-    assert file.num_row_groups == (1 if pieces.PIECE_BYTES > 16 else 3)
+    assert file.num_row_groups == (1 if whole_table.PIECE_BYTES > 16 else 3)
 
 
 def test_columns_are_written_by_name(table, tmp_path):
@@ -138,8 +138,8 @@ def test_narrow_columns_are_written_as_the_values_that_a_lookup_gives(dtype, sto
 def test_rows_of_a_log_come_in_order(dim, stored, walks, tmp_path, monkeypatch):
     """Written in any order, some of them never, and some before a column was added."""
     if walks != "in one walk":
-        monkeypatch.setattr(pieces, "_BYTES_FOR_A_READ", 0 if walks == "read one by one" else 1 << 40)
-        monkeypatch.setattr(pieces, "available_bytes", lambda: 4 * 37 * dim * 4)  # 37 rows in a window
+        monkeypatch.setattr(whole_table, "_BYTES_FOR_A_READ", 0 if walks == "read one by one" else 1 << 40)
+        monkeypatch.setattr(whole_table, "available_bytes", lambda: 4 * 37 * dim * 4)  # 37 rows in a window
     shuffled = torch.randperm(500)
     weight = {"init": init.normal(0.0, 1.0), "stored_dtype": stored}
     with Table.create(500, dim, path=tmp_path / "table", storage="disk", **weight) as table:
@@ -147,7 +147,7 @@ def test_rows_of_a_log_come_in_order(dim, stored, walks, tmp_path, monkeypatch):
             table.scatter(some, torch.randn(len(some), dim))
         table.add_columns([Column("sum", (2,), torch.float64, init.constant(0.25))])
         table.scatter(shuffled[150:300], {"weight": torch.randn(150, dim), "sum": torch.randn(150, 2).double()})
-        expected = {name: table.read(column=name).numpy() for name in table.columns}
+        expected = {name: each.numpy() for name, each in table.gather(torch.arange(500)).columns.items()}
         for name, values in expected.items():
             table.export(tmp_path / f"{name}.npy", columns=[name])
             assert np.array_equal(np.load(tmp_path / f"{name}.npy"), values)
@@ -155,7 +155,7 @@ def test_rows_of_a_log_come_in_order(dim, stored, walks, tmp_path, monkeypatch):
         table.export(tmp_path / "table.safetensors", columns=["weight", "sum"])
     again = Table.from_file(tmp_path / "table.safetensors", columns=["weight", "sum"])
     for name, values in expected.items():
-        assert np.array_equal(again.read(column=name).numpy(), values)
+        assert np.array_equal(again.gather(torch.arange(500))[name].numpy(), values)
 
 
 def test_rows_that_have_a_key_in_the_tables_map_are_written_with_it(tmp_path):

@@ -12,7 +12,7 @@ from children import killed_at
 
 from speedswap import Column, Table, init
 from speedswap.errors import TableFormatError, TableFullError
-from speedswap.tables import pieces
+from speedswap.tables import whole_table
 from speedswap.tables.formats import FORMATS
 
 SUFFIXES = [form.suffixes[0] for form in FORMATS.values()]
@@ -20,7 +20,7 @@ SUFFIXES = [form.suffixes[0] for form in FORMATS.values()]
 
 @pytest.fixture(params=[1 << 20, 32], ids=["one piece", "few rows at a time"])
 def piece_bytes(request, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(whole_table, "PIECE_BYTES", request.param)
     monkeypatch.setattr("speedswap.tables.vectors.PIECE_BYTES", request.param)
     monkeypatch.setattr("speedswap.tables.vectors._KEY_BYTES", 60)
 

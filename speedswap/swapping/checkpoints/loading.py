@@ -50,8 +50,8 @@ from speedswap.tables import Block, Column, Table
 from speedswap.tables.averages import averages_of
 from speedswap.tables.files.damage import require
 from speedswap.tables.idle import LAST_STEP, IdleStore
+from speedswap.tables.many import Shard, own_shard, place_rows, take_shards
 from speedswap.tables.owners import InOrder, Owners
-from speedswap.tables.parts import Shard, own_shard, place_rows, take_shards
 from speedswap.tables.store import IDLE_STEPS, Commits, WrappedStore
 
 _PIECE_BYTES = 8 << 20

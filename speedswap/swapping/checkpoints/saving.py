@@ -29,8 +29,8 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.files.manifest import require_shared, shard_name
 from speedswap.tables.idle import IdleStore, RowsAsStored
+from speedswap.tables.many import own_shard, remove_former
 from speedswap.tables.owners import InOrder
-from speedswap.tables.parts import own_shard, remove_former
 from speedswap.tables.store import CHECKPOINT, CHECKPOINT_FOLDER, ChangedRows, Commits
 
 ROWS = "rows"

@@ -29,7 +29,6 @@ from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import CHUNK_ROWS, CopyOf, chunks_of
 from speedswap.tables.record import Block, Column, is_lazy, whole_number
 from speedswap.tables.store import Commits, RowStore, begin_alike, innermost
-from speedswap.tables.whole_table import progress
 
 _log = logging.getLogger("speedswap")
 
@@ -172,12 +171,24 @@ class LogColumns(OpenedLog):
             return
         self._cache.make_room(self.num_embeddings)
         self._cache.set_aside(column.name for column in columns)
-        with progress(self.num_embeddings, f"rows of {self.name}") as advance:
+        with _progress(self.num_embeddings, f"rows of {self.name}") as advance:
             for rows in chunks_of(self.num_embeddings):
                 for column in columns:
                     self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.facts.seed))
                 advance(len(rows))
         self._cache.set_aside(())
+
+
+@contextmanager
+def _progress(total_rows: int, what: str) -> Iterator[Callable[[int], object]]:
+    """Show a bar where tqdm is installed and standard error is a terminal; yield its function for rows just done."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        yield lambda rows: None
+        return
+    with tqdm(total=total_rows, desc=what, unit="row", unit_scale=True, disable=None, leave=False) as bar:
+        yield bar.update
 
 
 def _source(column: Column) -> str | None:
