@@ -14,21 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speedswap.kernels import CURVE_TERMS, MissedSteps, deferred_interrupts, take_missed_steps
+from speedswap.kernels import CURVE_TERMS, Lookup, MissedSteps, Transfers, deferred_interrupts, take_missed_steps
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.init import chunks_of, ids_of, zeros
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import IDLE_STEPS, Found, Notes, Prefetched, RowStore, WrappedStore
-
-if TYPE_CHECKING:
-    from speedswap.kernels import Lookup, Transfers
 
 MOST_STEPS = 4096  # steps that rows can miss before all rows are brought up to date
 _NONE_LEFT = 1e-18

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from speedswap.kernels.cuda import pinning
 from speedswap.kernels.cuda.hot import MOST_SLOTS, Home, HotRows
 from speedswap.tables.init import ColumnSpec, CopyOf
 from speedswap.tables.record import Column, RecordLayout
-
-if TYPE_CHECKING:
-    from speedswap.kernels import HotRows
 
 HotBytes = int | float | Literal["auto"]
 """GPU memory for records: bytes, a fraction of the table, or a quarter of the free memory."""

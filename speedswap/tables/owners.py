@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -157,9 +157,6 @@ class Owners:
         buckets = torch.arange(self.first_bucket(rank), self.first_bucket(rank + 1))
         lows = ((buckets - self._moved(highs).unsqueeze(1)) * self._inverse) & (self.buckets - 1)
         return lows.sort(dim=1).values
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

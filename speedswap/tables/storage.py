@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 
 from speedswap import kernels
 from speedswap._words import a_kind
+from speedswap.collectives import RankGroup
 from speedswap.errors import TableClosedError, TableFormatError
-from speedswap.tables import memory as storages
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.layout import FreshRows, LogLayout
 from speedswap.tables.disk.store import LogStore
@@ -30,9 +30,6 @@ from speedswap.tables.memory import HotBytes, MemoryKind, WantedShares, default_
 from speedswap.tables.opening import open_store
 from speedswap.tables.record import Column, count, is_lazy, require_bases, require_name, row_of, seed_of
 from speedswap.tables.store import RowStore, StoreFacts, origins_in
-
-if TYPE_CHECKING:
-    from speedswap.collectives import RankGroup
 
 _Self = TypeVar("_Self", bound="Storage")
 
@@ -432,7 +429,7 @@ def layout_of(store: RowStore) -> LogLayout:
 
 def copy_rows(
     source: RowStore,
-    kind: storages.MemoryKind | None = None,
+    kind: MemoryKind | None = None,
     shares: WantedShares | None = None,
     hot_bytes: HotBytes | None = None,
 ) -> LocalStore:
@@ -443,7 +440,7 @@ def copy_rows(
         kind, shares, hot_bytes: the copy's memory; by default the source's, if the source is in memory.
     """
     facts = source.facts
-    own = next((each for each in get_args(storages.MemoryKind) if each == facts.storage), storages.default_kind())
+    own = next((each for each in get_args(MemoryKind) if each == facts.storage), default_kind())
     place = kind or own, shares or facts.shares
     hot_bytes = facts.hot_bytes if kind is None else hot_bytes
     copied = LocalStore(StoreFacts(facts.num_embeddings, *place, facts.seed, facts.name, hot_bytes=hot_bytes))

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from speedswap import kernels
 from speedswap._process import Locked
+from speedswap.collectives import RankGroup
+from speedswap.kernels import Lookup, Transfers
+from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import CopyOf, InRanges, chunks_of
+from speedswap.tables.memory import HotBytes, WantedShares
+from speedswap.tables.owners import Owners
 from speedswap.tables.record import Block, Column, Origin, fitting, origins_of, require_functions_of_row
-
-if TYPE_CHECKING:
-    from speedswap.collectives import RankGroup
-    from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.id_map import IdMap
-    from speedswap.tables.memory import HotBytes, WantedShares
-    from speedswap.tables.owners import Owners
 
 TableT = TypeVar("TableT")
 """The table that holds a rank's own rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 import weakref
@@ -9,9 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from speedswap import kernels
@@ -38,11 +40,6 @@ from speedswap.tables.record import (
 from speedswap.tables.rows_file import changed_rows, hold_commit, load_rows, save_rows
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, create_store, opened_place, save_copy
 from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore, keep_map, leave, note_change, require_out
-
-if TYPE_CHECKING:
-    import enum
-
-    from numpy.typing import DTypeLike, NDArray
 
 
 class Table:
@@ -449,10 +446,9 @@ class Table:
                 was copied.
         """
         target = None if device is None else torch.device(device)
+        self.check_rows(rows)
         if out:
             target = target or next(iter(out.values())).device
-        self.check_rows(rows)
-        if out and target is not None:
             require_out(self.store, out, rows, target)
         with self._held():
             block = self.store.gather(rows, columns, target, out)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, SupportsIndex
+from typing import Any, BinaryIO, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from speedswap import kernels
@@ -32,9 +33,6 @@ from speedswap.tables.init import chunks_of
 from speedswap.tables.keys import Keys
 from speedswap.tables.record import RecordLayout, column_among, require_dtype
 from speedswap.tables.store import RowStore, StoreFacts
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
 
 CHUNK_BYTES = 64 * 2**20
 

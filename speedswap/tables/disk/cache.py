@@ -334,11 +334,8 @@ class LogCache:
             rows: int64, shape (n,), in host memory; they must fit in the cache.
             overwrite: True if all of their bytes are about to be written, so that they need not be read.
         """
-        bringing = self._bring(rows, overwrite=overwrite)
-        try:
+        with self._bring(rows, overwrite=overwrite) as bringing:
             yield self.settled(bringing)
-        finally:
-            bringing.release()
 
     def bring(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor]:
         """Hold rows of one piece in the cache until the returned handle is released; also return their places."""

@@ -92,10 +92,6 @@ class LogLayout:
         """Return the columns without values in records of an earlier layout, in order of birth."""
         return sorted((each for each in self.held if each.birth > number), key=lambda each: each.birth)
 
-    def is_copied(self, name: str) -> bool:
-        """Return whether another column started as a copy of this one."""
-        return any(each.source == name for each in self.held)
-
 
 def least_group(num_embeddings: int, stride: int) -> int:
     """Return the number of neighbouring rows that are stored as a group.

@@ -52,11 +52,12 @@ class LogColumns(OpenedLog):
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         names = [column.name for column in columns]
-        if any(_source(column) in names[place:] for place, column in enumerate(columns)):
+        sources = [each.init.column if isinstance(each.init, CopyOf) else None for each in columns]
+        if any(source in names[place:] for place, source in enumerate(sources)):
             for column in columns:  # copy before the source is reset
                 self.reset_columns([column])
             return
-        if any(self._cache.layout.is_copied(column.name) for column in columns):
+        if any(each.source in names for each in self._cache.layout.held):
             self._commits.changed = True
             for rows in [rows for rows, _ in self._cache.written_rows()]:
                 self._cache.rewrite(rows)  # else rows of earlier layouts would copy reset values
@@ -189,11 +190,6 @@ def _progress(total_rows: int, what: str) -> Iterator[Callable[[int], object]]:
         return
     with tqdm(total=total_rows, desc=what, unit="row", unit_scale=True, disable=None, leave=False) as bar:
         yield bar.update
-
-
-def _source(column: Column) -> str | None:
-    """Return the name of the column that this one starts as a copy of."""
-    return column.init.column if isinstance(column.init, CopyOf) else None
 
 
 def _copy_sources(cache: LogCache, layout: LogLayout, rows: torch.Tensor, columns: Sequence[Column]) -> None:

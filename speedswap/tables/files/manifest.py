@@ -33,7 +33,7 @@ _DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
 }
-_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
+_STORED: dict[str | None, torch.dtype] = {str(each).removeprefix("torch."): each for each in STORED_DTYPES}
 _ANY_64_BITS = 0, 2**64 - 1
 
 
@@ -76,8 +76,7 @@ def parse_column(item: dict[str, Any], num_embeddings: int) -> Column:
     initial = from_json(item["init"]) or Unknown(json.dumps(item["init"]))
     fits = not isinstance(initial, InRanges) or initial.num_rows == num_embeddings
     require(fits, f"the ranges of column {name!r} are not its {num_embeddings} rows")
-    held = None if stored is None else _STORED[stored]
-    return Column(name, tuple(shape), _DTYPES[dtype], initial, zero_row, held, rounding)
+    return Column(name, tuple(shape), _DTYPES[dtype], initial, zero_row, _STORED.get(stored), rounding)
 
 
 def require_size(num_embeddings: int, columns: Sequence[Column]) -> None:

@@ -8,7 +8,6 @@ removes the leftovers of a killed one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import hashlib
@@ -126,7 +125,7 @@ class Place:
             return None  # another process took it for a leftover before it was locked
         except BaseException:
             for name in ("OWNER", "LOCK"):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.unlink(self.hidden / name)
             _remove_empty(self.hidden)
             raise
@@ -258,7 +257,7 @@ class Place:
     def _make_parents(self) -> None:
         missing = [parent for parent in self.path.parents if not os.path.lexists(parent)]
         for directory in reversed(missing):
-            with says_if_full(directory.parent), contextlib.suppress(FileExistsError):
+            with says_if_full(directory.parent), suppress(FileExistsError):
                 os.mkdir(directory)
                 self._made.append(directory)
 
