@@ -269,7 +269,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
     with ExitStack() as opened:
         sources = []
         for rank in range(before.world_size):
-            store = open_shard(path, before, rank, "r", disk)
+            store = open_shard(path, before, rank, disk)
             opened.callback(store.close)
             sources.append(Shard(Table(store), owners, rank))
         stores = [source.table for source in sources]

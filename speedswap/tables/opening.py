@@ -72,21 +72,15 @@ def read_manifest(path: Path, base: Sequence[str] | None = None) -> ShardsManife
 
 
 def open_shard(
-    path: Path,
-    manifest: ShardsManifest,
-    rank: int,
-    mode: str,
-    disk: DiskOptions,
-    commit: int | None = None,
-    base: Sequence[str] | None = None,
+    path: Path, manifest: ShardsManifest, rank: int, disk: DiskOptions, base: Sequence[str] | None = None
 ) -> RowStore:
-    """Open the rows of one rank.
+    """Open the rows of one rank for reading.
 
     Args:
         path: of the table of all ranks.
         manifest: its description.
         rank: whose rows.
-        mode, disk, commit, base: as for :func:`open_store`.
+        disk, base: as for :func:`open_store`.
 
     Raises:
         TableFormatError: the rank's files are missing, or belong to another table.
@@ -96,7 +90,7 @@ def open_shard(
     try:
         if place.is_symlink():
             raise UnknownFile(f"{place} is a symbolic link, which is not followed; put the directory itself there")
-        store = _open_log(place, mode, disk, commit, base)
+        store = _open_log(place, "r", disk, None, base)
     except FileNotFoundError:
         raise TableFormatError(f"the table at {path} is damaged: {place.name} is missing") from None
     rows, log = Owners(manifest.num_embeddings, manifest.world_size).rows_of(rank), innermost(store)
@@ -128,7 +122,7 @@ class ShardsInFiles(RowStore, Files):
         with ExitStack() as opened:
             self.shards: list[RowStore] = []
             for rank in range(manifest.world_size):
-                self.shards.append(open_shard(path, manifest, rank, "r", disk, base=base))
+                self.shards.append(open_shard(path, manifest, rank, disk, base))
                 opened.callback(self.shards[-1].close)
             self._path = path.absolute()
             self._require_one_step()

@@ -300,8 +300,7 @@ class PendingTransfers:
 
     def add_prefetch(self, prefetch: Prefetch) -> None:
         """Add a prefetch, to which later writes must be forwarded."""
-        waiting = [each for each in self._alive() if not each.is_taken]
-        self.prefetches = [*map(weakref.ref, waiting), weakref.ref(prefetch)]
+        self.prefetches = [*map(weakref.ref, self.not_taken()), weakref.ref(prefetch)]
 
     def not_taken(self) -> list[Prefetch]:
         """Return the prefetches whose steps are to come."""

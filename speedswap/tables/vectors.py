@@ -364,10 +364,7 @@ class _Groups(Incoming):
         if not shape and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             first = next(self._batches([name], 1)).column(name)[0]
             shape, kind = [len(first) if first.is_valid else 0], kind.value_type
-        if (
-            not (pa.types.is_primitive(kind) and (pa.types.is_integer(kind) or pa.types.is_floating(kind)))
-            or 0 in shape
-        ):
+        if 0 in shape or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
             return None
         return ColumnForm(torch.from_numpy(np.empty(0, kind.to_pandas_dtype())).dtype, tuple(shape))
 

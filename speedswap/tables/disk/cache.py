@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,12 +66,7 @@ class DiskOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
 
 
-class _Cached(Protocol):
-    @property
-    def cache_bytes(self) -> int: ...
-
-
-_open: weakref.WeakSet[_Cached] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()  # stores
 _promises = Locked()  # the threads that count what these hold, or add to them
 
 
@@ -90,7 +85,7 @@ def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
     return min(asked, table_bytes)
 
 
-def promise(store: _Cached) -> None:
+def promise(store: Any) -> None:
     """Count a store's cache as promised memory for as long as the store exists."""
     with _promises.lock:
         _open.add(store)
@@ -175,7 +170,9 @@ class LogCache:
     def fields(self, names: tuple[str, ...]) -> kernels.WantedColumns:
         """Return columns as the kernels gather them, by name."""
         if names not in self._fields:
-            self._fields[names] = self.layout.fields(names)
+            held = [self.layout.by_name[name] for name in names]
+            wanted = {each.column.name: each.column.at(each.offset) for each in held}
+            self._fields[names] = kernels.WantedColumns(wanted)
         return self._fields[names]
 
     def pieces(self, count: int) -> Iterator[slice]:

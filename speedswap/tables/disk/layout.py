@@ -83,11 +83,6 @@ class LogLayout:
         """The columns as held in this layout, by name."""
         return {each.column.name: each for each in self.held}
 
-    def fields(self, names: Sequence[str]) -> kernels.WantedColumns:
-        """Return columns as the kernels gather them, by name."""
-        held = [self.by_name[name] for name in names]
-        return kernels.WantedColumns({each.column.name: each.column.at(each.offset) for each in held})
-
     def younger_than(self, number: int) -> list[HeldColumn]:
         """Return the columns without values in records of an earlier layout, in order of birth."""
         return sorted((each for each in self.held if each.birth > number), key=lambda each: each.birth)
