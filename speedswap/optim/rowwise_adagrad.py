@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from speedswap.kernels import step_adagrad
 
-__all__ = ["RowwiseAdagrad"]
-
 
 class RowwiseAdagrad(Optimizer):
     r"""Adagrad with one accumulator per row: the sum over the steps of the row's mean squared gradient.

@@ -89,7 +89,7 @@ def _in_numpy(dtype: torch.dtype) -> int:
 
 
 FORMATS = {
-    "npy": Format((".npy",), vectors.write_npy, vectors.read_npy, False, "never", _in_numpy),
+    "npy": Format((".npy",), vectors.write_npy, vectors.NpyRows, False, "never", _in_numpy),
     "safetensors": Format((".safetensors",), vectors.write_safetensors, vectors.SafetensorsRows, True, "never", _exact),
     "word2vec": Format(
         (".txt", ".vec"), vectors.write_word2vec, vectors.Word2vecRows, False, "always", lambda _: len(" 0")

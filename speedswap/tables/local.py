@@ -119,8 +119,7 @@ class LocalStore(RowStore):
         if wanted not in self._by_names:
             for name in wanted:
                 self.group_of(name)  # raises if no group holds it
-            fields = [(group, group.fields(wanted)) for group in self.groups]
-            self._by_names[wanted] = [(group, some) for group, some in fields if some]
+            self._by_names[wanted] = [(group, some) for group in self.groups if (some := group.fields(wanted))]
         return self._by_names[wanted]
 
     def _hold(self, *groups: RecordGroup) -> None:

@@ -297,14 +297,6 @@ class FileMemory(Memory):
     def __init__(self, tensor: MappedTensor) -> None:
         self._tensor, self.bytes = tensor, tensor.bytes
 
-    def check(self) -> None:
-        """Raise TableClosedError if the file has been written since it was opened."""
-        self._tensor.check()
-
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Start reading some of the bytes, which are otherwise read a page at a time."""
-        kernels.read_ahead(self.bytes[start:stop].unsqueeze(0), torch.zeros(1, dtype=torch.int64, device="cpu"))
-
     def close(self) -> None:
         super().close()
         self._tensor.close()
@@ -335,15 +327,15 @@ class FileStore(LocalStore):
         rows, width = place.shape
         super().__init__(StoreFacts(rows, "file", name=name), written=True)
         weight = Column("weight", (width,), place.dtype, Unknown('{"kind": "given"}'))
-        self._memory = FileMemory(files.mapped(name))
-        self._hold(RecordGroup(RecordLayout((weight,), (0,), weight.row_bytes), self._memory, rows))
+        self._tensor = files.mapped(name)
+        self._hold(RecordGroup(RecordLayout((weight,), (0,), weight.row_bytes), FileMemory(self._tensor), rows))
 
     def check(self, *, writing: bool = False) -> bool:
-        self._memory.check()
+        self._tensor.check()
         return super().check(writing=writing)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         if column == "weight" and start < stop:
-            stride = self.group_of(column).layout.stride
-            self._memory.read_ahead(start * stride, stop * stride)
+            rows = self.group_of(column).memory.bytes.view(self.num_embeddings, -1)  # otherwise read a page at a time
+            kernels.read_ahead(rows[start:stop].reshape(1, -1), torch.zeros(1, dtype=torch.int64, device="cpu"))
         return super().read(column, start, stop, device)

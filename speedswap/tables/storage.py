@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -30,8 +30,6 @@ from speedswap.tables.memory import HotBytes, MemoryKind, WantedShares, default_
 from speedswap.tables.opening import open_store
 from speedswap.tables.record import Column, count, is_lazy, require_bases, require_name, row_of, seed_of
 from speedswap.tables.store import RowStore, StoreFacts, origins_in
-
-_Self = TypeVar("_Self", bound="Storage")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -90,7 +88,7 @@ class Storage(ABC):
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def of_table(self: _Self, name: str, own: Storage | str | None = None) -> _Self | Storage:
+    def of_table(self, name: str, own: Storage | str | None = None) -> Storage:
         """Return the place of one of several tables.
 
         Args:

@@ -53,40 +53,38 @@ def write_npy(file: BinaryIO, rows: Outgoing) -> None:
         file.write(as_numpy(*piece.values.values()).data)
 
 
-def read_npy(file: BinaryIO, what: str) -> Incoming:
-    """Check the head of a file.
+class NpyRows(Incoming):
+    """The rows of an array.
 
     Raises:
         TableFormatError: it is not an array of rows, or is damaged.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            is_first = np.lib.format.read_magic(file) == (1, 0)
-            read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-            shape, fortran_order, dtype = read(file)
-            form = ColumnForm(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, tuple(shape[1:]))
-    except OSError:
-        raise
-    except Exception as error:  # whatever NumPy's parser raises
-        raise TableFormatError(f"{what} is not an array of numbers in a .npy file ({error}); save it again") from None
-    if fortran_order or not shape or min(shape) < 1:
-        order = "columns first" if fortran_order else "no rows"
-        raise TableFormatError(f"{what} has shape {shape} and {order}; save np.ascontiguousarray of a matrix of rows")
-    first, size = file.tell(), os.fstat(file.fileno()).st_size
-    if size - first != math.prod(shape) * dtype.itemsize:
-        raise TableFormatError(
-            f"{what} is damaged: it has {size - first} bytes of data for {shape} of {dtype}; make or copy it again"
-        )
-    return _Array(file, what, shape[0], form, dtype)
 
-
-class _Array(Incoming):
-    """The rows of an array."""
-
-    def __init__(self, file: BinaryIO, what: str, num_rows: int, form: ColumnForm, dtype: np.dtype[Any]) -> None:
-        self.num_rows = num_rows
-        self.columns = {"weight": form}
+    def __init__(self, file: BinaryIO, what: str) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                is_first = np.lib.format.read_magic(file) == (1, 0)
+                read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+                shape, fortran_order, dtype = read(file)
+                form = ColumnForm(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, tuple(shape[1:]))
+        except OSError:
+            raise
+        except Exception as error:  # whatever NumPy's parser raises
+            raise TableFormatError(
+                f"{what} is not an array of numbers in a .npy file ({error}); save it again"
+            ) from None
+        if fortran_order or not shape or min(shape) < 1:
+            order = "columns first" if fortran_order else "no rows"
+            raise TableFormatError(
+                f"{what} has shape {shape} and {order}; save np.ascontiguousarray of a matrix of rows"
+            )
+        first, size = file.tell(), os.fstat(file.fileno()).st_size
+        if size - first != math.prod(shape) * dtype.itemsize:
+            raise TableFormatError(
+                f"{what} is damaged: it has {size - first} bytes of data for {shape} of {dtype}; make or copy it again"
+            )
+        self.num_rows, self.columns = shape[0], {"weight": form}
         self._file, self._what, self._dtype = file, what, dtype
 
     def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:

@@ -83,10 +83,6 @@ class LogLayout:
         """The columns as held in this layout, by name."""
         return {each.column.name: each for each in self.held}
 
-    def younger_than(self, number: int) -> list[HeldColumn]:
-        """Return the columns without values in records of an earlier layout, in order of birth."""
-        return sorted((each for each in self.held if each.birth > number), key=lambda each: each.birth)
-
 
 def least_group(num_embeddings: int, stride: int) -> int:
     """Return the number of neighbouring rows that are stored as a group.
@@ -183,8 +179,8 @@ class FreshRows(NamedTuple):
                 rows, places = rows[inside], places[inside]
             parts = [
                 kernels.Part(each.offset, self._values(each, number, rows, records, places), each.column.form())
-                for each in self.layout.younger_than(number)
-                if each.column.name not in self.left_out
+                for each in self.layout.held
+                if each.birth > number and each.column.name not in self.left_out
             ]
             kernels.scatter_records(records, places, parts)
 
@@ -205,7 +201,7 @@ class FreshRows(NamedTuple):
         places = torch.arange(len(rows))[inside]
         columns = self.layout.columns.items()
         blocks = {name: torch.empty(len(places), column.row_bytes, dtype=torch.uint8) for name, column in columns}
-        parts = [kernels.Part(self.layout.by_name[name].offset, block) for name, block in blocks.items()]
+        parts = [kernels.Part(each.offset, blocks[each.column.name]) for each in self.layout.held]
         kernels.gather_records(records, places, parts)
         return rows[inside], blocks
 

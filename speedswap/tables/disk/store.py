@@ -247,12 +247,11 @@ class LogStore(LogColumns, Commits):
             for name, value in values.items()
         }
         held, fields = self._held.taken(block.place), self._cache.fields(tuple(values))
-        here = None if held is not None else kernels.as_ids(rows.to(_CPU))
 
         def change() -> None:
             nonlocal held
             if held is None:
-                self._cache.scatter(kernels.as_ids(rows.to(_CPU)) if here is None else here, fields, blocks)
+                self._cache.scatter(kernels.as_ids(rows.to(_CPU)), fields, blocks)
                 return
             last, held = held, None
             with last.bringing:
