@@ -18,11 +18,10 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import TableClosedError, TableFormatError
-from speedswap.tables.disk.cache import DiskOptions
-from speedswap.tables.disk.layout import FreshRows, LogLayout
+from speedswap.tables.disk.cache import DiskOptions, FreshRows
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.manifest import LogManifest
+from speedswap.tables.files.manifest import LogLayout, LogManifest
 from speedswap.tables.idle import LAST_STEP
 from speedswap.tables.init import Initializer, resolve
 from speedswap.tables.local import LocalStore

@@ -1,4 +1,4 @@
-"""The cache of a log's rows in memory, through which rows are read and written.
+"""The cache of a log's rows in memory, through which rows are read, filled with initial values, and written.
 
 A prefetch only loads rows into the cache, and holds them there; the step itself gathers them from there. So writes of
 earlier steps, which go to the same cache, need not be forwarded.
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from speedswap._machine import available_bytes
 from speedswap._process import Locked
 from speedswap.errors import TableClosedError, TableError, TableFormatError
 from speedswap.kernels import Lookup, Transfer, Transfers
-from speedswap.tables.disk.layout import FreshRows, moves
 from speedswap.tables.files.directory import LogFiles
-from speedswap.tables.files.manifest import LogManifest
+from speedswap.tables.files.manifest import HeldColumn, LogLayout, LogManifest, moves
 from speedswap.tables.files.open_directory import FULL, says_if_full
-from speedswap.tables.record import Block, whole_number
+from speedswap.tables.init import Unknown
+from speedswap.tables.record import Block, initial_values, records_over, whole_number
 from speedswap.tables.store import Found, Prefetched
 
 MOST_COMMIT = 2**62
@@ -89,6 +90,93 @@ def promise(store: Any) -> None:
     """Count a store's cache as promised memory for as long as the store exists."""
     with _promises.lock:
         _open.add(store)
+
+
+class FreshRows(NamedTuple):
+    """The initial values of a table's rows.
+
+    Args:
+        layout: the newest.
+        group_rows: neighbouring rows stored as a group.
+        num_embeddings: rows.
+        seed: the table's seed.
+        left_out: names of columns that are not filled.
+    """
+
+    layout: LogLayout
+    group_rows: int
+    num_embeddings: int
+    seed: int
+    left_out: frozenset[str] = frozenset()
+
+    def fill(self, records: kernels.Records, fresh: Tensor) -> None:
+        """Write initial values to records that have none.
+
+        Args:
+            records: in the newest layout, ``group_rows`` for each slot.
+            fresh: int64, shape (m, 3): a slot, the group in it, and the number of the layout in which the group was
+                written (its values are copied to the newest one already), or -1 if it was never written.
+        """
+        for number in kernels.unique(fresh[:, 2] + 1)[0].sub(1).tolist():
+            slots, groups = fresh[fresh[:, 2] == number, :2].unbind(1)
+            order = groups.argsort()
+            rows, places = self.rows_of(groups[order]), self.rows_of(slots[order])
+            inside = rows < self.num_embeddings  # the last group may be partly empty
+            if not inside.all():
+                rows, places = rows[inside], places[inside]
+            parts = [
+                kernels.Part(each.offset, self._values(each, number, rows, records, places), each.column.form())
+                for each in self.layout.held
+                if each.birth > number and each.column.name not in self.left_out
+            ]
+            kernels.scatter_records(records, places, parts)
+
+    def columns_of(self, groups: Tensor, held: Tensor, layout: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the ids of groups' rows, and the bytes of each column, uint8 (n, row_bytes).
+
+        Args:
+            groups: int64, shape (n,).
+            held: their bytes, uint8, contiguous; columns that their layout lacks are filled.
+            layout: the number of the layout in which they were written; -1 if they never were.
+        """
+        records = records_over(held.view(-1, self.layout.stride))
+        if layout != self.layout.number:
+            slots = torch.arange(len(groups))
+            self.fill(records, torch.stack([slots, groups, torch.full_like(groups, layout)], dim=1))
+        rows = self.rows_of(groups)
+        inside = rows < self.num_embeddings
+        places = torch.arange(len(rows))[inside]
+        columns = self.layout.columns.items()
+        blocks = {name: torch.empty(len(places), column.row_bytes, dtype=torch.uint8) for name, column in columns}
+        parts = [kernels.Part(each.offset, blocks[each.column.name]) for each in self.layout.held]
+        kernels.gather_records(records, places, parts)
+        return rows[inside], blocks
+
+    def rows_of(self, groups: Tensor) -> Tensor:
+        """Return the rows of groups, or the places of slots."""
+        if self.group_rows == 1:
+            return groups.contiguous()
+        return (groups[:, None] * self.group_rows + torch.arange(self.group_rows)).flatten()
+
+    def _values(self, held: HeldColumn, number: int, rows: Tensor, records: kernels.Records, places: Tensor) -> Tensor:
+        if number >= 0 and held.source is not None:  # the row as of the column's creation
+            source = self.layout.by_name[held.source]
+            if source.birth <= number:
+                values = torch.empty(len(places), *source.column.row_shape, dtype=source.column.dtype)
+                kernels.gather_records(records, places, [kernels.Part(source.offset, values, source.column.form())])
+            else:
+                values = source.column.as_read(self._values(source, number, rows, records, places))
+            return held.origin.through[-1].begun_as(values, rows)
+        start, through = held.origin
+        if isinstance(start.init, Unknown):
+            raise TableFormatError(
+                f"row {int(rows[0])} of column {held.column.name!r} has initial values that cannot be computed, and "
+                "was never written: the table's files are damaged; restore them from a copy"
+            )
+        values = initial_values({start.name: start}, rows, self.seed, self.num_embeddings)[start.name]
+        for before, column in pairwise((start, *through)):
+            values = column.begun_as(before.as_read(values), rows)
+        return values
 
 
 _CPU = torch.device("cpu")

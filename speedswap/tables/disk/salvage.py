@@ -24,14 +24,23 @@ from numpy.typing import NDArray
 
 from speedswap import kernels
 from speedswap.errors import TableBusyError, TableFormatError
+from speedswap.tables.disk.cache import FreshRows
 from speedswap.tables.disk.keys import LogHead, read_head
-from speedswap.tables.disk.layout import FreshRows, collapsed, moves
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.damage import bytes_left, mended_block, mended_text, ranges_of, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory, log_names
 from speedswap.tables.files.keys_file import assembled, pieces_left
 from speedswap.tables.files.locks import WriterLock
-from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ShardsManifest, parse, shard_name
+from speedswap.tables.files.manifest import (
+    MANIFEST,
+    AnyManifest,
+    LogManifest,
+    ShardsManifest,
+    collapsed,
+    moves,
+    parse,
+    shard_name,
+)
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
 from speedswap.tables.files.place import Place, open_regular
 from speedswap.tables.id_map import IdMap

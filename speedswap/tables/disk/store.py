@@ -21,10 +21,9 @@ from speedswap.errors import TableBusyError, TableFullError, TableTooLargeError
 from speedswap.kernels import Lookup, Transfers, deferred_interrupts
 from speedswap.tables.disk.cache import MOST_COMMIT, DiskOptions, HeldRows, LogCache, RowsAheadOfStep
 from speedswap.tables.disk.keys import LogHead
-from speedswap.tables.disk.layout import LogLayout, added, reset
 from speedswap.tables.disk.opened import OpenedLog
 from speedswap.tables.files.directory import LogFiles, TableDirectory
-from speedswap.tables.files.manifest import LogManifest
+from speedswap.tables.files.manifest import LogLayout, LogManifest, added, reset
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import CHUNK_ROWS, CopyOf, chunks_of
 from speedswap.tables.record import Block, Column, is_lazy, whole_number

@@ -1,4 +1,9 @@
-"""The MANIFEST file of a table's directory, never trusted: for a table in a log, or one whose shards ranks own."""
+"""The description of a table in files, and MANIFEST, never trusted, which holds it: for a log, or for shards of ranks.
+
+A log's table has a record layout, and earlier ones: adding one rewrites no row. A record of an earlier layout is
+converted to the newest when it is read: columns whose values are still valid are copied to their new offsets, and the
+others get their initial values.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,15 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from speedswap.errors import TableFormatError, TableTooLargeError
-from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
 from speedswap.tables.files.damage import ints, is_int, require, require_version, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
 from speedswap.tables.init import CopyOf, InRanges, Unknown, found_in, from_json, saved_in
@@ -94,6 +98,131 @@ def require_size(num_embeddings: int, columns: Sequence[Column]) -> None:
             f"a table has at most {_MAX_ROWS} rows, of {_MAX_STRIDE} bytes with {_MAX_ITEMS} items in a dimension, and "
             f"{_MAX_FILE_BYTES} bytes in all: use fewer or narrower rows"
         )
+
+
+_GROUP_BYTES = 256
+
+Move = tuple[int, int, int]
+"""Bytes of a group that stay: where they were, where they are to be, and their number."""
+
+
+@dataclass(frozen=True)
+class HeldColumn:
+    """A column within a layout.
+
+    Attributes:
+        column: the column as it was created.
+        offset: its offset in a record, in bytes.
+        birth: the number of the layout since which its values are valid; those of earlier records are not.
+        origin: the origin of untouched rows' values, as of the layout's creation, even if ``init`` changed since.
+        source: the column that it started as a copy of, if it did.
+    """
+
+    column: Column
+    offset: int
+    birth: int
+    origin: Origin
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class LogLayout:
+    """The records of one layout.
+
+    Attributes:
+        number: its number, which chunks of the log name.
+        stride: bytes from a record to the next.
+        held: the columns, in record order.
+    """
+
+    number: int
+    stride: int
+    held: tuple[HeldColumn, ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], origins: Mapping[str, Origin] | None = None) -> LogLayout:
+        """Return the first layout of a table that has no rows on disk.
+
+        Args:
+            columns: the table's columns.
+            origins: the origins of their values; by default no column was reset after it was copied.
+        """
+        layout = added(None, columns)
+        if origins is None:
+            return layout
+        held = [replace(each, source=None, origin=origins[each.column.name]) for each in layout.held]
+        return replace(layout, held=tuple(held))
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name."""
+        return {each.column.name: each.column for each in self.held}
+
+    @cached_property
+    def by_name(self) -> dict[str, HeldColumn]:
+        """The columns as held in this layout, by name."""
+        return {each.column.name: each for each in self.held}
+
+
+def least_group(num_embeddings: int, stride: int) -> int:
+    """Return the number of neighbouring rows that are stored as a group.
+
+    It is 1 for records of 256 bytes and more, unless the table has more rows than the log can count.
+    """
+    rows = 1
+    while rows * stride < _GROUP_BYTES or -(-num_embeddings // rows) > _MAX_GROUPS:
+        rows *= 2
+    return rows
+
+
+def added(layout: LogLayout | None, columns: Sequence[Column], *, has_rows: bool = True) -> LogLayout:
+    """Return the next layout, with more columns; the first one if there is none, or no row was written."""
+    held = () if layout is None else layout.held if has_rows else collapsed(layout).held
+    number = layout.number + 1 if layout is not None and has_rows else 0
+    known = {each.column.name: each for each in held}
+    for column in columns:
+        known[column.name] = _born(HeldColumn(column, 0, number, Origin(column)), column, known)
+    records = RecordLayout.of([each.column for each in known.values()])
+    placed = tuple(replace(each, offset=offset) for each, offset in zip(known.values(), records.offsets, strict=True))
+    return LogLayout(number, records.stride, placed)
+
+
+def reset(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
+    """Return a layout's successor, in which some columns have initial values in every row.
+
+    Args:
+        layout: the newest.
+        columns: names and initial values; everything else is taken from the layout's columns.
+    """
+    known, number = dict(layout.by_name), layout.number + 1
+    for column in columns:
+        own = known[column.name]
+        start = replace(own.column, init=column.init, zero_row=column.zero_row)
+        known[column.name] = _born(replace(own, birth=number), start, known)
+    return LogLayout(number, layout.stride, tuple(known.values()))
+
+
+def collapsed(layout: LogLayout) -> LogLayout:
+    """Return the layout of a copy, which has no records in earlier layouts."""
+    held = tuple(replace(each, birth=0, source=None) for each in layout.held)
+    return LogLayout(0, layout.stride, held)
+
+
+def _born(held: HeldColumn, start: Column, known: Mapping[str, HeldColumn]) -> HeldColumn:
+    """Return a column that starts with these initial values in every row."""
+    source = start.init.column if isinstance(start.init, CopyOf) else None
+    return replace(held, source=source, origin=Origin.of(start, {name: each.origin for name, each in known.items()}))
+
+
+def moves(old: LogLayout, newest: LogLayout, group_rows: int) -> list[Move]:
+    """Return which bytes of a group in an earlier layout are valid in the newest one."""
+    before = old.by_name
+    return [
+        (row * old.stride + before[name].offset, row * newest.stride + each.offset, each.column.row_bytes)
+        for row in range(group_rows)
+        for name, each in newest.by_name.items()
+        if each.birth <= old.number
+    ]
 
 
 _MAX_GROUP_ROWS, _MAX_SEGMENT_BYTES = 2**32, 2**30
@@ -264,7 +393,7 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
     layouts = tuple(_parse_layout(item, columns) for item in data["layouts"])
     require(bool(layouts), "it has no layout")
     # Otherwise a small file could name a row in each page of the index.
-    require(rows * layouts[0].stride >= GROUP_BYTES, f"{rows} rows are stored as one")
+    require(rows * layouts[0].stride >= _GROUP_BYTES, f"{rows} rows are stored as one")
     for number, layout in enumerate(layouts):
         require(layout.number == number, f"its layouts have the numbers {[each.number for each in layouts]}")
         require(rows * layout.stride * _LEAST_GROUPS <= segment, f"a record's stride is {layout.stride}")
