@@ -28,9 +28,9 @@ from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.idle import IdleStore
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.owners import Owners, owned_column, whole_columns
-from speedswap.tables.rows_file import changed_rows
 from speedswap.tables.storage import lives_there
 from speedswap.tables.store import Files, JointRows
+from speedswap.tables.whole_table import changed_rows
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers

@@ -35,7 +35,8 @@ from speedswap.tables import TensorFiles, TensorSource, as_storage
 from speedswap.tables.files.place import write_whole
 from speedswap.tables.files.tensor_files import absolute_paths
 from speedswap.tables.init import CHUNK_ROWS, OfTensors, found_in, of_tensors, saved_in
-from speedswap.tables.rows_file import RowsFile, changed_rows, load_rows, save_rows
+from speedswap.tables.rows_file import RowsFile, load_rows, save_rows
+from speedswap.tables.whole_table import changed_rows
 
 Tables = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
 """Patterns of module names, in which ``*`` stands for any characters; or the settings of the tables of each."""

@@ -13,10 +13,10 @@ from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys, is_single_key, ngram_rows, select_texts, token_classes
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import gather_rows, prefetch, scatter_rows
-from speedswap.tables.merging import merge_rows, save_trainable_tokens
 from speedswap.tables.opening import FileStore
 from speedswap.tables.pending import Commit
 from speedswap.tables.record import Block, Column
+from speedswap.tables.rows_file import merge_rows, save_trainable_tokens
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place
 from speedswap.tables.store import Prefetched, RowStore, WrappedStore
 from speedswap.tables.table import Table

@@ -1,4 +1,4 @@
-"""Rows that training has changed: which they are, and a safetensors file that leaves out every other row.
+"""Safetensors files of the rows that training has changed: saved, loaded, merged into checkpoints, and given to PEFT.
 
 For each table a file has the tensors ``{name}.ids`` (int64, ascending), ``{name}.rows``, and, if the optimizer's state
 was saved, ``{name}.state.{column}``. Its metadata describe the tables, with a CRC-32 of each tensor.
@@ -6,12 +6,15 @@ was saved, ``{name}.state.{column}``. Its metadata describe the tables, with a C
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,124 +24,17 @@ from torch import Tensor
 from speedswap._process import all_held
 from speedswap.errors import TableFormatError
 from speedswap.kernels import as_read
-from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files.damage import is_int, require, says_damaged
-from speedswap.tables.files.open_directory import OpenFile, says_if_full
+from speedswap.tables.files.damage import is_int, ranges_of, require, says_damaged
+from speedswap.tables.files.open_directory import OpenFile, says_if_full, sync_names, write_all
 from speedswap.tables.files.place import write_whole
-from speedswap.tables.files.tensor_files import DTYPES, TensorWriter, opened_tensors
-from speedswap.tables.formats import NOTHING_LEFT, require_in_order, require_room, target_file
-from speedswap.tables.idle import IdleStore
-from speedswap.tables.init import CHUNK_ROWS, OfTensors, chunks_of
+from speedswap.tables.files.tensor_files import DTYPES, TensorFiles, TensorPlace, TensorWriter, opened_tensors
+from speedswap.tables.formats import NOTHING_LEFT, new_folder, require_in_order, require_room, target_file
+from speedswap.tables.init import OfTensors, chunks_of, of_tensors
 from speedswap.tables.record import Block, Column, initial_values, is_lazy, require_functions_of_row, with_sources
-from speedswap.tables.store import (
-    CHECKPOINT,
-    CHECKPOINT_FOLDER,
-    Commits,
-    JointRows,
-    RowStore,
-    WrappedStore,
-    innermost,
-    note_change,
-    read_alone,
-    require_alike,
-)
-from speedswap.tables.whole_table import ColumnForm, rows_in_piece
+from speedswap.tables.store import RowStore, note_change, read_alone, require_alike
+from speedswap.tables.whole_table import ColumnForm, changed_rows, rows_in_piece
 
 _CPU = torch.device("cpu")
-
-
-def _commits_of(store: RowStore) -> Commits:
-    """Return the held commits of a table's store.
-
-    Raises:
-        TypeError: it keeps none.
-    """
-    commits = None if store.files is None else store.files.commits
-    if commits is None:
-        raise TypeError(
-            f"table {store.facts.name!r} keeps no commits to compare with (storage {store.facts.storage!r}); put "
-            "it on disk with storage=speedswap.Disk(path), without scratch and without ranks"
-        )
-    return commits
-
-
-def hold_commit(store: RowStore) -> int:
-    """Commit a table on disk durably, and hold the commit; see :meth:`speedswap.Table.hold`."""
-    commits = _commits_of(store)
-    for name in (CHECKPOINT, CHECKPOINT_FOLDER):  # whose end would release the commit
-        store.notes.attributes.pop(name, None)
-    _take_missed_steps(store)
-    commit = commits.hold()
-    store.flush()
-    return commit
-
-
-def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = None) -> Tensor:
-    """Return the rows that were changed since a held commit, or that may differ from their initial values.
-
-    Args:
-        store: the table's; of ranks that own the rows together, every one must call this.
-        columns: the columns to compare with initial values, where no log knows the rows that were written.
-        since: the number of the commit; None for initial values.
-
-    Returns:
-        Ids, int64, ascending. Every row, if initial values cannot be computed again.
-
-    Raises:
-        TypeError, ValueError: the table keeps no commits, or not this one.
-    """
-    facts, log, idle = store.facts, innermost(store), _idle(store)
-    if isinstance(log, JointRows) and since is None:
-        return log.changed_rows(columns)
-    rows = range(facts.first_row, facts.first_row + facts.num_embeddings)
-    missed = idle is not None and idle.steps is not None and idle.steps.count > 0
-    if since is not None:
-        _commits_of(store)
-        assert isinstance(log, LogStore)
-        _take_missed_steps(store)
-        return log.changed_since(since, rows) - rows.start
-    if not all(is_lazy(store.columns[name]) for name in columns):
-        return torch.arange(facts.num_embeddings)
-    if isinstance(log, LogStore) and not missed:
-        ids = log.log.written(rows.start, rows.stop) - rows.start
-        if log.manifest.group_rows == 1:
-            return ids
-        pieces: Iterator[Tensor] = iter(torch.split(ids, CHUNK_ROWS))
-    else:
-        pieces = (torch.arange(some.start, some.stop) for some in chunks_of(facts.num_embeddings))
-    compared = {name: store.columns[name] for name in columns}
-    return torch.cat([ids[_differ(store, compared, ids)] for ids in pieces if len(ids)] or [torch.arange(0)])
-
-
-def _take_missed_steps(store: RowStore) -> None:
-    """Write every row of a table with the steps that it has missed, so that its log has them."""
-    if (idle := _idle(store)) is not None:
-        idle.bring_up_to_date()
-
-
-def _idle(store: RowStore) -> IdleStore | None:
-    while isinstance(store, WrappedStore):
-        if isinstance(store, IdleStore):
-            return store
-        store = store.inner
-    return None
-
-
-def _differ(store: RowStore, columns: dict[str, Column], ids: Tensor) -> Tensor:
-    """Return a mask of the rows whose bits differ from their initial values."""
-    found, facts = store.gather(ids, [*columns], _CPU), store.facts
-    initial = initial_values(with_sources(store.columns, columns), ids, facts.seed, facts.num_embeddings)
-    differ = torch.zeros(len(ids), dtype=torch.bool)
-    for name, column in columns.items():
-        ours, theirs = (_bytes_of(each) for each in (found[name], column.as_read(initial[name])))
-        differ |= (ours != theirs).any(1)
-    return differ
-
-
-def _bytes_of(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(len(rows), rows[:1].numel()).view(torch.uint8)
-
-
 _COPIES = 4  # of a piece that is read, at once: in its dtype on file and in others
 _FORMAT, _VERSION = "speedswap-rows", 1
 _ABOUT = {"shape", "origin", "tensors", "since", "commit"}
@@ -461,3 +357,221 @@ def _load(store: RowStore, file: RowsFile, name: str, columns: list[str]) -> Non
         initial = initial_values(reset, ids, facts.seed, facts.num_embeddings)
         note_change(store, ids, initial | values)
         store.scatter(Block(ids, {}), initial | values)
+
+
+# ---- merged into a checkpoint
+
+RowsFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A file of :meth:`speedswap.Table.save_rows`, or several."""
+
+_COPIED_BYTES = 1 << 30  # at once
+_CANNOT_SHARE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+_Target = tuple[Path, TensorPlace]
+"""A tensor that gets rows: the path of its file, within the checkpoint's folder, and its place there."""
+
+
+def merge_rows(base: str | os.PathLike[str], rows: RowsFiles, out: str | os.PathLike[str]) -> None:
+    """Write a copy of a checkpoint whose tables have the rows in files.
+
+    Files are copied by the file system, without their bytes where it can share them; then rows are written in place,
+    rounded to the tensors' dtype, a bounded piece at a time. Names, shards, index and all other files are those of the
+    checkpoint, hidden files excepted.
+
+    Args:
+        base: the checkpoint's folder, with safetensors files.
+        rows: files of :meth:`speedswap.Table.save_rows` over that checkpoint, or with every row of a table that is
+            called like its tensor, ``.weight`` or not; of a row in several files the last one counts.
+        out: a new folder; it appears complete or not at all, durably.
+
+    Raises:
+        FileExistsError: ``out`` exists.
+        FileNotFoundError, TableFormatError: a file is missing, damaged, or not a file of rows.
+        ValueError: rows are those of another checkpoint, a tensor or its shape does not fit, or a row would become
+            infinite.
+        TypeError: the tensors are of float8, whose scales the rows do not fit.
+        TableFullError: the disk has no room. In all cases nothing is left behind.
+    """
+    folder = Path(os.path.abspath(base))
+    files = [RowsFile(path) for path in ([rows] if isinstance(rows, str | os.PathLike) else rows)]
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "give the folder of a checkpoint", str(folder))
+    tensors = TensorFiles(folder)
+    targets = [(file, name, _targets(file, name, tensors, folder)) for file in files for name in file.about]
+    for file in files:
+        file.verify()
+    with _filled_folder(out) as new:
+        for path in _visible(folder):
+            copied = new / path.relative_to(folder)
+            copied.mkdir() if path.is_dir() else _copy(path, copied)
+        for file, name, found in targets:
+            _write(file, name, [(new / path, place) for path, place in found])
+
+
+def _targets(file: RowsFile, name: str, tensors: TensorFiles, folder: Path) -> list[_Target]:
+    """Return the tensors of a table, in the order of their rows."""
+    about, base = file.about[name], file.about[name]["tensors"]
+    if base is not None:
+        found = [each for pattern in base["names"] for each in tensors.matching(pattern)]
+        if (places := [tensors.place(each) for each in found])[0].dtype.itemsize < 2:
+            raise TypeError(
+                f"{found[0]!r} of {folder} is {places[0].dtype} with scales, in which rows cannot be written; keep the "
+                f"rows in {file.path}, or merge them into a checkpoint that is saved in a wider dtype"
+            )
+        now = of_tensors(folder, base["names"], block=base["block"]).fingerprint
+        if now != base["fingerprint"]:
+            raise ValueError(
+                f"{file.path} has rows of a checkpoint with the fingerprint {base['fingerprint']}, but that of "
+                f"{folder} is {now}; give the checkpoint that the table {name!r} was made over"
+            )
+    else:
+        found = [each for each in (f"{name}.weight", name) if each in tensors][:1]
+        if not found:
+            raise ValueError(tensors.missing(f"{name}.weight"))
+        if file.count(name) < about["shape"][0]:
+            raise ValueError(
+                f"{file.path} has some rows of {name!r}, whose others are not those of {folder}; save a table made "
+                "with init=speedswap.init.of_tensors(…), or one with every row"
+            )
+    places = [tensors.place(each) for each in found]
+    rows, shapes = sum(place.shape[0] for place in places), {place.shape[1:] for place in places}
+    if [rows] != about["shape"][:1] or shapes != {(about["shape"][1],)} or not places[0].dtype.is_floating_point:
+        raise ValueError(
+            f"{file.path} has rows of a table of {about['shape']}, but {found[0]!r} of {folder} has {rows} rows of "
+            f"{shapes}; give the checkpoint that the table {name!r} was made over"
+        )
+    return [(tensors.path(each).relative_to(folder), place) for each, place in zip(found, places, strict=True)]
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """Yield everything in a folder, folders before what is in them."""
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith("."):
+            yield path
+            if path.is_dir():
+                yield from _visible(path)
+
+
+@contextmanager
+def _filled_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Provide a new folder that takes its name, with all of its files durable, when the block ends without an error."""
+    with new_folder(out) as new:
+        new.mkdir()
+        yield new
+        for path in (new, *_visible(new)):
+            if path.is_dir():
+                sync_names(path)
+            else:
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file's bytes, or have the file system share them."""
+    try:
+        with open(source, "rb") as one, open(target, "wb") as other:
+            while os.copy_file_range(one.fileno(), other.fileno(), _COPIED_BYTES):
+                pass
+    except OSError as error:
+        if error.errno not in _CANNOT_SHARE:
+            raise
+        shutil.copyfile(source, target)
+
+
+def _write(file: RowsFile, name: str, targets: list[_Target]) -> None:
+    """Write a table's rows to its tensors in place."""
+    opened = {path: OpenFile(os.open(path, os.O_WRONLY)) for path in {path for path, _ in targets}}
+    firsts = torch.tensor([*accumulate((place.shape[0] for _, place in targets), initial=0)])
+    for ids, values in file.pieces(name, ["weight"]):
+        edges = torch.searchsorted(ids, firsts).tolist()
+        for (path, place), first, (begin, end) in zip(targets, firsts.tolist(), pairwise(edges), strict=False):
+            rows = _rounded(values["weight"][begin:end], place.dtype, ids[begin:end], name)
+            _write_runs(opened[path].fd, place, ids[begin:end] - first, rows)
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype, ids: Tensor, name: str) -> Tensor:
+    if rows.dtype == dtype:
+        return rows
+    rounded = rows.to(dtype)
+    lost = (rounded.isinf() & rows.isfinite()).any(1).nonzero()
+    if len(lost):
+        raise ValueError(f"row {int(ids[lost[0]])} of {name!r} has a value beyond the range of {dtype}; scale the rows")
+    return rounded
+
+
+def _write_runs(fd: int, place: TensorPlace, rows: Tensor, values: Tensor) -> None:
+    """Write rows of a tensor, consecutive ones at once."""
+    rest = values.contiguous().view(torch.uint8).numpy()
+    for run in ranges_of(rows.numpy()):
+        some, rest = rest[: len(run)], rest[len(run) :]
+        write_all(fd, some.reshape(-1).data, place.rows(run.start, run.stop).start)
+
+
+# ---- PEFT
+
+_CONFIG, _MODEL, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+
+
+def save_trainable_tokens(
+    rows: str | os.PathLike[str], out: str | os.PathLike[str], *, adapter: str | os.PathLike[str] | None = None
+) -> None:
+    """Write rows as trainable tokens of PEFT, which ``PeftModel.from_pretrained(model, out)`` loads onto a plain model.
+
+    The plain model has the whole table in memory, and its configuration every id, so this is for small tables.
+
+    Args:
+        rows: a file of :meth:`speedswap.Table.save_rows` whose tables have the names of the model's modules, e.g.
+            ``model.embed_tokens``.
+        out: a new folder; it appears complete or not at all, durably.
+        adapter: the folder of a LoRA adapter, trained with these rows, to write both to ``out``; None for the rows
+            alone, which must be of one table.
+
+    Raises:
+        FileExistsError: ``out`` exists.
+        FileNotFoundError, TableFormatError: a file is missing, damaged, or not a file of rows.
+        ValueError: there are several tables without ``adapter``, or it has trainable tokens already.
+    """
+    file = RowsFile(rows)
+    file.verify()
+    ids = {name: [int(row) for some, _ in file.pieces(name, []) for row in some] for name in file.about}
+    suffix = "" if adapter is None else ".token_adapter"
+    kept, config = _alone(ids, file.path) if adapter is None else _beside(ids, Path(adapter))
+    shapes = {name: (each.dtype, tuple(each.shape)) for name, each in kept.items()}
+    deltas = {name: f"{_PREFIX}{name}{suffix}.trainable_tokens_delta" for name in ids}
+    shapes |= {deltas[name]: (file.form(name).dtype, (len(ids[name]), *file.form(name).row_shape)) for name in ids}
+    with _filled_folder(out) as new:
+        if adapter is not None:
+            for path in _visible(Path(adapter)):
+                if path.is_file() and path.name not in (_CONFIG, _MODEL):
+                    _copy(path, new / path.name)
+        (new / _CONFIG).write_text(json.dumps(config, indent=2))
+        with open(new / _MODEL, "wb") as opened:
+            writer = TensorWriter(OpenFile(os.dup(opened.fileno())), shapes, {"format": "pt"})
+            for name, tensor in kept.items():
+                writer.write(name, tensor)
+            for name in ids:
+                first = 0
+                for _, values in file.pieces(name, ["weight"]):
+                    writer.write(deltas[name], values["weight"], first_row=first)
+                    first += len(values["weight"])
+
+
+def _alone(ids: dict[str, list[int]], path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return no tensors, and the configuration of an adapter of one table's rows."""
+    if len(ids) != 1:
+        raise ValueError(
+            f"rows is {path!r}, with {len(ids)} tables; PEFT takes several only beside LoRA: give adapter="
+        )
+    ((name, tokens),) = ids.items()
+    peft = {"peft_type": "TRAINABLE_TOKENS", "task_type": None, "inference_mode": True}
+    return {}, peft | {"target_modules": [name], "token_indices": tokens}
+
+
+def _beside(ids: dict[str, list[int]], adapter: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the configuration of a LoRA adapter, with trainable tokens in the latter."""
+    config = json.loads((adapter / _CONFIG).read_text())
+    if config.get("trainable_token_indices"):
+        raise ValueError(f"adapter is {str(adapter)!r}, which has trainable tokens already; give one without")
+    tensors = TensorFiles(adapter / _MODEL)
+    return {name: tensors.tensor(name) for name in tensors.names}, config | {"trainable_token_indices": ids}

@@ -37,7 +37,7 @@ from speedswap.tables.record import (
     require_addable,
     require_functions_of_row,
 )
-from speedswap.tables.rows_file import changed_rows, hold_commit, load_rows, save_rows
+from speedswap.tables.rows_file import load_rows, save_rows
 from speedswap.tables.storage import Disk, Storage, as_storage, copy_rows, create_store, opened_place, save_copy
 from speedswap.tables.store import AVERAGES, Commits, JointRows, RowStore, keep_map, leave, note_change, require_out
 
@@ -886,7 +886,7 @@ class Table:
             ValueError: two commits are held already, those of checkpoints included.
         """
         with self._held(writing=True):
-            return hold_commit(self.store)
+            return whole_table.hold_commit(self.store)
 
     @of_all_ranks
     def changed_since(self, commit: int) -> Tensor:
@@ -900,7 +900,7 @@ class Table:
             ValueError: the commit is not held.
         """
         with self._held():
-            return changed_rows(self.store, (), commit)
+            return whole_table.changed_rows(self.store, (), commit)
 
     @of_all_ranks
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Operations on all rows of a table: copies as a tensor or an array, or in bounded pieces to files, with their keys."""
+"""Operations on all rows of a table: those that changed; copies as a tensor or an array, or in pieces to files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,31 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import part_of_ranks
 from speedswap.tables.files.place import open_regular
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.init import chunks_of
+from speedswap.tables.idle import IdleStore
+from speedswap.tables.init import CHUNK_ROWS, chunks_of
 from speedswap.tables.keys import Keys
-from speedswap.tables.record import RecordLayout, column_among, require_dtype
-from speedswap.tables.store import RowStore, StoreFacts
+from speedswap.tables.record import (
+    Column,
+    RecordLayout,
+    column_among,
+    initial_values,
+    is_lazy,
+    require_dtype,
+    with_sources,
+)
+from speedswap.tables.store import (
+    CHECKPOINT,
+    CHECKPOINT_FOLDER,
+    Commits,
+    JointRows,
+    RowStore,
+    StoreFacts,
+    WrappedStore,
+    innermost,
+)
 
 CHUNK_BYTES = 64 * 2**20
+_CPU = torch.device("cpu")
 
 
 def read_rows(store: RowStore, start: int, stop: int | None, column: str, dtype: torch.dtype | None) -> Tensor:
@@ -190,6 +209,98 @@ def require_memory(nbytes: int, what: str) -> None:
             f"{what} are {nbytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB of memory are free; read fewer rows, or "
             "use Table.save(path)"
         )
+
+
+def _commits_of(store: RowStore) -> Commits:
+    """Return the held commits of a table's store.
+
+    Raises:
+        TypeError: it keeps none.
+    """
+    commits = None if store.files is None else store.files.commits
+    if commits is None:
+        raise TypeError(
+            f"table {store.facts.name!r} keeps no commits to compare with (storage {store.facts.storage!r}); put "
+            "it on disk with storage=speedswap.Disk(path), without scratch and without ranks"
+        )
+    return commits
+
+
+def hold_commit(store: RowStore) -> int:
+    """Commit a table on disk durably, and hold the commit; see :meth:`speedswap.Table.hold`."""
+    commits = _commits_of(store)
+    for name in (CHECKPOINT, CHECKPOINT_FOLDER):  # whose end would release the commit
+        store.notes.attributes.pop(name, None)
+    _take_missed_steps(store)
+    commit = commits.hold()
+    store.flush()
+    return commit
+
+
+def changed_rows(store: RowStore, columns: Sequence[str], since: int | None = None) -> Tensor:
+    """Return the rows that were changed since a held commit, or that may differ from their initial values.
+
+    Args:
+        store: the table's; of ranks that own the rows together, every one must call this.
+        columns: the columns to compare with initial values, where no log knows the rows that were written.
+        since: the number of the commit; None for initial values.
+
+    Returns:
+        Ids, int64, ascending. Every row, if initial values cannot be computed again.
+
+    Raises:
+        TypeError, ValueError: the table keeps no commits, or not this one.
+    """
+    facts, log, idle = store.facts, innermost(store), _idle(store)
+    if isinstance(log, JointRows) and since is None:
+        return log.changed_rows(columns)
+    rows = range(facts.first_row, facts.first_row + facts.num_embeddings)
+    missed = idle is not None and idle.steps is not None and idle.steps.count > 0
+    if since is not None:
+        _commits_of(store)
+        assert isinstance(log, LogStore)
+        _take_missed_steps(store)
+        return log.changed_since(since, rows) - rows.start
+    if not all(is_lazy(store.columns[name]) for name in columns):
+        return torch.arange(facts.num_embeddings)
+    if isinstance(log, LogStore) and not missed:
+        ids = log.log.written(rows.start, rows.stop) - rows.start
+        if log.manifest.group_rows == 1:
+            return ids
+        pieces: Iterator[Tensor] = iter(torch.split(ids, CHUNK_ROWS))
+    else:
+        pieces = (torch.arange(some.start, some.stop) for some in chunks_of(facts.num_embeddings))
+    compared = {name: store.columns[name] for name in columns}
+    return torch.cat([ids[_differ(store, compared, ids)] for ids in pieces if len(ids)] or [torch.arange(0)])
+
+
+def _take_missed_steps(store: RowStore) -> None:
+    """Write every row of a table with the steps that it has missed, so that its log has them."""
+    if (idle := _idle(store)) is not None:
+        idle.bring_up_to_date()
+
+
+def _idle(store: RowStore) -> IdleStore | None:
+    while isinstance(store, WrappedStore):
+        if isinstance(store, IdleStore):
+            return store
+        store = store.inner
+    return None
+
+
+def _differ(store: RowStore, columns: dict[str, Column], ids: Tensor) -> Tensor:
+    """Return a mask of the rows whose bits differ from their initial values."""
+    found, facts = store.gather(ids, [*columns], _CPU), store.facts
+    initial = initial_values(with_sources(store.columns, columns), ids, facts.seed, facts.num_embeddings)
+    differ = torch.zeros(len(ids), dtype=torch.bool)
+    for name, column in columns.items():
+        ours, theirs = (_bytes_of(each) for each in (found[name], column.as_read(initial[name])))
+        differ |= (ours != theirs).any(1)
+    return differ
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(len(rows), rows[:1].numel()).view(torch.uint8)
 
 
 # ---- in pieces, to a file and from one
@@ -498,7 +609,7 @@ def _window(store: RowStore, forms: Mapping[str, ColumnForm], rows: range) -> di
             raise
         missing[:] = True
     for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):
-        block = store.gather(places + rows.start, [*forms], torch.device("cpu"))
+        block = store.gather(places + rows.start, [*forms], _CPU)
         for name in forms:
             values[name][places] = block.columns[name]
     return values
