@@ -163,7 +163,6 @@ class ClosedSteps:
 LAST_STEP = "last_step"
 """The column, visible only here, for the number of the last step that a row has taken."""
 _COLUMN = Column(LAST_STEP, (), torch.int32, zeros())
-_MOST = 2**31 - 1
 
 
 class Steps(Protocol):
@@ -218,7 +217,7 @@ class _Missed:
         """
         with says_damaged(f"the attribute {IDLE_STEPS!r}"):
             before, steps = data["before"], data["steps"]
-            require(is_int(before, 0, _MOST), f"its rows have {before!r} steps")
+            require(is_int(before, 0, 2**31 - 1), f"its rows have {before!r} steps")
             self.before, self.steps = before, None if steps is None else ClosedSteps.from_json(steps, columns)
 
 

@@ -23,6 +23,7 @@ from speedswap.tables.owners import InOrder, Owners, whole_column
 from speedswap.tables.record import Block
 from speedswap.tables.store import Prefetched, begin_alike
 from speedswap.tables.table import Table
+from speedswap.tables.whole_table import rows_in_piece
 
 _log = logging.getLogger("speedswap")
 
@@ -146,7 +147,6 @@ def _require_room(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> No
     kernels.require_memory(out, "out")
 
 
-_PIECE_BYTES = 8 << 20
 _CACHE_BYTES = 64 << 20
 
 
@@ -201,7 +201,7 @@ def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[Te
         yield from (places for places, _ in source.table.store.written_rows())
         return
     shared = source.owners.places_shared(source.rank, target.owners, target.rank)
-    step = max(1, _PIECE_BYTES // max(1, sum(column.row_bytes for column in source.table.columns.values())))
+    step = rows_in_piece([*source.table.columns.values()])
     for start in range(shared.start, shared.stop, step):
         yield torch.arange(start, min(start + step, shared.stop))
 

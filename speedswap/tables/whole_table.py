@@ -507,7 +507,7 @@ class FilePiece:
         return len(next(iter(self.values.values())))
 
 
-def rows_in_piece(forms: Sequence[ColumnForm]) -> int:
+def rows_in_piece(forms: Sequence[ColumnForm | Column]) -> int:
     """Return the number of rows in a piece of some columns."""
     return max(1, PIECE_BYTES // max(1, sum(form.row_bytes for form in forms)))
 

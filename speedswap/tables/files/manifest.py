@@ -490,11 +490,6 @@ class ShardsManifest:
         """The number of ranks."""
         return len(self.salts)
 
-    @property
-    def columns(self) -> dict[str, Column]:
-        """The weight column by name; the ranks' tables know the others."""
-        return {"weight": self.weight}
-
     def encode(self, directory: Path) -> bytes:
         """Return the manifest as JSON, as it stands in its file in a directory, after the checksum."""
         weight = json.dumps(column_json(self.weight))
