@@ -19,7 +19,7 @@ from torch import Tensor
 from speedswap.tables.files.damage import is_int
 from speedswap.tables.init import chunks_of, ids_of, zeros
 from speedswap.tables.record import Block, Column
-from speedswap.tables.store import AVERAGES, Files, RowStore, WrappedStore
+from speedswap.tables.store import AVERAGES, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 
@@ -171,6 +171,7 @@ class AveragesStore(WrappedStore):
     prefetch = RowStore.prefetch
     written_rows = RowStore.written_rows
     read, view = RowStore.read, RowStore.view
+    files = None
 
     def __init__(self, table: Table, averages: TableAverages) -> None:
         super().__init__(table.store)
@@ -178,10 +179,6 @@ class AveragesStore(WrappedStore):
         self.table = weakref.ref(table)
         name = f"average of {table.name}"
         self.facts = replace(table.store.facts, name=name, nbytes=None, is_borrowed=True, reads_copies=True)
-
-    @property
-    def files(self) -> Files | None:
-        return None
 
     @property
     def columns(self) -> dict[str, Column]:

@@ -248,10 +248,8 @@ class GivenRows(Initializer):
 
     source: weakref.ref[Tensor]
     kind: ClassVar[str] = "given"
-
-    @property
-    def is_given(self) -> bool:
-        return True
+    is_given: ClassVar[bool] = True
+    is_function_of_row: ClassVar[bool] = False
 
     def given(self) -> list[Tensor]:
         return [self._rows()]
@@ -265,10 +263,6 @@ class GivenRows(Initializer):
         if rows is None:
             raise RuntimeError("the given rows were freed; they are copied once, while the table is created")
         return rows
-
-    @property
-    def is_function_of_row(self) -> bool:
-        return False
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -381,10 +375,7 @@ class Unknown(Initializer):
 
     description: str
     kind: ClassVar[str] = "unknown"
-
-    @property
-    def is_function_of_row(self) -> bool:
-        return False
+    is_function_of_row: ClassVar[bool] = False
 
     def to_json(self) -> dict[str, Any]:
         return cast("dict[str, Any]", json.loads(self.description))

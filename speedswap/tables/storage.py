@@ -114,10 +114,8 @@ class Storage(ABC):
 
     def __repr__(self) -> str:
         settings = sorted(fields(self), key=lambda each: bool(each.kw_only))
-        values = [
-            (each.name, getattr(self, each.name)) for each in settings if getattr(self, each.name) != each.default
-        ]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values)})"
+        shown = [f"{each.name}={value!r}" for each in settings if (value := getattr(self, each.name)) != each.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 _ENGINES = {"auto": None, "zero_copy": 1.0, "staged": 0.0}  # and the share of rows that kernels move
@@ -136,8 +134,7 @@ class _InMemory(Storage):
         return None, None
 
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
-        rows = num_embeddings, self.kind, self.shares, seed, name or "table"
-        facts = StoreFacts(*rows, hot_bytes=self.hot_bytes)
+        facts = StoreFacts(num_embeddings, self.kind, self.shares, seed, name or "table", hot_bytes=self.hot_bytes)
         return LocalStore.create(facts, weight, may_be_near=self.may_be_near)
 
     def copy(self, source: RowStore) -> RowStore:

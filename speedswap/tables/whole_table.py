@@ -211,6 +211,9 @@ def require_memory(nbytes: int, what: str) -> None:
         )
 
 
+# ---- rows that have changed
+
+
 def _commits_of(store: RowStore) -> Commits:
     """Return the held commits of a table's store.
 

@@ -18,7 +18,7 @@ import torch
 import speedswap
 from speedswap.errors import IdMapError, TableFormatError
 from speedswap.tables import WrappedStore
-from speedswap.tables.disk.keys import LogHead
+from speedswap.tables.disk.keys import read_head
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.keys_file import PIECE_BYTES, encode
 
@@ -149,7 +149,7 @@ def test_damaged_maps_are_refused(tmp_path: Path, damage: Callable[[Path, str], 
 def test_files_of_maps_in_a_head_are_checked(id_maps: object) -> None:
     head = {"layout": 0, "writes": 0, "attributes": {}, "id_maps": id_maps}
     with pytest.raises(TableFormatError, match="the HEAD of table 't' is damaged: its id maps are"):
-        LogHead.parse(json.dumps(head).encode(), "t")
+        read_head(json.dumps(head).encode(), "t", read=lambda name: b"")
 
 
 def test_a_map_of_more_rows_than_the_table_is_refused(tmp_path: Path) -> None:

@@ -79,21 +79,6 @@ class LogHead:
         """Return the log's reference to a head that is in a file."""
         return json.dumps({"file": file, "crc32": zlib.crc32(body)}).encode()
 
-    @classmethod
-    def parse(cls, body: bytes, table: str) -> LogHead:
-        """Parse and check a head as stored in the log.
-
-        Raises:
-            TableFormatError: it is damaged.
-        """
-        with says_damaged(f"the HEAD of table {table!r}"):
-            require(len(body) <= MAX_BYTES, f"it has {len(body)} bytes")
-            data = json.loads(body)
-            require(isinstance(data["attributes"], dict), "it has no attributes")
-            layout, writes = ints(data, layout=(0, 2**31), writes=(0, 2**62))
-            head = cls(layout, writes, data["attributes"], _id_maps(data["id_maps"]))
-        return head
-
 
 def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[LogHead, set[str]]:
     """Return a commit's head, and the names of all files that the commit needs in addition to the log.
@@ -115,7 +100,12 @@ def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[Lo
         with says_damaged(f"the HEAD of table {table!r}, {entry['file']},", "; restore it from a copy"):
             require(entry["crc32"] == zlib.crc32(body), "its checksum is wrong")
         names.add(entry["file"])
-    head = LogHead.parse(body, table)
+    with says_damaged(f"the HEAD of table {table!r}"):
+        require(len(body) <= MAX_BYTES, f"it has {len(body)} bytes")
+        data = json.loads(body)
+        require(isinstance(data["attributes"], dict), "it has no attributes")
+        layout, writes = ints(data, layout=(0, 2**31), writes=(0, 2**62))
+        head = LogHead(layout, writes, data["attributes"], _id_maps(data["id_maps"]))
     return head, names | names_of(head.id_maps)
 
 
