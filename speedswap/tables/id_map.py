@@ -423,7 +423,9 @@ class IdMap(Locked):
     @property
     def state(self) -> Sweep:
         """The state of a map that was read or saved whole and has not changed since."""
-        return Sweep.whole(self._token, self._map.cursor)
+        cursor = self._map.cursor
+        whole = cursor.used, cursor.probation_used
+        return Sweep(self._token, cursor, whole, whole)
 
     def _saved(self, cells: tuple[Tensor, Tensor] | None = None) -> keys_file.SavedMap:
         """Return the map, or some of its rows and probation slots."""

@@ -461,11 +461,6 @@ class Sweep(NamedTuple):
     until: tuple[int, int]
     rewritten: int = 0
 
-    @classmethod
-    def whole(cls, token: object, cursor: kernels.Cursor) -> Sweep:
-        """Return the state of a map that was saved whole."""
-        return cls(token, cursor, (cursor.used, cursor.probation_used), (cursor.used, cursor.probation_used))
-
     @property
     def is_complete(self) -> bool:
         """True if the next step begins another sweep, and nothing saved before this one is needed."""
