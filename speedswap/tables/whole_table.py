@@ -297,12 +297,12 @@ def _differ(store: RowStore, columns: dict[str, Column], ids: Tensor) -> Tensor:
     initial = initial_values(with_sources(store.columns, columns), ids, facts.seed, facts.num_embeddings)
     differ = torch.zeros(len(ids), dtype=torch.bool)
     for name, column in columns.items():
-        ours, theirs = (_bytes_of(each) for each in (found[name], column.as_read(initial[name])))
+        ours, theirs = (_as_bytes(each) for each in (found[name], column.as_read(initial[name])))
         differ |= (ours != theirs).any(1)
     return differ
 
 
-def _bytes_of(rows: Tensor) -> Tensor:
+def _as_bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().view(len(rows), rows[:1].numel()).view(torch.uint8)
 
 
