@@ -178,9 +178,7 @@ class ChangedRows:
         """Return the changed rows, ascending, int64, on the CPU; None for all rows."""
         if self._all:
             return None
-        found = [mask.nonzero().squeeze(1).cpu() for mask in self._masks.values()]
-        if not found:
-            return torch.empty(0, dtype=torch.int64)
+        found = [mask.nonzero().squeeze(1).cpu() for mask in self._masks.values()] or [torch.arange(0)]
         return found[0] if len(found) == 1 else kernels.unique(torch.cat(found))[0]
 
 
@@ -727,10 +725,8 @@ def _outside_modes() -> Iterator[None]:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
             stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.inference_mode(False))
-        yield
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
+            yield
 
 
 def leave(store: RowStore) -> None:

@@ -342,11 +342,9 @@ class _Groups(Incoming):
             self.key_kind = _key_kind(schema.field(KEY).type)
         if self.num_rows < 1:
             raise TableFormatError(f"{what} has no rows; give another file")
-        self.columns = {}
-        for name in schema.names:
-            form = None if name == KEY and self.key_kind else self._form(name, schema.field(name).type)
-            if form is not None:
-                self.columns[name] = form
+        names = [name for name in schema.names if name != KEY or not self.key_kind]
+        forms = {name: self._form(name, schema.field(name).type) for name in names}
+        self.columns = {name: form for name, form in forms.items() if form is not None}
         if not self.columns:
             raise TableFormatError(
                 f"{what} has no column of numbers or of lists of them, but {', '.join(schema.names)}"
