@@ -17,7 +17,6 @@ from speedswap.errors import TableClosedError, TableFormatError, TableFullError
 from speedswap.kernels import deferred_interrupts
 from speedswap.tables.disk.cache import DiskOptions, LogCache, RowsHeld, promise
 from speedswap.tables.disk.keys import HEAD_BYTES, NOTHING, KeyFiles, LogHead, LogKeys, names_of, read_head
-from speedswap.tables.files.damage import ranges_of
 from speedswap.tables.files.directory import LogFiles, TableDirectory, at_time
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
@@ -369,7 +368,7 @@ class OpenedLog(RowStore, Files):
         }
 
     def verify(self, advance: Callable[[float], object], *, strict: bool = False) -> Checked:
-        size, most = self.manifest.group_rows, self.num_embeddings
+        size = self.manifest.group_rows
         with self._cache.says_damaged():
             sound, damaged = self.log.verify(lambda groups: advance(groups * size), strict)
         if damaged and self.check():  # another process has written meanwhile: check again
@@ -379,8 +378,7 @@ class OpenedLog(RowStore, Files):
         if lost:
             checked.problems.append(f"{lost} headers in rows.log are damaged, so that rows are missing; restore a copy")
         groups = np.array(sorted(group for group in damaged if group >= 0), np.int64)
-        for run in ranges_of(groups):
-            rows = range(run.start * size, min(run.stop * size, most))
+        for rows in self.manifest.rows_of(groups):
             which = f"row {rows.start} is" if len(rows) == 1 else f"rows {rows.start} to {rows.stop - 1} are"
             checked.damaged.append(rows)
             checked.problems.append(f"{which} not as written, or cannot be read")

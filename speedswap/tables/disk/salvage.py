@@ -27,7 +27,7 @@ from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.disk.cache import FreshRows
 from speedswap.tables.disk.keys import LogHead, read_head
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files.damage import bytes_left, mended_block, mended_text, ranges_of, require, says_damaged
+from speedswap.tables.files.damage import bytes_left, mended_block, mended_text, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory, log_names
 from speedswap.tables.files.keys_file import assembled, pieces_left
 from speedswap.tables.files.locks import WriterLock
@@ -623,11 +623,5 @@ def _save_rows(log: DamagedLog, target: LogStore, found: Salvaged) -> None:
             for some in chunks_of(len(groups), max(1, _PUT_BYTES // (size * newest.stride))):
                 put(groups[some.start : some.stop], np.zeros((len(some), size * newest.stride), np.uint8), -1)
     found.complete = log.is_whole
-    found.older = _rows_of(all_of(older), manifest)
-    found.initial = _rows_of(all_of(initial), manifest)
-
-
-def _rows_of(groups: NDArray[np.uint32], manifest: LogManifest) -> list[range]:
-    """Return the rows of ascending groups."""
-    size, most = manifest.group_rows, manifest.num_embeddings
-    return [range(run.start * size, min(run.stop * size, most)) for run in ranges_of(groups)]
+    found.older = manifest.rows_of(all_of(older))
+    found.initial = manifest.rows_of(all_of(initial))

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 
 from speedswap.errors import TableFormatError, TableTooLargeError
-from speedswap.tables.files.damage import ints, is_int, require, require_version, says_damaged
+from speedswap.tables.files.damage import ints, is_int, ranges_of, require, require_version, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
 from speedswap.tables.init import CopyOf, InRanges, Unknown, found_in, from_json, saved_in
 from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, Origin, RecordLayout, is_column_name
@@ -319,6 +320,11 @@ class LogManifest:
     def num_groups(self) -> int:
         """The number of groups."""
         return -(-self.num_embeddings // self.group_rows)
+
+    def rows_of(self, groups: NDArray[Any]) -> list[range]:
+        """Return the rows of ascending groups."""
+        size, most = self.group_rows, self.num_embeddings
+        return [range(run.start * size, min(run.stop * size, most)) for run in ranges_of(groups)]
 
     def as_of(self, layout: int) -> LogManifest:
         """Return the manifest as of a commit in the layout of this number.
