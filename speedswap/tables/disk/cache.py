@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,7 +67,12 @@ class DiskOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
 
 
-_open: weakref.WeakSet[Any] = weakref.WeakSet()  # stores
+class _Cached(Protocol):
+    @property
+    def cache_bytes(self) -> int: ...
+
+
+_open: weakref.WeakSet[_Cached] = weakref.WeakSet()
 _promises = Locked()  # the threads that count what these hold, or add to them
 
 
@@ -86,7 +91,7 @@ def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
     return min(asked, table_bytes)
 
 
-def promise(store: Any) -> None:
+def promise(store: _Cached) -> None:
     """Count a store's cache as promised memory for as long as the store exists."""
     with _promises.lock:
         _open.add(store)
