@@ -16,10 +16,9 @@ from speedswap.kernels.copies import (
     scatter_records,
     scatter_rows,
 )
-from speedswap.kernels.cuda.engines import copy_by_kernel
+from speedswap.kernels.cuda.engines import best_shares, copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.cuda.launch import Fence
-from speedswap.kernels.cuda.shares import best_shares
 from speedswap.kernels.host import (
     as_ids,
     as_read,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedswap.kernels import _C
+from speedswap.kernels.cuda.lookups import sum_entries
 from speedswap.kernels.host import (
     address,
     as_read,
@@ -97,8 +98,6 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, order: Tensor | None 
             [5.]])
     """
     if values.is_cuda and values.dtype in (*_SUMMED, *_HALF):
-        from speedswap.kernels.cuda.bags import sum_entries
-
         return sum_entries(values.reshape(local.numel(), values.shape[-1]), local.reshape(-1), order, num_rows)
     if values.device.type != "cpu":
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from speedswap import kernels
 from speedswap.errors import WeightError
-from speedswap.kernels.cuda.bags import dot_bags, pool_bags, sum_entries
+from speedswap.kernels.cuda.lookups import dot_bags, pool_bags, sum_entries
 from speedswap.swapping.batch_rows import GradientOfAll
 from speedswap.swapping.row_step import RowStep
 

@@ -16,7 +16,7 @@ from pinned_places import PINNED
 import speedswap
 from speedswap import Pageable, Pinned, Table
 from speedswap.kernels import Shares
-from speedswap.kernels.cuda import engines, moves, shares
+from speedswap.kernels.cuda import engines, moves
 from speedswap.tables import Commit, LocalStore, local, prefetch
 
 
@@ -234,8 +234,8 @@ def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, m
     """Before the first of them go; they stay as they are."""
     if device != "cuda":
         pytest.skip("is about a GPU")
-    monkeypatch.setattr(shares, "_LEAST_BYTES", 1)
-    timed, measured = shares._seconds, list[Shares]()
+    monkeypatch.setattr(engines, "_LEAST_TABLE_BYTES", 1)
+    timed, measured = engines._seconds, list[Shares]()
 
     def seconds(move: Callable[[Shares], None], how: Shares, where: torch.device) -> float:
         measured.append(how)
@@ -244,8 +244,8 @@ def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, m
             return 1.0 if how.multiprocessors == 8 else 2.0
         return {1.0: 3.0, 0.0: 1.0}.get(how.scatter, 2.0) if len(measured) > 6 else 1.0
 
-    monkeypatch.setattr(shares, "_seconds", seconds)
-    shares._known.cache_clear()
+    monkeypatch.setattr(engines, "_seconds", seconds)
+    engines._known.cache_clear()
     plain, model = (
         speedswap.Embedding(300, 8, storage=place, device=device, seed=1) for place in (Pageable(), Pinned())
     )
@@ -272,9 +272,9 @@ def test_without_room_to_measure_kernels_move_all_rows(device: str, monkeypatch:
     def full(*how: object) -> Shares:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(shares, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(shares, "_measured", full)
-    shares._known.cache_clear()
+    monkeypatch.setattr(engines, "_LEAST_TABLE_BYTES", 1)
+    monkeypatch.setattr(engines, "_measured", full)
+    engines._known.cache_clear()
     with Table.create(50, 4, storage=Pinned()) as table:
         rows = torch.tensor([3, 49], device=device)
         table.scatter(rows, torch.ones(2, 4, device=device))
