@@ -152,7 +152,7 @@ def _idle_kernels() -> list[str]:
 
         RawKernel.__call__ = lambda self, *_, **__: launched.append(self.name)  # type: ignore[method-assign]
         return launched
-    from speedswap.kernels.cuda.launch import kernel_handle
+    from speedswap.kernels.cuda.driver import kernel_handle
 
     for kernel in _IDLE:
         simulated_gpu.call("idle", kernel_handle(0, kernel))

@@ -148,10 +148,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two GPUs in place of those that the machine has: :class:`two_gpus.TwoGpus`."""
     from two_gpus import TwoGpus
 
-    from speedswap.kernels.cuda import modules
+    from speedswap.kernels.cuda import driver
 
     yield TwoGpus(monkeypatch)
-    for cache in (modules._process, modules._load):
+    for cache in (driver._process, driver._load):
         cache.cache_clear()
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speedswap.kernels.cuda import launch, modules
+from speedswap.kernels.cuda import driver
 
 
 class TwoGpus:
@@ -41,12 +41,12 @@ class TwoGpus:
             hostUnregister=lambda pointer: self.use(),
         )
         cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=self._of_cupy), RawModule=self._module)
-        for cache in (modules._process, modules._load):
+        for cache in (driver._process, driver._load):
             cache.cache_clear()
-        monkeypatch.setattr(launch, "kernel_handle", launch.kernel_handle.__wrapped__)
-        monkeypatch.setattr(launch, "_C", SimpleNamespace(launch=lambda device, *_: self.in_use.add(device)))
-        monkeypatch.setattr(modules, "cupy", lambda: cupy)
-        monkeypatch.setattr(modules, "_used_devices", set())
+        monkeypatch.setattr(driver, "kernel_handle", driver.kernel_handle.__wrapped__)
+        monkeypatch.setattr(driver._C, "launch", lambda device, *_: self.in_use.add(device))
+        monkeypatch.setattr(driver, "cupy", lambda: cupy)
+        monkeypatch.setattr(driver, "_used_devices", set())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device", self._of_torch)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda.launch import launch_kernel
+from speedswap.kernels.cuda.driver import launch_kernel
 
 __all__ = ["copy", "gather", "scatter"]
 

@@ -26,7 +26,7 @@ from speedswap import kernels
 from speedswap._machine import available_bytes
 from speedswap.apps.bench.transfer import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
-from speedswap.kernels.cuda import modules, pinning
+from speedswap.kernels.cuda import driver, pinning
 
 __all__ = ["Plan", "run"]
 
@@ -215,8 +215,8 @@ def _register(pointer: int, nbytes: int) -> None:
 
 
 def _unregister(pointer: int) -> None:
-    with modules.on_device(torch.cuda.current_device()):
-        modules.cupy().cuda.runtime.hostUnregister(pointer)
+    with driver.on_device(torch.cuda.current_device()):
+        driver.cupy().cuda.runtime.hostUnregister(pointer)
 
 
 def cpu(link: Link, footprint: int, plan: Plan, late: _Late) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda import modules, pinning
+from speedswap.kernels.cuda import driver, pinning
 
 __all__ = ["KINDS", "HostMemory"]
 
@@ -47,14 +47,14 @@ class _OfCuda:
 
 
 def _allocated(nbytes: int) -> HostMemory:
-    runtime = modules.cupy().cuda.runtime
+    runtime = driver.cupy().cuda.runtime
     flags = runtime.hostAllocPortable | runtime.hostAllocMapped
     return _OfCuda(runtime.hostAlloc(nbytes, flags), nbytes, runtime.freeHost)
 
 
 def _managed(nbytes: int) -> HostMemory:
     """Take memory that stays with the processor, and is mapped by the current GPU."""
-    runtime = modules.cupy().cuda.runtime
+    runtime = driver.cupy().cuda.runtime
     taken = _OfCuda(runtime.mallocManaged(nbytes), nbytes, runtime.free)
     try:
         _advise(taken.bytes, _PREFERRED_LOCATION, _THE_PROCESSOR)
@@ -68,7 +68,7 @@ def _managed(nbytes: int) -> HostMemory:
 def _advise(managed: Tensor, advice: int, device: int) -> None:
     """Advise CUDA; by the driver's own call where CuPy's takes no processor for a device, as from CUDA 13 on it may."""
     try:
-        modules.cupy().cuda.runtime.memAdvise(managed.data_ptr(), managed.nbytes, advice, device)
+        driver.cupy().cuda.runtime.memAdvise(managed.data_ptr(), managed.nbytes, advice, device)
     except RuntimeError as error:
         given = ctypes.c_uint64(managed.data_ptr()), ctypes.c_size_t(managed.nbytes), advice, device
         try:

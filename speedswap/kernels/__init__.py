@@ -5,7 +5,6 @@ from speedswap.kernels._compiled import with_compiled_part
 __path__ = with_compiled_part(__path__)
 
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
-from speedswap.kernels.adagrad import step_adagrad
 from speedswap.kernels.copies import (
     gather_on_cpu,
     gather_records,
@@ -16,9 +15,9 @@ from speedswap.kernels.copies import (
     scatter_records,
     scatter_rows,
 )
+from speedswap.kernels.cuda.driver import Fence, capabilities, compiled_in, cuda_ready
 from speedswap.kernels.cuda.engines import best_shares, copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
-from speedswap.kernels.cuda.launch import Fence
 from speedswap.kernels.host import (
     as_ids,
     as_read,
@@ -51,7 +50,6 @@ from speedswap.kernels.ids import (
     require_id_dtype,
     unique,
 )
-from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
 from speedswap.kernels.lines import Lines, read_lines, read_vectors, write_vectors
 from speedswap.kernels.records import Part, Records, Shares, Stored, WantedColumn, WantedColumns, stored_bytes
 from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, allocate, are_intact
@@ -62,6 +60,7 @@ from speedswap.kernels.rows import (
     fill_normal,
     fill_uniform,
     read_ahead,
+    step_adagrad,
     take_missed_steps,
 )
 from speedswap.kernels.sums import (

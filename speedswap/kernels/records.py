@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap.kernels.cuda.driver import HOST_MULTIPROCESSORS, Fence, host_limit, multiprocessors
 from speedswap.kernels.cuda.hot import HotRecords
-from speedswap.kernels.cuda.launch import HOST_MULTIPROCESSORS, Fence, host_limit, multiprocessors
 from speedswap.kernels.cuda.shapes import COLUMNS_PER_LAUNCH
 from speedswap.kernels.host import empty
 

@@ -1,8 +1,9 @@
-"""Values that rows have without being written: initial ones, those of a file, steps that they have missed."""
+"""Values of rows that are computed, not copied: initial ones, those of a file, and steps of optimizers."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +11,9 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import launch
-from speedswap.kernels.cuda.launch import dtype_name, launch_threads
+from speedswap.kernels.cuda.driver import dtype_name, lacking, launch_threads
 from speedswap.kernels.cuda.shapes import MOST_IDLE_COLUMNS, idle_argument
-from speedswap.kernels.host import as_ids, get_num_threads, threads_for
+from speedswap.kernels.host import as_ids, get_num_threads, has_memory, threads_for
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -72,16 +72,21 @@ def _fill(kind: str, into: Tensor, rows: range | Tensor, a: float, b: float, see
         return
     if not into[0].is_contiguous():
         raise ValueError(f"into has strides {into.stride()}; its rows must be contiguous")
+    size, width = into.itemsize, into[0].numel()
     if into.device.type == "cpu":
         fill = _C.fill_uniform if kind == "uniform" else _C.fill_normal
         first, given = (rows.start, 0) if isinstance(rows, range) else (0, rows.data_ptr())
-        size = into.itemsize
-        place = (into.data_ptr(), into.stride(0) * size, first, len(into), into[0].numel(), size)
+        place = (into.data_ptr(), into.stride(0) * size, first, len(into), width, size)
         fill(*place, a, b, seed, column_key, get_num_threads(), given)
         return
     if not isinstance(rows, range):
         raise ValueError(f"rows were given for memory on {into.device}; give a range, or fill memory of the host")
-    launch.fill(kind, into, rows.start, a, b, seed, column_key)
+    if into.data_ptr() % size:
+        raise ValueError(f"rows at {into.data_ptr():#x} are not aligned to items of {size} bytes")
+    launch_threads(
+        f"fill_{kind}_f{8 * size}", into.device, len(into) * -(-width // (16 // size)), into.data_ptr(),
+        into.stride(0) * size, rows.start, len(into), width, float(a), float(b), seed, column_key,
+    )  # fmt: skip
 
 
 def read_ahead(rows: Tensor, ids: Tensor) -> None:
@@ -110,6 +115,39 @@ def decode_rows(rows: Tensor, scales: Tensor, tile: tuple[int, int], ids: Tensor
         rows.data_ptr(), rows.shape[1], scales.data_ptr(), scales.dtype == torch.uint8, scales.shape[1], tile,
         ids.data_ptr(), len(ids), out.data_ptr(), out.dtype == torch.bfloat16, get_num_threads(),
     )  # fmt: skip
+
+
+def step_adagrad(weight: Tensor, grad: Tensor, sums: Tensor, settings: Sequence[float]) -> bool:
+    """Take a row-wise Adagrad step of every row, in place and in one pass; on a GPU queued on torch's current stream.
+
+    Args:
+        weight, grad, sums: the rows, shape (n, dim), their gradients, and their accumulators, shape (n, 1).
+        settings: the learning rate; eps; the multiple of the weight that is added to the gradient; the share of the
+            weight that stays; the bound of a gradient's items; and that of a row's norm, 0 for none.
+
+    Returns:
+        False if nothing was done: the tensors are not plain, contiguous and float32, or not in memory of the CPU or of
+        a GPU with kernels; or the step is being compiled or transformed by torch.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    device = weight.device
+    is_near = device.type == "cpu" or (device.type == "cuda" and lacking() is None)
+    if not (is_near and weight.numel() and weight.shape == grad.shape and sums.shape == (len(weight), 1)):
+        return False
+    for each in (weight, grad, sums):
+        is_plain = type(each) in (Tensor, torch.nn.Parameter) and each.dtype is torch.float32 and not each.is_neg()
+        if not (is_plain and each.device == device and each.is_contiguous() and has_memory(each)):
+            return False
+    numbers = array("q", [weight.data_ptr(), grad.data_ptr(), sums.data_ptr(), *weight.shape])
+    rows = numbers.tobytes() + array("f", settings).tobytes()
+    if weight.is_cuda:
+        launch_threads("step_adagrad", device, 32 * len(weight), rows)  # a warp per row
+    else:
+        _C.step_adagrad(rows, threads_for(weight.nbytes))
+    for written in (weight, sums):
+        torch.autograd.graph.increment_version(written)
+    return True
 
 
 CURVE_TERMS = 32

@@ -27,8 +27,8 @@ from torch.profiler import record_function
 from speedswap._process import EndingThread, in_child
 from speedswap.kernels import _C
 from speedswap.kernels.copies import round_rows
+from speedswap.kernels.cuda.driver import Direction, index_of, side_stream
 from speedswap.kernels.cuda.lookups import find_places
-from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.moves import by_launch, copy
 from speedswap.kernels.host import as_ids, deferred_interrupts, get_num_threads
 from speedswap.kernels.ids import find_all, order_of

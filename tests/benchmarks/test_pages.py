@@ -10,7 +10,7 @@ import bench_pages
 import pytest
 from machine import memories
 
-from speedswap.kernels.cuda import modules
+from speedswap.kernels.cuda import driver
 
 
 def test_every_kind_of_memory_is_measured(device: str, tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_every_kind_of_memory_is_measured(device: str, tmp_path: Path) -> None:
 def test_a_kind_that_a_driver_lacks_leaves_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device != "cuda":
         pytest.skip("is about a GPU")
-    runtime, freed = modules.cupy().cuda.runtime, list[int]()
+    runtime, freed = driver.cupy().cuda.runtime, list[int]()
     free = runtime.free
 
     def refused(*how: object) -> None:
@@ -52,7 +52,7 @@ def test_managed_memory_is_advised_by_the_driver_where_cupy_cannot(
 ) -> None:
     if device != "cuda":
         pytest.skip("is about a GPU")
-    runtime, given = modules.cupy().cuda.runtime, list[tuple[object, ...]]()
+    runtime, given = driver.cupy().cuda.runtime, list[tuple[object, ...]]()
 
     def refused(*how: object) -> None:
         raise runtime.CUDARuntimeError(1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from speedswap.kernels.cuda import modules
+from speedswap.kernels.cuda import driver
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = {
@@ -96,7 +96,7 @@ def nvrtc() -> Nvrtc:
 def ptx_for(nvrtc: Nvrtc) -> Callable[[int], str]:
     """Compile the kernels for an architecture, with CuPy's text and options, and the one that it adds."""
     return functools.cache(
-        lambda arch: nvrtc.ptx(modules.source(), [*modules.NVRTC_OPTIONS, f"-arch=compute_{arch}", "-ftz=true"])
+        lambda arch: nvrtc.ptx(driver.source(), [*driver.NVRTC_OPTIONS, f"-arch=compute_{arch}", "-ftz=true"])
     )
 
 
@@ -152,7 +152,7 @@ def test_nvcc_compiles_without_warnings(tmp_path: Path, arch: int):
 
 
 def test_the_sources_are_read_in_a_locale_without_utf_8():
-    code = "from speedswap.kernels.cuda import modules; modules.source()"
+    code = "from speedswap.kernels.cuda import driver; driver.source()"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
@@ -167,7 +167,7 @@ def test_the_kernels_need_no_header(name: str):
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
     ours = {f'"{each}"' for each in OURS}
     assert set(re.findall(r"#include\s+(\S+)", device)) <= ours
-    assert "#include" not in modules.source().split("#else")[0]
+    assert "#include" not in driver.source().split("#else")[0]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from speedswap.kernels import (
     join_bags,
     merge_ids,
 )
-from speedswap.kernels.cuda import launch
+from speedswap.kernels.cuda import driver
 
 DTYPES = [torch.int32, torch.int64]
 
@@ -180,13 +180,13 @@ def test_keys_of_groups_whose_sizes_only_the_gpu_knows(gpu: str):
 
 def test_a_thousand_features_are_one_launch(gpu: str, monkeypatch: pytest.MonkeyPatch):
     launched: list[str] = []
-    kernel_handle = launch.kernel_handle
+    kernel_handle = driver.kernel_handle
 
     def watched(device: int, name: str) -> int:
         launched.append(name)
         return kernel_handle(device, name)
 
-    monkeypatch.setattr(launch, "kernel_handle", watched)
+    monkeypatch.setattr(driver, "kernel_handle", watched)
     parts = [torch.tensor([f % 50, 49], device=gpu) for f in range(1000)]
     bases, limits = ranges([50] * 1000)
     merged = merge_ids(FeatureIds(parts, bases, limits, torch.full((1000,), 2)))

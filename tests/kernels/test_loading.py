@@ -16,16 +16,16 @@ from two_gpus import TwoGpus
 
 import speedswap
 from speedswap import kernels
-from speedswap.kernels.cuda import launch, modules, pinning
+from speedswap.kernels.cuda import driver, pinning
 
 
 @pytest.fixture
 def loads_anew(device: str) -> Iterator[None]:
     if device != "cuda":
         pytest.skip("is about a GPU")
-    modules._load.cache_clear()
+    driver._load.cache_clear()
     yield
-    modules._load.cache_clear()
+    driver._load.cache_clear()
 
 
 @pytest.mark.usefixtures("loads_anew")
@@ -36,10 +36,10 @@ def test_a_refused_fatbin_is_replaced_even_if_warnings_are_errors(
         raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")
 
     monkeypatch.delenv("SPEEDSWAP_CUDA_SOURCE", raising=False)
-    monkeypatch.setattr(modules, "_from_fatbin", refused)
+    monkeypatch.setattr(driver, "_from_fatbin", refused)
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "speedswap"):
         warnings.simplefilter("error")
-        loaded = [modules.load() for _ in range(2)]
+        loaded = [driver.load() for _ in range(2)]
     assert {(each.origin, each.why) for each in loaded} == {
         ("NVRTC", "the driver cannot load the fatbin: CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")
     }
@@ -51,7 +51,7 @@ def test_a_forked_child_takes_ordinary_memory(device: str):
     """CUDA does not follow a fork; the child's own tables work without it, and say why."""
     if device != "cuda":
         pytest.skip("is about a GPU")
-    assert modules.unavailable() is None
+    assert driver.unavailable() is None
 
     def child() -> bool:
         memory = pinning.PinnedMemory(8192)
@@ -64,7 +64,7 @@ def test_a_forked_child_takes_ordinary_memory(device: str):
         return same and "does not follow a fork" in str(memory.failure)
 
     assert exit_status(child) == 0
-    assert modules.unavailable() is None
+    assert driver.unavailable() is None
 
 
 def test_each_gpu_is_taken_into_use_by_what_is_done_on_it(two_gpus: TwoGpus):
@@ -72,7 +72,7 @@ def test_each_gpu_is_taken_into_use_by_what_is_done_on_it(two_gpus: TwoGpus):
     assert kernels.cuda_ready() == (True, "")
     assert two_gpus.in_use == set()
     second = torch.device("cuda", 1)
-    launch.launch_kernel(second, SimpleNamespace(cuda_stream=0), "gather_w4", 1, 32)  # type: ignore[arg-type]
+    driver.launch_kernel(second, SimpleNamespace(cuda_stream=0), "gather_w4", 1, 32)  # type: ignore[arg-type]
     assert two_gpus.in_use == {1}
     with torch.cuda.device(1):
         memory = pinning.PinnedMemory(8192)
@@ -87,16 +87,16 @@ def test_memory_may_be_freed_while_kernels_are_loaded(monkeypatch: pytest.Monkey
     from cupy.cuda import runtime
 
     memory = [pinning.PinnedMemory(8192)]
-    pointer, real = memory[0].pointer, modules._from_fatbin
-    modules._load.cache_clear()
+    pointer, real = memory[0].pointer, driver._from_fatbin
+    driver._load.cache_clear()
 
     def frees() -> object:
         memory.clear()
         gc.collect()
         return real()
 
-    monkeypatch.setattr(modules, "_from_fatbin", frees)
-    loader = threading.Thread(target=modules.load, daemon=True)
+    monkeypatch.setattr(driver, "_from_fatbin", frees)
+    loader = threading.Thread(target=driver.load, daemon=True)
     loader.start()
     loader.join(60)
     assert not loader.is_alive()
@@ -108,14 +108,14 @@ def test_a_child_forked_while_kernels_are_loaded_finds_the_lock_free():
     entered, leave = threading.Event(), threading.Event()
 
     def load() -> None:
-        with modules._loading.lock:
+        with driver._loading.lock:
             entered.set()
             leave.wait(60)
 
     loader = threading.Thread(target=load)
     loader.start()
     entered.wait(60)
-    status = exit_status(lambda: modules._loading.lock.acquire(timeout=5))
+    status = exit_status(lambda: driver._loading.lock.acquire(timeout=5))
     leave.set()
     loader.join()
     assert status == 0
@@ -130,10 +130,10 @@ def test_a_cupy_that_cannot_be_imported_is_said_with_its_remedy(monkeypatch: pyt
     def fails(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(modules.importlib, "import_module", fails)
-    modules.cupy.cache_clear()
+    monkeypatch.setattr(driver.importlib, "import_module", fails)
+    driver.cupy.cache_clear()
     try:
         with pytest.raises(ImportError, match=rf"needs CuPy, which cannot be imported .*{error}.*pip install"):
-            modules.cupy()
+            driver.cupy()
     finally:
-        modules.cupy.cache_clear()
+        driver.cupy.cache_clear()

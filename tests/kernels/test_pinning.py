@@ -15,7 +15,7 @@ from two_gpus import TwoGpus
 
 from speedswap._machine import physical_bytes
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import modules, pinning
+from speedswap.kernels.cuda import driver, pinning
 from speedswap.kernels.cuda.pinning import PAGE_BYTES, PinnedMemory
 
 
@@ -183,7 +183,7 @@ def test_rows_are_placed_near_the_gpu_that_uses_them(
 def test_large_memory_is_registered_in_pieces_all_or_none(
     refused: int | None, two_gpus: TwoGpus, monkeypatch: pytest.MonkeyPatch
 ):
-    runtime, size, registered = modules.cupy().cuda.runtime, 4 * PAGE_BYTES, list[tuple[int, int]]()
+    runtime, size, registered = driver.cupy().cuda.runtime, 4 * PAGE_BYTES, list[tuple[int, int]]()
 
     def register(pointer: int, nbytes: int, flags: int) -> None:
         if len(registered) == refused:

@@ -13,7 +13,7 @@ import torch
 from engine_tables import WAYS, Table, ascending, blocks
 
 from speedswap.kernels import _C, Part
-from speedswap.kernels.cuda import engines, launch
+from speedswap.kernels.cuda import driver, engines
 
 
 def moves_after_a_failure(table: Table, ids: torch.Tensor, gpu: torch.device) -> None:
@@ -83,7 +83,7 @@ def test_an_error_of_the_driver_during_a_staged_move_is_raised(gpu, what: str, m
     table, ids = Table(600, 64), ascending(600, 450)
     parts = blocks([(0, 64)], 450, gpu)
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "kernel_handle", lambda device, kernel: 0)
+        patch.setattr(driver, "kernel_handle", lambda device, kernel: 0)
         with pytest.raises(RuntimeError, match="CUDA error: cuLaunchKernel: CUDA_ERROR_INVALID_HANDLE"):
             engines.move_between(what, WAYS["staged"], table.records, ids, parts, gpu)
     moves_after_a_failure(table, ids, gpu)

@@ -325,11 +325,11 @@ def test_blocks_of_one_width_are_forwarded_in_one_launch(device: str, monkeypatc
     kernels.forward(written, sources, wanted, expected)
     launched: list[str] = []
     if device == "cuda":
-        from speedswap.kernels.cuda import launch
+        from speedswap.kernels.cuda import driver
 
-        real = launch.kernel_handle
+        real = driver.kernel_handle
         monkeypatch.setattr(
-            launch,
+            driver,
             "kernel_handle",
             lambda device, name: (launched.append(name), real(device, name))[1],  # type: ignore[func-returns-value]
         )

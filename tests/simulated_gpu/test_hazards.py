@@ -238,7 +238,7 @@ def test_new_memory_holds_nothing_of_use() -> None:
 
 def gather(records: int, ids: Tensor, block: Tensor, **kwargs: object) -> None:
     from speedswap.kernels.cuda import shapes
-    from speedswap.kernels.cuda.launch import launch_kernel
+    from speedswap.kernels.cuda.driver import launch_kernel
 
     width = block.shape[1] * 4
     columns = shapes.columns_argument([shapes.BlockPart(0, width, block.data_ptr(), width)], 4)
@@ -272,7 +272,7 @@ def test_a_kernel_is_told_only_what_the_gpu_reaches() -> None:
 
 def test_a_kernel_is_told_words_at_places_of_their_size() -> None:
     """A GPU requires aligned loads and stores, unlike the processor that runs this."""
-    from speedswap.kernels.cuda.launch import launch_kernel
+    from speedswap.kernels.cuda.driver import launch_kernel
     from speedswap.kernels.cuda.shapes import CompactPart, compact_columns_argument
 
     memory = torch.zeros(64, dtype=torch.uint8, device="cuda")
@@ -327,7 +327,7 @@ def test_a_forked_child_has_no_gpu() -> None:
 
 def test_a_kernel_is_given_its_own_number_of_arguments() -> None:
     """The driver would read addresses from whatever lies behind them."""
-    from speedswap.kernels.cuda.launch import launch_kernel
+    from speedswap.kernels.cuda.driver import launch_kernel
 
     far = torch.zeros(5, device="cuda")
     given = torch.device("cuda", 0), torch.cuda.current_stream(), "count_keys_i64", 1, 32
@@ -341,7 +341,7 @@ def test_a_kernel_is_given_its_own_number_of_arguments() -> None:
 
 
 def test_structures_are_as_long_as_those_of_the_kernels() -> None:
-    from speedswap.kernels.cuda import modules, shapes
+    from speedswap.kernels.cuda import driver, shapes
 
     for name, position, structure in (
         ("gather_w4", 4, shapes.columns_argument([], 4)),
@@ -349,7 +349,7 @@ def test_structures_are_as_long_as_those_of_the_kernels() -> None:
         ("find_places", 2, shapes.batches_argument([])),
         ("pool_float32", 0, bytes(8 * len(shapes.BAGS))),
     ):
-        assert modules.load().module.get_function(name).kernel.sizes[position] == len(structure), name
+        assert driver.load().module.get_function(name).kernel.sizes[position] == len(structure), name
 
 
 # ---- what the host waits for

@@ -25,7 +25,7 @@ from speedswap import EmbeddingBagConfig, Pinned, Table, kernels
 from speedswap.errors import SpeedswapWarning
 from speedswap.kernels import HotCounts, HotRows
 from speedswap.kernels.cuda import engines, hot
-from speedswap.kernels.cuda.modules import side_stream
+from speedswap.kernels.cuda.driver import side_stream
 from speedswap.monitor import hot_rows
 from speedswap.optim import RowwiseAdagrad
 from speedswap.tables import memory as sizes

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 import speedswap
 from speedswap import kernels
 from speedswap.errors import BatchError, IdError, LostUpdateError, SpeedswapWarning, TableClosedError
-from speedswap.kernels.cuda import engines, modules
+from speedswap.kernels.cuda import driver, engines
 from speedswap.kernels.cuda.engines import Ring
 from speedswap.tables import LocalStore
 
@@ -638,7 +638,7 @@ def test_a_gpu_has_a_queue_for_every_stream(engine: str, device: str, monkeypatc
     if device != "cuda":
         pytest.skip("is about a GPU")
     made: dict[tuple[int, str], torch.cuda.Stream] = {}
-    monkeypatch.setattr(modules, "_streams", made)
+    monkeypatch.setattr(driver, "_streams", made)
     rings = functools.cache(Ring)
     monkeypatch.setattr(engines, "ring", rings)
     items = embedding(device, storage=speedswap.Pinned(engine))

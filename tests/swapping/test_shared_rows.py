@@ -15,7 +15,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap import kernels
-from speedswap.kernels.cuda import launch
+from speedswap.kernels.cuda import driver
 from speedswap.tables import Block, Column, Commit, memory, pending
 from speedswap.tables.pending import PendingTransfers, PendingWrite, Prefetch
 
@@ -441,7 +441,7 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
     sought: list[str] = []
     launched: list[str] = []
     forwarded: list[PendingWrite] = []
-    kernel_handle, forward = launch.kernel_handle, PendingWrite.forward
+    kernel_handle, forward = driver.kernel_handle, PendingWrite.forward
 
     def watched(device: int, name: str) -> int:
         if name == "find_places":
@@ -454,7 +454,7 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
         forwarded.append(write)
         forward(write, block, places)
 
-    monkeypatch.setattr(launch, "kernel_handle", watched)
+    monkeypatch.setattr(driver, "kernel_handle", watched)
     monkeypatch.setattr(PendingWrite, "forward", noted)
     monkeypatch.setattr(pending, "LEAST_BYTES", 1 << 20)  # a write that leaves rows out seeks them
     model = embedding(gpu)

@@ -19,7 +19,7 @@ import speedswap
 from speedswap import kernels
 from speedswap.errors import LostUpdateError
 from speedswap.kernels import Transfer, Transfers
-from speedswap.kernels.cuda.modules import side_stream
+from speedswap.kernels.cuda.driver import side_stream
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Block, Commit, prefetch
 from speedswap.tables.pending import Gathered, PendingTransfers, Prefetch

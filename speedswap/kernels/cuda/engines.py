@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import launch, modules, moves
+from speedswap.kernels.cuda import driver, moves
+from speedswap.kernels.cuda.driver import HOST_MULTIPROCESSORS, Direction, index_of, side_stream
 from speedswap.kernels.cuda.hot import HotRecords
-from speedswap.kernels.cuda.launch import HOST_MULTIPROCESSORS
-from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.kernels.host import get_num_threads
 from speedswap.kernels.records import Part, Records, Shares, WantedColumns, What
@@ -171,10 +170,10 @@ class Ring:
         packed = Records(near.data_ptr(), packing.stride, at_once, self._device, False, near)
         some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
         launches: list[_C.Launch] = []
-        for each in moves.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
+        for each in moves.plan(what, packed, at_once, some, driver.multiprocessors(near.device.index)):
             blocks = [(place, row_bytes if in_order else 0) for place, row_bytes in each.blocks()]
             launches.append(
-                (launch.kernel_handle(self._device.index, each.kernel), each.grid, each.threads_per_block, each.stride,
+                (driver.kernel_handle(self._device.index, each.kernel), each.grid, each.threads_per_block, each.stride,
                  each.columns, blocks, each.lanes)
             )  # fmt: skip
         return (packing.stride, packing.runs, at_once), launches
@@ -191,13 +190,13 @@ class Ring:
         self._places.bytes[:nbytes].view(torch.int64).copy_(kept)
         with torch.cuda.stream(self._kernels):
             near = torch.empty(len(kept), dtype=torch.int64, device=self._device)
-        self._copy(near.data_ptr(), self._places.pointer, nbytes, modules.HOST_TO_DEVICE, self._kernels)
+        self._copy(near.data_ptr(), self._places.pointer, nbytes, driver.HOST_TO_DEVICE, self._kernels)
         self._copied_places.record(self._kernels)
         return on_host[kept], near
 
     def _copy(self, to: int, from_: int, nbytes: int, kind: int, stream: torch.cuda.Stream) -> None:
-        with modules.on_device(self._device.index):
-            modules.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
+        with driver.on_device(self._device.index):
+            driver.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
 
     def _on_host(self, ids: Tensor, ready: torch.cuda.Event) -> Tensor:
         if ids.device.type == "cpu":
@@ -205,7 +204,7 @@ class Ring:
         if self._ids is None or self._ids.nbytes < ids.nbytes:
             self._ids = PinnedMemory(2 * ids.nbytes)
         self._asking.wait_event(ready)
-        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, modules.DEVICE_TO_HOST, self._asking)
+        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, driver.DEVICE_TO_HOST, self._asking)
         self._asking.synchronize()
         return self._ids.bytes[: ids.nbytes].view(ids.dtype)
 

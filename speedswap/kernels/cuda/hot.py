@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda import modules
-from speedswap.kernels.cuda.launch import Fence, host_limit, launch_kernel, multiprocessors
-from speedswap.kernels.cuda.modules import index_of
+from speedswap.kernels.cuda import driver
+from speedswap.kernels.cuda.driver import Fence, host_limit, index_of, launch_kernel, multiprocessors
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.kernels.cuda.shapes import THREADS_PER_BLOCK, BlockPart, grid_of, launch_shape
 from speedswap.kernels.host import deferred_interrupts
@@ -258,9 +257,9 @@ class HotRows:
             self._launch(stream, "hot_pick", num_rows, words, num_rows, state, plan, limit)
             self._swap(stream, [each.data_ptr() for each in self._plan], self._limit)
             self._holds_rows = True
-            with modules.on_device(index_of(self._device)):
-                modules.cupy().cuda.runtime.memcpyAsync(
-                    self._seen.pointer, self._state.data_ptr(), 8 * _MOVED, modules.DEVICE_TO_HOST, stream.cuda_stream
+            with driver.on_device(index_of(self._device)):
+                driver.cupy().cuda.runtime.memcpyAsync(
+                    self._seen.pointer, self._state.data_ptr(), 8 * _MOVED, driver.DEVICE_TO_HOST, stream.cuda_stream
                 )
             self._seen_at.record(stream)
 

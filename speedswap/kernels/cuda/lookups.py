@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda.launch import dtype_name, kernel_handle, launch_threads, multiprocessors
+from speedswap.kernels.cuda.driver import dtype_name, kernel_handle, launch_threads, multiprocessors
 from speedswap.kernels.cuda.shapes import (
     BAGS,
     BATCHES_PER_LAUNCH,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import launch
-from speedswap.kernels.cuda.modules import index_of
+from speedswap.kernels.cuda import driver
+from speedswap.kernels.cuda.driver import index_of
 from speedswap.kernels.cuda.shapes import (
     COLUMNS_PER_LAUNCH,
     NOT_HOT,
@@ -86,7 +86,7 @@ def plan(what: What, records: Records, count: int, parts: Sequence[Part], multip
             converted.setdefault(part.stored.dtype, []).append(compact)
     for dtype in converted:
         for some in by_launch(converted[dtype]):
-            name = f"{what}_{launch.dtype_name(dtype)}"
+            name = f"{what}_{driver.dtype_name(dtype)}"
             if dtype is torch.int8:
                 shape = int8_shape(count, some, multiprocessors=multiprocessors, host=host)
             else:
@@ -161,7 +161,7 @@ def move(
     index = index_of(device) if device.index is None else device.index
     count, limit = ids.shape[0], records.multiprocessors_of(index)
     for kernel, grid, threads_per_block, stride, columns, lanes, *_ in plan(what, records, count, parts, limit):
-        launch.launch_kernel(
+        driver.launch_kernel(
             device, stream, kernel, grid, threads_per_block, records.pointer, stride, ids.data_ptr(), count, columns,
             lanes, 0, 0,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def copy(
     grid, threads = grid_and_threads(count * lanes, limit, records.device.type == "cpu")
     hot = NOT_HOT if records.hot is None else records.hot.argument(sum(width for _, width in columns))
     rows = records.pointer, records.stride // word_bytes, ids.data_ptr(), count
-    kernel = launch.kernel_handle(device, f"{what}_w{word_bytes}")
+    kernel = driver.kernel_handle(device, f"{what}_w{word_bytes}")
     shifted = [shift // word_bytes for shift in shifts] if shifts else []
     _C.launch_move(device, kernel, grid, threads, stream.cuda_stream, rows, layout, blocks, shifted, hot, lanes)
 
@@ -203,7 +203,7 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
     """Queue :func:`speedswap.kernels.round_rows` for a block on a GPU, on torch's current stream."""
     ids = ids.to(block.device, torch.int64).contiguous()
     width = block.numel() // len(block)
-    launch.launch_threads(
-        f"round_{launch.dtype_name(stored.dtype)}", block.device, len(ids) * -(-width // PIECE), block.data_ptr(),
+    driver.launch_threads(
+        f"round_{driver.dtype_name(stored.dtype)}", block.device, len(ids) * -(-width // PIECE), block.data_ptr(),
         width, ids.data_ptr(), len(ids), stored.key is not None, stored.key or 0,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from speedswap._machine import available_bytes
 from speedswap.kernels import _C
-from speedswap.kernels.cuda import modules
+from speedswap.kernels.cuda import driver
 from speedswap.kernels.host import get_num_threads
 
 # Visible in every context (portable), and accessible to kernels (mapped).
@@ -100,9 +100,9 @@ class PinnedMemory:
 
 def near_processors() -> set[int]:
     """Return the processors of the current GPU's NUMA node; none if that is unknown, or all of this process' are."""
-    if modules.lacking() is not None:
+    if driver.lacking() is not None:
         return set()
-    bus_id = modules.cupy().cuda.runtime.deviceGetPCIBusId(torch.cuda.current_device()).lower()
+    bus_id = driver.cupy().cuda.runtime.deviceGetPCIBusId(torch.cuda.current_device()).lower()
     try:
         node = (_SYSTEM / f"bus/pci/devices/{bus_id}/numa_node").read_text().strip()
         ranges = (_SYSTEM / f"devices/system/node/node{node}/cpulist").read_text().strip().split(",")
@@ -166,13 +166,13 @@ def pin(pointer: int, nbytes: int) -> str | None:
         None, or the reason why it could not be registered: the memory remains usable. CuPy clears the error, so that
         the next CUDA call does not report it.
     """
-    reason = modules.lacking()
+    reason = driver.lacking()
     if reason is not None:
         return reason
-    runtime = modules.cupy().cuda.runtime
+    runtime = driver.cupy().cuda.runtime
     device = torch.cuda.current_device()
-    with modules.on_device(device):
-        reason = modules.unavailable()
+    with driver.on_device(device):
+        reason = driver.unavailable()
         if reason is not None:
             return reason
         # Kernels are passed host addresses, which must be valid on the GPU.
@@ -195,17 +195,17 @@ def unpin(pointer: int, nbytes: int, owner_pid: int, owner: object) -> None:
         owner_pid: the process that pinned it; a forked child does nothing.
         owner: object that keeps the memory alive until now.
     """
-    used = modules.used_devices()
-    if os.getpid() != owner_pid or modules.lacking() is not None or not used:
+    used = driver.used_devices()
+    if os.getpid() != owner_pid or driver.lacking() is not None or not used:
         return
-    runtime = modules.cupy().cuda.runtime
+    runtime = driver.cupy().cuda.runtime
     try:
         for device in used:
-            with modules.on_device(device):
+            with driver.on_device(device):
                 runtime.deviceSynchronize()
         # Use a GPU already in use: a garbage-collecting thread may have another GPU current, which would then
         # lose memory.
-        with modules.on_device(used[0]):
+        with driver.on_device(used[0]):
             _unregister(pointer, nbytes)
     except runtime.CUDARuntimeError as error:
         # At interpreter exit the driver may unload first, which drops its registrations.
@@ -215,4 +215,4 @@ def unpin(pointer: int, nbytes: int, owner_pid: int, owner: object) -> None:
 
 def _unregister(pointer: int, nbytes: int) -> None:
     for start in range(0, nbytes, _MOST_AT_ONCE):
-        modules.cupy().cuda.runtime.hostUnregister(pointer + start)
+        driver.cupy().cuda.runtime.hostUnregister(pointer + start)
