@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speedswap import kernels
-from speedswap.apps.bench import mine, plots, step, transfer
+from speedswap.apps.bench import plots, step, transfer
 from speedswap.apps.bench.measure import write_json
 from speedswap.apps.bench.step import OPTIMIZERS
 from speedswap.apps.errors import BenchmarkError, named
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     device = prepare(args, args.plot)
     if args.which == "mine":
         given = {name: getattr(args, name) for name in ("column", "dim", "optimizer", "batch")}
-        write(args.json, f"mine-{device}", mine.run(device, args.ids, **given))
+        write(args.json, f"mine-{device}", step.run_mine(device, args.ids, **given))
         return 0
     found: dict[str, Any] = {}
     if args.which != "step":

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.bench import measure, mine, step
+from speedswap.apps.bench import measure, step
 from speedswap.apps.bench.measure import IdBatch
-from speedswap.apps.bench.mine import read_ids
-from speedswap.apps.bench.step import Contestant, Ours, contestants
+from speedswap.apps.bench.step import Contestant, Ours, contestants, read_ids
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.cli import main
 
@@ -25,8 +24,8 @@ IDS = [7, 0, 7, 2**40, 3]
 def few(monkeypatch):
     """A loop of a few steps, and no pauses between them."""
     monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
-    monkeypatch.setattr(mine, "_STEPS", 4)
-    monkeypatch.setattr(mine, "_LOOPS", 1)
+    monkeypatch.setattr(step, "_OWN_STEPS", 4)
+    monkeypatch.setattr(step, "_OWN_LOOPS", 1)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_ids_are_read_in_their_order(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["npy", "text", "parquet"])
 def test_only_the_first_ids_of_a_long_file_are_read(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(mine, "_MOST_IDS", 3)
+    monkeypatch.setattr(step, "_MOST_IDS", 3)
     assert read_ids(written(tmp_path / "ids", kind)).tolist() == IDS[:3]
 
 
@@ -175,15 +174,15 @@ def test_the_sentence_compares_with_the_fastest_of_torchs(monkeypatch, clicks, o
 def test_ids_of_a_table_that_does_not_fit_are_numbered(few, tmp_path, capsys):
     path = tmp_path / "hashes.npy"
     np.save(path, np.array([2**62, 5, 2**61, 5] * 8))
-    found = mine.run("cpu", path, column=None, dim=4, optimizer="sgd", batch=8)
+    found = step.run_mine("cpu", path, column=None, dim=4, optimizer="sgd", batch=8)
     assert found["workload"]["rows"] == 3
     assert "ids up to 4,611,686,018,427,387,904 are numbered from 0 to 2" in capsys.readouterr().out
 
 
 def test_a_table_that_does_not_fit_is_refused(clicks, monkeypatch):
-    monkeypatch.setattr(mine, "lacking", lambda nbytes: "0.1 GiB of memory are not free")
+    monkeypatch.setattr(step, "lacking", lambda nbytes: "0.1 GiB of memory are not free")
     with pytest.raises(BenchmarkError, match=r"a table of \d+ rows does not fit: 0.1 GiB .*; give a smaller dim"):
-        mine.run("cpu", clicks, column=None, dim=4, optimizer="sgd", batch=8)
+        step.run_mine("cpu", clicks, column=None, dim=4, optimizer="sgd", batch=8)
 
 
 class Forgetful(Ours):
