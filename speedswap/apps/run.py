@@ -1,4 +1,4 @@
-"""A run: a model in training, with its progress, checkpoints and results. The applications derive theirs from it.
+"""A run: a model in training, with its progress, checkpoints and results. Applications derive both from what is here.
 
 Checkpoints are those of :func:`speedswap.save_checkpoint`, in the folder ``checkpoints`` of the output directory, with
 the command, the settings and the progress as ``extra``.
@@ -6,18 +6,20 @@ the command, the settings and the progress as ``extra``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,19 +27,81 @@ import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, OutputError, SettingsError, named
 from speedswap.apps.files import check_output, says_unwritable, versions, write_whole
-from speedswap.apps.layers import ModelWithTables
 from speedswap.apps.options import AppSettings
 from speedswap.apps.ranks import Job
 from speedswap.apps.running import Shown, Stop, begun, listening, show_progress
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import SpeedswapError, TableFullError
 from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.place import remove_leftovers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+ABatch = TypeVar("ABatch", bound="BatchOnHost")
+
+
+class BatchOnHost(Protocol):
+    """A batch that can be copied to a device."""
+
+    def to(self: ABatch, device: torch.device) -> ABatch: ...
+
+
+class ModelWithTables(nn.Module):
+    """The base of a model with tables, whose files, if any, are in a temporary directory."""
+
+    _remove_folder: Callable[[], object] = staticmethod(lambda: None)  # set by a module that has one
+
+    def stores(self) -> list[speedswap.Table]:
+        """Return the tables."""
+        return [module.table for module in self.modules() if isinstance(module, TableModule)]
+
+    def close(self) -> None:
+        """Close the tables, and remove those in a temporary directory."""
+        for table in self.stores():
+            table.close()
+        for module in self.modules():
+            if isinstance(module, ModelWithTables):
+                module._remove_folder()
+
+    def dense(self) -> dict[str, nn.Parameter]:
+        """Return the parameters outside the tables, those of linear layers, by name."""
+        layers = ((name, layer) for name, layer in self.named_modules() if isinstance(layer, nn.Linear))
+        return {f"{name}.{part}": value for name, layer in layers for part, value in layer.named_parameters()}
+
+
+class LayeredModel(ModelWithTables):
+    """The base of a model whose parameters outside its tables are those of linear layers."""
+
+    @abstractmethod
+    def lookups(self) -> Mapping[Any, Callable[[Any], Any]]:
+        """Return a batch's lookups, as for :func:`speedswap.lookahead`."""
+
+    def prefetched(self, batches: Iterable[ABatch], device: torch.device, depth: int) -> Iterable[ABatch]:
+        """Yield batches on a device, while the rows of the next ones are prefetched."""
+        return speedswap.lookahead((batch.to(device) for batch in batches), self.lookups(), depth=depth)
+
+    def initialize_layers(self, seed: int) -> None:
+        """Draw the layers' weights (Xavier), and set their biases to zero."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight, generator=generator)
+                nn.init.zeros_(layer.bias)
+
+
+def layers_of(widths: Sequence[int]) -> nn.Sequential:
+    """Return linear layers of these widths, each with a ReLU after it."""
+    pairs = itertools.pairwise(widths)
+    return nn.Sequential(*(part for ins, outs in pairs for part in (nn.Linear(ins, outs), nn.ReLU())))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 FOLDER = "checkpoints"
 RESTART = "start over (--restart)"
@@ -132,6 +196,8 @@ def remove_checkpoints(output: Path) -> None:
     """Remove the checkpoints in an output directory."""
     Folders(output / FOLDER).remove()
 
+
+# ---- trainings -------------------------------------------------------------------------------------------------------
 
 SECONDS_BETWEEN = 300.0
 """From one checkpoint to the next between evaluations, at least."""

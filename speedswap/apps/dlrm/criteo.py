@@ -20,8 +20,7 @@ from torch import Tensor
 
 from speedswap.apps.errors import CheckpointError, SamplesError, named
 from speedswap.apps.files import PARQUET, bytes_on_disk, matching, opened, parquet_opened
-from speedswap.apps.layers import moved
-from speedswap.kernels import read_lines
+from speedswap.kernels import near, read_lines
 
 INTEGERS = 13
 CATEGORIES = 26
@@ -75,7 +74,7 @@ class Samples(NamedTuple):
 
     def to(self, device: torch.device) -> Samples:
         """Copy the samples to a device."""
-        return Samples(*(moved(tensor, device) for tensor in self))
+        return Samples(*(near(tensor, device) for tensor in self))
 
 
 class SamplePosition(NamedTuple):

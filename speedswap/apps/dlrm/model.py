@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 import speedswap
 from speedswap.apps.dlrm.criteo import CATEGORIES, NAMES, Samples
 from speedswap.apps.dlrm.settings import DlrmSettings
-from speedswap.apps.layers import LayeredModel, ModelWithTables, layers_of
 from speedswap.apps.ranks import Job
+from speedswap.apps.run import LayeredModel, ModelWithTables, layers_of
 from speedswap.kernels import pair_gradients, pair_products
 from speedswap.monitor.figures import modes_kept
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap.apps.errors import RatingsError
-from speedswap.apps.layers import moved
 from speedswap.apps.ncf.form import RatingsSource
 from speedswap.apps.ranks import Job
+from speedswap.kernels import near
 
 Ids = NDArray[np.int64]
 
@@ -244,7 +244,7 @@ class NcfBatch(NamedTuple):
 
     def to(self, device: torch.device) -> NcfBatch:
         """Copy the batch to a device."""
-        users, items, labels = (moved(tensor, device) for tensor in self[:3])
+        users, items, labels = (near(tensor, device) for tensor in self[:3])
         return NcfBatch(users, items, labels, self.size)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.errors import CheckpointError, RatingsError, SettingsError, UnknownUserError, named
-from speedswap.apps.layers import LayeredModel, layers_of
 from speedswap.apps.ncf.interactions import Ids, Interactions, NcfBatch, NcfSplit, OwnIds
 from speedswap.apps.ncf.settings import NcfSettings
 from speedswap.apps.options import check_memory
 from speedswap.apps.ranks import Job
+from speedswap.apps.run import LayeredModel, layers_of
 
 INIT_STD = 0.01
 CHUNK_USERS = 256

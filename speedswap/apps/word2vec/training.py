@@ -24,10 +24,9 @@ import speedswap
 from speedswap._words import pip_install
 from speedswap.apps.errors import CheckpointError, CorpusError, OutputError, named
 from speedswap.apps.files import check_output, save_somewhere
-from speedswap.apps.layers import ModelWithTables
 from speedswap.apps.options import add_command
 from speedswap.apps.ranks import Job
-from speedswap.apps.run import FOLDER, RESTART, Run, SavedRun, remove_checkpoints
+from speedswap.apps.run import FOLDER, RESTART, ModelWithTables, Run, SavedRun, remove_checkpoints
 from speedswap.apps.running import Shown, Stop, begun
 from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, PairWeights, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
