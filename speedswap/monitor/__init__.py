@@ -1,5 +1,6 @@
 """Watch training: steps that a loop leaves out, memory by phase, parameters, the splitter's batches, tables."""
 
+from speedswap.kernels import HotCounts
 from speedswap.monitor.callbacks import Progress, SplitRecorder
 from speedswap.monitor.codes import (
     CODES,
@@ -12,9 +13,16 @@ from speedswap.monitor.codes import (
     WarningPolicy,
     as_policy,
 )
-from speedswap.monitor.figures import HotCounts, count_parameters, hot_rows, table_metrics
+from speedswap.monitor.figures import (
+    MemoryMonitor,
+    MemorySnapshot,
+    PhaseMemory,
+    count_parameters,
+    hot_rows,
+    memory_snapshot,
+    table_metrics,
+)
 from speedswap.monitor.loop import EventMonitor
-from speedswap.monitor.memory import MemoryMonitor, MemorySnapshot, PhaseMemory, memory_snapshot
 
 __all__ = [
     "CODES",

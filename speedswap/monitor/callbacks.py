@@ -16,8 +16,7 @@ from torch import Tensor
 
 from speedswap._words import a_kind
 from speedswap.batching import Callback, Event
-from speedswap.monitor.figures import import_optional
-from speedswap.monitor.memory import default_device, memory_snapshot
+from speedswap.monitor.figures import default_device, import_optional, memory_snapshot
 
 Row = dict[str, Any]
 
