@@ -169,15 +169,14 @@ def gather_rows(source: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Te
     _require_matrix(source, "source")
     _require_vector(ids)
     shape = (len(ids), source.shape[1])
-    if out is None:
-        check_ids(ids, source.shape[0], "source")
-        out = empty(shape, source.dtype, ids.device if source.device.type == "cpu" else source.device)
-    else:
+    if out is not None:
         _require_rows(out, "out", shape, source, "source")
         require_apart(out, "out", source, "source")
         require_apart(out, "out", ids, "ids")
         _require_own_rows(out, "out")
-        check_ids(ids, source.shape[0], "source")
+    check_ids(ids, source.shape[0], "source")
+    if out is None:
+        out = empty(shape, source.dtype, ids.device if source.device.type == "cpu" else source.device)
     if out.numel():
         _gather(source, ids, out)
         _written(out)

@@ -100,9 +100,7 @@ def as_read(tensor: Tensor) -> Tensor:
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two dense tensors of one dtype have the same items; a NaN is the same as itself."""
-    if one.shape != other.shape:
-        return False
-    return torch.equal(_bytes_of(one), _bytes_of(other))
+    return one.shape == other.shape and torch.equal(_bytes_of(one), _bytes_of(other))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

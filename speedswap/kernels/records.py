@@ -102,9 +102,7 @@ class Part(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes per record."""
-        block = self.block
-        row_bytes = block.nbytes // block.shape[0]
-        return row_bytes if self.stored is None else _width(row_bytes, self.stored)
+        return _width(self.block_row_bytes, self.stored)
 
 
 class WantedColumn:

@@ -6,7 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,17 +20,19 @@ from speedswap.kernels.host import as_ids, from_buffer
 allocate = _C.allocate
 """Allocate ``count`` bytes of an open file, which then cannot run out of disk; an error leaves the file as it was."""
 
-_Self = TypeVar("_Self", bound="_Released")
+_Raw = TypeVar("_Raw", bound=_C.Room | _C.Bringing)
+_Self = TypeVar("_Self", bound="_Released[Any]")
 
 
-class _Released:
+class _Released(Generic[_Raw]):
     """An object that leaving a ``with`` block releases.
 
     Args:
         raw: the kernels' object.
     """
 
-    raw: _C.Room | _C.Bringing
+    def __init__(self, raw: _Raw) -> None:
+        self.raw = raw
 
     def release(self) -> None:
         """Release what is held; has no effect the second time."""
@@ -43,11 +45,8 @@ class _Released:
         self.release()
 
 
-class Room(_Released):
+class Room(_Released[_C.Room]):
     """Room in a row log, reserved for groups that its holder will write, until it is released."""
-
-    def __init__(self, raw: _C.Room) -> None:
-        self.raw: _C.Room = raw
 
     @property
     def groups(self) -> int:
@@ -55,15 +54,12 @@ class Room(_Released):
         return self.raw.groups
 
 
-class Bringing(_Released):
+class Bringing(_Released[_C.Bringing]):
     """Rows being loaded into the cache of a row log, and pinned there until the bringing is released.
 
     :meth:`wait` first; then either :meth:`filled`, if groups are fresh, or :meth:`RowLog.write`, if rows were brought
     to be overwritten; then :meth:`release`. A release before these leaves the groups as they were.
     """
-
-    def __init__(self, raw: _C.Bringing) -> None:
-        self.raw: _C.Bringing = raw
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Wait until the rows are in the cache.

@@ -59,10 +59,6 @@ class Transfer(Generic[T]):
         self.event: torch.cuda.Event | None = None
         self._device: torch.device | None = None
 
-    def give(self, work: _CpuWork[T]) -> None:
-        """Set the transfer's work."""
-        self._work = work
-
     def result(self) -> T:
         """Wait for the transfer: the calling thread for host work, torch's current stream for the rest.
 
@@ -475,7 +471,7 @@ def prefetch_on_cpu(
             )
         )
 
-    transfer.give(_CpuWork(job, [records.owner for records, _ in moves], result))
+    transfer._work = _CpuWork(job, [records.owner for records, _ in moves], result)
 
 
 def _block(memory: _C.Buffer, count: int, column: WantedColumn) -> Tensor:
@@ -500,7 +496,7 @@ def scatter_on_cpu(transfer: Transfer[None], ids: Tensor, moves: Sequence[tuple[
         [(records.pointer, records.stride, cpu_parts(parts)) for records, parts in moves],
         _background_threads(),
     )
-    transfer.give(_CpuWork(job, (ids, moves), lambda: None))
+    transfer._work = _CpuWork(job, (ids, moves), lambda: None)
 
 
 def finish_transfers() -> None:

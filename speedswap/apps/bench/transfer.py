@@ -30,6 +30,7 @@ from speedswap._machine import available_bytes, cache_bytes, process_bytes
 from speedswap.apps.bench.measure import (
     IdBatch,
     Peer,
+    host_memory,
     in_ms,
     in_turn,
     lacking,
@@ -443,8 +444,7 @@ def run(
                 sweeps[axis].append({axis: size, "skipped": f"{_COPIES * size / 2**30:.1f} GiB of memory are not free"})
                 print(f"\n{axis} {size:,}: left out, {sweeps[axis][-1]['skipped']}", flush=True)
             else:
-                home = "pageable" if device == "cpu" else "pinned"
-                sweeps[axis].append(points.measure(**{**sizes, axis: size}, home=home))
+                sweeps[axis].append(points.measure(**{**sizes, axis: size}, home=host_memory(device)))
     return {
         "device": device,
         "threads": torch.get_num_threads(),

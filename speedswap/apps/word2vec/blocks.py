@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from speedswap.apps.ranks import Job
 from speedswap.apps.word2vec.corpus import END, Corpus
 from speedswap.batching.memory import free_bytes
+from speedswap.kernels import near
 
 BLOCK = 32
 """Centers in a block."""
@@ -154,10 +155,7 @@ class Sampler:
 
     def _loaded(self, skip: int = 0) -> Iterator[Piece]:
         for numbers, corpus_words in self._corpus.numbers(PIECE_WORDS[self._device.type], skip=skip):
-            host = torch.from_numpy(numbers)
-            if self._device.type == "cuda":
-                host = host.pin_memory()
-            yield Piece(host.to(self._device, non_blocking=True), corpus_words)
+            yield Piece(near(torch.from_numpy(numbers), self._device), corpus_words)
 
     def of_piece(self, piece: Piece, blocks_per_batch: int) -> Iterator[BlockBatch]:
         """Yield a piece's window blocks in random order, ``blocks_per_batch`` at a time."""
@@ -170,9 +168,9 @@ class Sampler:
         # The last block's missing centers reach nowhere, so that they are in no pair.
         reached = F.pad(torch.stack(reach(sentences, windows)), (0, missing)).view(2, blocks, BLOCK)[:, order]
         padded = F.pad(words, (self.window, self.window + missing))
-        near = padded.unfold(0, BLOCK + 2 * self.window, BLOCK)[order]
-        centers = near[:, self.window : self.window + BLOCK]
-        contexts = torch.cat([near, self.negatives(noise)], dim=1).add_(len(self._corpus.counts))
+        around = padded.unfold(0, BLOCK + 2 * self.window, BLOCK)[order]
+        centers = around[:, self.window : self.window + BLOCK]
+        contexts = torch.cat([around, self.negatives(noise)], dim=1).add_(len(self._corpus.counts))
         # Summed for all batches at once, the last one padded with empty blocks.
         batches = -(-blocks // blocks_per_batch)
         pairs = F.pad(reached.sum((0, 2)), (0, batches * blocks_per_batch - blocks))

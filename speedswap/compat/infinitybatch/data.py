@@ -187,8 +187,7 @@ class RunningStatistics:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    return tensor.detach().to("cpu", copy=True)
 
 
 class HostStorage(Sequence[Any]):

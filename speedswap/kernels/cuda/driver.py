@@ -92,6 +92,12 @@ def side_stream(device: int, name: str) -> torch.cuda.Stream:
     return stream
 
 
+def copy(device: int, to: int, from_: int, nbytes: int, kind: int, stream: torch.cuda.Stream) -> None:
+    """Queue a copy between host memory and a GPU; ``kind`` is :data:`HOST_TO_DEVICE` or :data:`DEVICE_TO_HOST`."""
+    with on_device(device):
+        cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
+
+
 def used_devices() -> list[int]:
     """Return the GPUs on which this process has queued work."""
     return sorted(_used_devices)
@@ -168,7 +174,6 @@ def _load() -> Kernels | Unavailable:
         return Unavailable(f'SPEEDSWAP_CUDA_SOURCE is {wanted!r}; set it to "nvrtc" or "fatbin", or unset it')
     why = "SPEEDSWAP_CUDA_SOURCE asks for NVRTC"
     if wanted != "nvrtc":
-        why = ""
         try:
             return Kernels(_from_fatbin(), "fatbin", "")
         except FileNotFoundError as error:
@@ -182,7 +187,7 @@ def _load() -> Kernels | Unavailable:
         if wanted == "fatbin":
             return Unavailable(f"SPEEDSWAP_CUDA_SOURCE asks for the fatbin, but {why}")
     try:
-        return Kernels(_from_source(), "NVRTC", why)
+        return Kernels(_tried(cupy().RawModule(code=source(), options=NVRTC_OPTIONS)), "NVRTC", why)
     except Exception as error:  # of a missing libnvrtc: RuntimeError, OSError or ImportError, depending on CuPy
         return Unavailable(f"the kernels cannot be compiled with NVRTC: {error}")
 
@@ -203,10 +208,6 @@ def _from_fatbin() -> Any:
     return _tried(cupy().RawModule(path=str(fatbin())))
 
 
-def _from_source() -> Any:
-    return _tried(cupy().RawModule(code=source(), options=NVRTC_OPTIONS))
-
-
 def _tried(module: Any) -> Any:
     # CuPy loads a module at the first access to a function.
     module.get_function("fill_uniform_f32").kernel  # noqa: B018
@@ -216,17 +217,7 @@ def _tried(module: Any) -> Any:
 def source() -> str:
     """Return the kernels as one text, with includes inlined, so that CuPy's cache key covers all of it."""
     text = '#include "rows.cuh"'
-    for name in (
-        "rows.cuh",
-        "adagrad.cuh",
-        "bags.cuh",
-        "compact.cuh",
-        "hot.cuh",
-        "idle.cuh",
-        "lookups.cuh",
-        "bandwidth.cuh",
-        "philox.cuh",
-    ):
+    for name in (f"{stem}.cuh" for stem in "rows adagrad bags compact hot idle lookups bandwidth philox".split()):
         path = _beside_compiled_part(name)
         if not path.exists():
             path = Path(__file__).parents[3] / "csrc" / name

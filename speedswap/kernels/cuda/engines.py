@@ -190,13 +190,10 @@ class Ring:
         self._places.bytes[:nbytes].view(torch.int64).copy_(kept)
         with torch.cuda.stream(self._kernels):
             near = torch.empty(len(kept), dtype=torch.int64, device=self._device)
-        self._copy(near.data_ptr(), self._places.pointer, nbytes, driver.HOST_TO_DEVICE, self._kernels)
+        to, kind = near.data_ptr(), driver.HOST_TO_DEVICE
+        driver.copy(self._device.index, to, self._places.pointer, nbytes, kind, self._kernels)
         self._copied_places.record(self._kernels)
         return on_host[kept], near
-
-    def _copy(self, to: int, from_: int, nbytes: int, kind: int, stream: torch.cuda.Stream) -> None:
-        with driver.on_device(self._device.index):
-            driver.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
 
     def _on_host(self, ids: Tensor, ready: torch.cuda.Event) -> Tensor:
         if ids.device.type == "cpu":
@@ -204,7 +201,8 @@ class Ring:
         if self._ids is None or self._ids.nbytes < ids.nbytes:
             self._ids = PinnedMemory(2 * ids.nbytes)
         self._asking.wait_event(ready)
-        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, driver.DEVICE_TO_HOST, self._asking)
+        places = self._ids.pointer, ids.data_ptr()
+        driver.copy(self._device.index, *places, ids.nbytes, driver.DEVICE_TO_HOST, self._asking)
         self._asking.synchronize()
         return self._ids.bytes[: ids.nbytes].view(ids.dtype)
 

@@ -257,10 +257,7 @@ class HotRows:
             self._launch(stream, "hot_pick", num_rows, words, num_rows, state, plan, limit)
             self._swap(stream, [each.data_ptr() for each in self._plan], self._limit)
             self._holds_rows = True
-            with driver.on_device(index_of(self._device)):
-                driver.cupy().cuda.runtime.memcpyAsync(
-                    self._seen.pointer, self._state.data_ptr(), 8 * _MOVED, driver.DEVICE_TO_HOST, stream.cuda_stream
-                )
+            driver.copy(self._device.index, self._seen.pointer, state, 8 * _MOVED, driver.DEVICE_TO_HOST, stream)
             self._seen_at.record(stream)
 
     def _launch(self, stream: torch.cuda.Stream, name: str, threads: int, *arguments: int) -> None:
