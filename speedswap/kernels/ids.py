@@ -362,28 +362,25 @@ class FeatureIds:
     begins: Tensor | None = None
     offsets: Sequence[tuple[Tensor | None, bool]] = ()
     bags: JoinedBags | None = None
-    _near: FeatureTable | None = None
 
     @functools.cached_property
     def total(self) -> int:
         """The number of rows to look up."""
         return len(self.ids) if self.counts is None else int(self.counts.sum())
 
-    @property
+    @functools.cached_property
     def near(self) -> FeatureTable:
         """The features on the ids' GPU."""
-        if self._near is None:
-            ids, bases, counts, begins = self.ids, self.bases, self.counts, self.begins
-            self._near = FeatureTable(
-                [ids] if isinstance(ids, Tensor) else ids,
-                bases.shape[0],
-                bases.data_ptr(),
-                self.limits.data_ptr(),
-                counts=0 if counts is None else counts.data_ptr(),
-                begins=0 if begins is None or not begins.is_cpu else begins.data_ptr(),
-                bags=self.offsets,
-            )
-        return self._near
+        ids, bases, counts, begins = self.ids, self.bases, self.counts, self.begins
+        return FeatureTable(
+            [ids] if isinstance(ids, Tensor) else ids,
+            bases.shape[0],
+            bases.data_ptr(),
+            self.limits.data_ptr(),
+            counts=0 if counts is None else counts.data_ptr(),
+            begins=0 if begins is None or not begins.is_cpu else begins.data_ptr(),
+            bags=self.offsets,
+        )
 
     def on_host(self) -> FeatureIds:
         """Return the ids in host memory, after waiting for them."""

@@ -166,14 +166,12 @@ def pin(pointer: int, nbytes: int) -> str | None:
         None, or the reason why it could not be registered: the memory remains usable. CuPy clears the error, so that
         the next CUDA call does not report it.
     """
-    reason = driver.lacking()
-    if reason is not None:
+    if (reason := driver.lacking()) is not None:
         return reason
     runtime = driver.cupy().cuda.runtime
     device = torch.cuda.current_device()
     with driver.on_device(device):
-        reason = driver.unavailable()
-        if reason is not None:
+        if (reason := driver.unavailable()) is not None:
             return reason
         # Kernels are passed host addresses, which must be valid on the GPU.
         if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, device):
