@@ -1,7 +1,7 @@
 """Watch training: steps that a loop leaves out, memory by phase, parameters, the splitter's batches, tables."""
 
 from speedswap.kernels import HotCounts
-from speedswap.monitor.callbacks import Progress, SplitRecorder
+from speedswap.monitor.callbacks import EventMonitor, Progress, SplitRecorder
 from speedswap.monitor.codes import (
     CODES,
     ChangeWarning,
@@ -22,7 +22,6 @@ from speedswap.monitor.figures import (
     memory_snapshot,
     table_metrics,
 )
-from speedswap.monitor.loop import EventMonitor
 
 __all__ = [
     "CODES",
