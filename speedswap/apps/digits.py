@@ -321,9 +321,8 @@ class DigitsRun(Training[DigitsSettings, Images]):
         self.build()
 
     def read(self) -> None:
-        split = read_split(self.settings.seed)
-        self.split = DigitsSplit(split.train.to(self.device), split.test.to(self.device))
-        self.steps_per_epoch = -(-len(split.train) // self.settings.batch)
+        self.split = DigitsSplit(*(part.to(self.device) for part in read_split(self.settings.seed)))
+        self.steps_per_epoch = -(-len(self.split.train) // self.settings.batch)
         self.total = self.steps_per_epoch * self.settings.epochs
 
     def make_model(self) -> DigitsNet:

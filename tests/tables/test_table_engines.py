@@ -245,7 +245,7 @@ def test_a_large_table_measures_once_how_its_rows_go(ahead: bool, device: str, m
         return {1.0: 3.0, 0.0: 1.0}.get(how.scatter, 2.0) if len(measured) > 6 else 1.0
 
     monkeypatch.setattr(engines, "_seconds", seconds)
-    engines._known.cache_clear()
+    engines._known.clear()
     plain, model = (
         speedswap.Embedding(300, 8, storage=place, device=device, seed=1) for place in (Pageable(), Pinned())
     )
@@ -274,7 +274,7 @@ def test_without_room_to_measure_kernels_move_all_rows(device: str, monkeypatch:
 
     monkeypatch.setattr(engines, "_LEAST_TABLE_BYTES", 1)
     monkeypatch.setattr(engines, "_measured", full)
-    engines._known.cache_clear()
+    engines._known.clear()
     with Table.create(50, 4, storage=Pinned()) as table:
         rows = torch.tensor([3, 49], device=device)
         table.scatter(rows, torch.ones(2, 4, device=device))

@@ -408,6 +408,7 @@ _MOVED_BYTES = 64 << 20
 _REPEATS = 3
 _MULTIPROCESSORS = (HOST_MULTIPROCESSORS, 8, 4)  # with narrow rows fewer may do as well, or better in both directions
 _GAIN = 1.1  # over kernels alone, which leave the processors free
+_known: dict[tuple[int, int, int], Shares] = {}  # by GPU, bytes of a row, and the logarithm of the table's bytes
 
 
 def best_shares(records: Records, device: torch.device) -> Shares:
@@ -420,25 +421,18 @@ def best_shares(records: Records, device: torch.device) -> Shares:
     nbytes = records.num_rows * records.stride
     if not records.pinned or nbytes < _LEAST_TABLE_BYTES:
         return Shares()
-    known = _known(index_of(device), records.stride)
-    size = round(math.log2(nbytes))
-    if size not in known:
+    key = index_of(device), records.stride, round(math.log2(nbytes))
+    if key not in _known:
         try:
             # The device is waited for before and after each move: a fence would have them wait for each other.
-            known[size] = found = _measured(records._replace(fence=None), device)
+            _known[key] = found = _measured(records._replace(fence=None), device)
         except torch.OutOfMemoryError:  # a model that fits barely trains as it would without
             return Shares()
         _log.info(
             "%d multiprocessors move %.0f%% of rows of %d bytes to %s, and %.0f%% back; the others are staged",
             found.multiprocessors, 100 * found.gather, records.stride, device, 100 * found.scatter,
         )  # fmt: skip
-    return known[size]
-
-
-@functools.cache
-def _known(device: int, row_bytes: int) -> dict[int, Shares]:
-    """Return what was measured, by the logarithm of a table's size."""
-    return {}
+    return _known[key]
 
 
 def _measured(records: Records, device: torch.device) -> Shares:
