@@ -11,21 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "allocatable_bytes",
-    "available_bytes",
-    "cache_bytes",
-    "cores",
-    "file_system",
-    "group_bytes",
-    "lockable_bytes",
-    "pages",
-    "physical_bytes",
-    "process_bytes",
-    "processor",
-    "resident_bytes",
-]
-
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MOUNTS = Path("/proc/self/mounts")
 

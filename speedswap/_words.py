@@ -11,8 +11,6 @@ import warnings
 
 from speedswap.errors import SpeedswapWarning
 
-__all__ = ["AVERAGE_OTHERS", "a_kind", "pip_install", "size_in_words", "warn", "warn_once"]
-
 AVERAGE_OTHERS = (  # of AveragedModel, EMA and SWA
     "an average of a model over its steps is speedswap.optim.Averaged(model); or average a module without the "
     "embedding, or all parameters but speedswap.parameters_to_ignore(model)"

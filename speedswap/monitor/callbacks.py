@@ -409,7 +409,8 @@ class EventMonitor(Callback):
             self._looks += 1
             if self._looks > MOST_LOOKS:
                 return False
-        return _has_values(grad)
+        with torch._C.DisableTorchFunctionSubclass():  # without communicating with ranks that hold other parts of it
+            return bool(grad.any())
 
     def _before_step(self, *_: Any) -> None:
         self._stepping, self._one_pass = True, False
@@ -497,12 +498,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*args)
 
     return call
-
-
-def _has_values(grad: Tensor) -> bool:
-    """Return whether a gradient is nonzero here, without communicating with other ranks that hold parts of it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return bool(grad.any())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

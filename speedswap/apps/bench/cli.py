@@ -97,8 +97,14 @@ def prepare(args: argparse.Namespace, plot: Path | None = None) -> str:
         raise BenchmarkError(f"{named('device')} is {args.device!r}: give cpu or cuda")
     if device == "cuda" and not ready:
         raise BenchmarkError(f"{named('device')} is 'cuda', but CUDA is not usable here: {reason}")
-    for path in (args.json, plot):
-        _check_writable(path)
+    for path in filter(None, (args.json, plot)):
+        folder = path.absolute().parent
+        if path.is_dir():
+            raise BenchmarkError(f"{str(path)!r} is a directory: give a file")
+        if path.is_symlink() and not path.exists():
+            raise BenchmarkError(f"{str(path)!r} is a link that leads nowhere: give a file")
+        if not folder.is_dir():
+            raise BenchmarkError(f"{str(path)!r} cannot be written: the directory {str(folder)!r} does not exist")
     if plot is not None:
         plots.require_matplotlib(plot)
     if args.threads is not None:
@@ -119,15 +125,3 @@ def draw(path: Path | None, figures: Mapping[str, Figure]) -> None:
     if path is not None:
         drawn = plots.draw(path, figures)
         print("drew", ", ".join(map(str, drawn)) or "nothing: nothing was measured that has a picture")
-
-
-def _check_writable(path: Path | None) -> None:
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise BenchmarkError(f"{str(path)!r} is a directory: give a file")
-    if path.is_symlink() and not path.exists():
-        raise BenchmarkError(f"{str(path)!r} is a link that leads nowhere: give a file")
-    if not folder.is_dir():
-        raise BenchmarkError(f"{str(path)!r} cannot be written: the directory {str(folder)!r} does not exist")
