@@ -367,8 +367,7 @@ def pair_gradients(grad: Tensor, first: Tensor, rest: Tensor) -> tuple[Tensor, T
     """
     first, rest = _checked(first, rest)
     count, others, width = rest.shape
-    shape = (count, width + (others + 1) * others // 2)
-    _require("grad", grad, shape)
+    _require("grad", grad, (count, width + (others + 1) * others // 2))
     grad = as_read(grad)
     grad_first, grad_rest = (empty(each.shape, torch.float32, each.device) for each in (first, rest))
     pointers = (grad.data_ptr(), grad_first.data_ptr(), grad_rest.data_ptr())

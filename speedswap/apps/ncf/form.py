@@ -122,8 +122,7 @@ class RatingsSource(RatingsForm):
         why = [f"{count:,} without {role}" for role, count in self.left_out.items()]
         why += [f"{self.malformed:,} malformed: {self.first}"] * bool(self.malformed)
         left_out = f"{left:,} left out ({', '.join(why)})" if left else "none left out"
-        read = f"{self.lines:,} {self.unit}s read, {left_out}"
-        return "; ".join(said) + "\n" + read
+        return "; ".join(said) + f"\n{self.lines:,} {self.unit}s read, {left_out}"
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
