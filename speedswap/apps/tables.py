@@ -19,6 +19,7 @@ from speedswap.apps.errors import SettingsError, named
 from speedswap.apps.info import describe
 from speedswap.apps.running import show_progress
 from speedswap.errors import SpeedswapError, TableFormatError
+from speedswap.kernels import dtype_name
 from speedswap.tables import Column, Disk, Table, merge_rows
 from speedswap.tables.files.directory import facts_of
 from speedswap.tables.files.manifest import part_of_ranks
@@ -60,14 +61,10 @@ def table_facts(path: Path) -> dict[str, Any]:
 
 
 def _column(column: Column) -> dict[str, Any]:
-    found = {"row_shape": list(column.row_shape), "dtype": _name(column.dtype), "row_bytes": column.row_bytes}
+    found = {"row_shape": list(column.row_shape), "dtype": dtype_name(column.dtype), "row_bytes": column.row_bytes}
     if column.compact:
-        found |= {"stored_dtype": _name(column.stored_dtype), "rounding": column.rounding}
+        found |= {"stored_dtype": dtype_name(column.stored_dtype), "rounding": column.rounding}
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def describe_table(facts: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from speedswap.kernels.copies import (
     scatter_records,
     scatter_rows,
 )
-from speedswap.kernels.cuda.driver import Fence, capabilities, compiled_in, cuda_ready
+from speedswap.kernels.cuda.driver import Fence, capabilities, compiled_in, cuda_ready, dtype_name
 from speedswap.kernels.cuda.engines import best_shares, copy_by_kernel
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.host import (

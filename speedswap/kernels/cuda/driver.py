@@ -256,7 +256,7 @@ def host_limit(multiprocessors: int, wanted: int = HOST_MULTIPROCESSORS) -> int:
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype as the kernels' names have it."""
+    """Return a dtype's name, such as ``float32``, as the kernels' names have it."""
     return str(dtype).removeprefix("torch.")
 
 
