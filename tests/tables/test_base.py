@@ -178,6 +178,40 @@ def test_rows_of_the_base_are_announced_while_the_log_reads_its_own(
     table.close()
 
 
+@pytest.mark.parametrize("state", ["in memory", "on the disk", "unknown"])
+def test_many_rows_are_announced_unless_they_are_in_memory(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each announcement is a call of the system; a look at some of the rows says whether any is needed."""
+    rows, path, announced, kernel = rows_of(rows=6000), tmp_path / "f.safetensors", list[int](), kernels.read_ahead
+    write(path, {"w": rows})
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        if state == "on the disk":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size // 2, os.RWF_NOWAIT)
+            says = "in memory"
+        except OSError as error:
+            says = "on the disk" if error.errno == errno.EAGAIN else "unknown"
+    base, place = init.of_tensors(path, "w"), Disk(tmp_path / "t", cache_bytes=1 << 22)
+    table = Table.create(len(rows), DIM, init=base, dtype=torch.bfloat16, storage=place)
+    if state == "unknown":
+        monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "not supported")))
+    elif says != state:
+        pytest.skip(f"the rows are {says} here")
+
+    def read_ahead(rows: Tensor, ids: Tensor) -> None:
+        kernel(rows, ids)
+        announced.append(len(ids))
+
+    monkeypatch.setattr(kernels, "read_ahead", read_ahead)
+    ids = torch.arange(0, 6000, 5)
+    assert torch.equal(table.gather(ids)["weight"], rows[ids])
+    table.close()
+    assert sum(announced) == (0 if state == "in memory" else len(ids))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which files are open")
 def test_a_file_is_mapped_once_for_all_of_its_tensors(tmp_path: Path) -> None:
     """Each map takes an open file, of which a process may have 1,024: models have more tensors."""

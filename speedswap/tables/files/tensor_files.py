@@ -436,6 +436,16 @@ class MappedTensor:
                 "(if a file is replaced by renaming a new one to it, its readers keep the old rows)"
             )
 
+    def is_cached(self, offsets: Sequence[int]) -> bool:
+        """Return whether the system has these bytes in memory; False, too, for a file system that does not say."""
+        byte = [bytearray(1)]
+        try:
+            for offset in offsets:
+                os.preadv(self._file.fd, byte, self.place.start + offset, os.RWF_NOWAIT)
+        except OSError:  # it would wait; whatever else is wrong, reading the bytes reports
+            return False
+        return True
+
     def close(self) -> None:
         """Release the file; views of its bytes must no longer be used."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -448,6 +458,7 @@ _CPU = torch.device("cpu")
 _PIECE_BYTES = 16 << 20  # of rows on their way to another dtype or device
 _TILES = tuple(1 << power for power in range(3, 11))
 _SAMPLES, _SAMPLE_BYTES = 4, 64  # of a tensor's values, for the fingerprint
+_PROBES = 256  # of many rows, to find out whether they are in memory
 _SCALE_DTYPES = (torch.float32, getattr(torch, "float8_e8m0fnu", None))
 
 
@@ -483,10 +494,10 @@ class _Segment(NamedTuple):
         return [self.tensor] if self.scales is None else [self.tensor, self.scales.tensor]
 
     def read_ahead(self, ids: Tensor) -> None:
-        kernels.read_ahead(self.rows, ids)
+        _announce(self.tensor, self.rows, ids)
         if self.scales is not None:
-            _, values, (tile_rows, _) = self.scales
-            kernels.read_ahead(values.view(torch.uint8), ids // tile_rows)
+            tensor, values, (tile_rows, _) = self.scales
+            _announce(tensor, values.view(torch.uint8), ids // tile_rows)
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         if self.scales is not None:
@@ -494,6 +505,13 @@ class _Segment(NamedTuple):
             return
         place = self.rows.data_ptr(), self.rows.shape[1], len(self.rows)
         kernels.gather_records(kernels.Records(*place, self.rows.device, False, self.rows), ids, [kernels.Part(0, out)])
+
+
+def _announce(tensor: MappedTensor, rows: Tensor, ids: Tensor) -> None:
+    """Start reading rows of a tensor, which takes a system call for each, unless a sample of many is in memory."""
+    if len(ids) > 4 * _PROBES and tensor.is_cached((ids[:: len(ids) // _PROBES] * rows.shape[1]).tolist()):
+        return
+    kernels.read_ahead(rows, ids)
 
 
 class TensorRows:
