@@ -401,6 +401,9 @@ def _described(path: Path) -> Iterable[tuple[Path, list[str] | None]]:
     return names_of.items()
 
 
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # a Python built for an old glibc has none
+
+
 class MappedTensor:
     """A tensor's bytes in a file; pages of them that are written are copied, and the file stays as it is.
 
@@ -437,11 +440,13 @@ class MappedTensor:
             )
 
     def is_cached(self, offsets: Sequence[int]) -> bool:
-        """Return whether the system has these bytes in memory; False, too, for a file system that does not say."""
+        """Return whether the system has these bytes in memory; False, too, where it does not say."""
+        if _NOWAIT is None:
+            return False
         byte = [bytearray(1)]
         try:
             for offset in offsets:
-                os.preadv(self._file.fd, byte, self.place.start + offset, os.RWF_NOWAIT)
+                os.preadv(self._file.fd, byte, self.place.start + offset, _NOWAIT)
         except OSError:  # it would wait; whatever else is wrong, reading the bytes reports
             return False
         return True
