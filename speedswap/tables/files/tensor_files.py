@@ -498,11 +498,14 @@ class _Segment(NamedTuple):
     def tensors(self) -> list[MappedTensor]:
         return [self.tensor] if self.scales is None else [self.tensor, self.scales.tensor]
 
+    def is_cached(self, ids: Tensor) -> bool:
+        return self.tensor.is_cached((ids * self.rows.shape[1]).tolist())
+
     def read_ahead(self, ids: Tensor) -> None:
-        _announce(self.tensor, self.rows, ids)
+        kernels.read_ahead(self.rows, ids)
         if self.scales is not None:
-            tensor, values, (tile_rows, _) = self.scales
-            _announce(tensor, values.view(torch.uint8), ids // tile_rows)
+            _, values, (tile_rows, _) = self.scales
+            kernels.read_ahead(values.view(torch.uint8), ids // tile_rows)
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         if self.scales is not None:
@@ -510,13 +513,6 @@ class _Segment(NamedTuple):
             return
         place = self.rows.data_ptr(), self.rows.shape[1], len(self.rows)
         kernels.gather_records(kernels.Records(*place, self.rows.device, False, self.rows), ids, [kernels.Part(0, out)])
-
-
-def _announce(tensor: MappedTensor, rows: Tensor, ids: Tensor) -> None:
-    """Start reading rows of a tensor, which takes a system call for each, unless a sample of many is in memory."""
-    if len(ids) > 4 * _PROBES and tensor.is_cached((ids[:: len(ids) // _PROBES] * rows.shape[1]).tolist()):
-        return
-    kernels.read_ahead(rows, ids)
 
 
 class TensorRows:
@@ -589,8 +585,15 @@ class TensorRows:
         return digest.hexdigest()
 
     def read_ahead(self, ids: Tensor) -> None:
-        """Start reading some of the rows, ascending ids as for :meth:`fill`."""
-        for segment, some, _ in self._split(ids):
+        """Start reading some of the rows, ascending ids as for :meth:`fill`.
+
+        That takes a call of the system for each, and is left out if a sample of many is in memory.
+        """
+        parts = [(segment, some) for segment, some, _ in self._split(ids)]
+        every = len(ids) // _PROBES
+        if every >= 4 and all(segment.is_cached(some[::every]) for segment, some in parts):
+            return
+        for segment, some in parts:
             segment.read_ahead(some)
 
     def fill(self, into: Tensor, ids: Tensor) -> None:
