@@ -487,6 +487,8 @@ class Table:
         if commit is not None and not bool((rows[1:] > rows[:-1]).all()):
             raise ValueError("rows are not ascending, but a pending write needs that; sort rows and values")
         values = fitting(values, self.columns, len(rows), self.name)
+        device = next((value.device for value in values.values()), None)
+        values = {name: value.to(device) for name, value in values.items()}  # they move together
         with self.lock:
             self.give_back(Block(rows, {}), values, commit)
             if commit is None and (len(rows) or self.ranks is not None):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import simulated_gpu
 import torch
 from pinned_places import PINNED
+from torch import Tensor
 
 import speedswap
-from speedswap import Pageable, Pinned, Table
+from speedswap import Column, Pageable, Pinned, Table, kernels
 from speedswap.kernels import Shares
 from speedswap.kernels.cuda import engines, moves
 from speedswap.tables import Commit, LocalStore, local, prefetch
@@ -82,6 +84,34 @@ def test_auto_reads_and_writes_pinned_memory_directly_and_stages_any_other(
             table.gather(rows)
         assert shares == [share] * 2
         shares.clear()
+
+
+@pytest.mark.parametrize("storage", ["pinned", "pageable", "device"])
+@pytest.mark.parametrize("near", [{"weight"}, {"momentum"}])
+def test_columns_on_several_devices_are_moved_together(
+    near: set[str], storage: str, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    """No loop of the processor is given a GPU's address, and no kernel one of pageable memory."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    devices: list[set[torch.device]] = []
+    scatter = kernels.scatter_blocks
+
+    def watched(records: Any, ids: Tensor, columns: Any, blocks: Mapping[str, Tensor], *more: Any) -> None:
+        devices.append({block.device for block in blocks.values()})
+        scatter(records, ids, columns, blocks, *more)
+
+    monkeypatch.setattr(kernels, "scatter_blocks", watched)
+    rows = torch.tensor([3, 49])
+    values = {name: torch.rand(2, 4, device=device if name in near else "cpu") for name in ("weight", "momentum")}
+    with Table.create(50, 4, storage=storage) as table:
+        table.add_columns([Column("momentum", (4,), torch.float32, speedswap.init.zeros())])
+        table.scatter(rows, values)
+        found = table.gather(rows, device="cpu")
+    for name, value in values.items():
+        assert torch.equal(found.columns[name], value.cpu())
+    assert devices
+    assert all(len(each) == 1 for each in devices)
 
 
 @pytest.mark.parametrize("storage", ["pinned", "device"])
