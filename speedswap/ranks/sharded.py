@@ -91,6 +91,7 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
         self.notes.listeners.append(partial(_note_lent, self.lent))
         self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
+        self._columns = dict[str, Column](), dict[str, Column]()
         self._device_ahead = torch.device("cpu")  # the device of rows that lookups may take without a round
         self.row_bytes = math.prod(weight.row_shape) * weight.dtype.itemsize
         self.number = group.add(self)
@@ -102,8 +103,12 @@ class ShardedStore(RowStore, Files, JointRows[Table]):
 
     @property
     def columns(self) -> dict[str, Column]:
-        own = self.own.columns
-        return {**whole_columns(own), "weight": replace(self._weight, rounding=own["weight"].rounding)}
+        own, columns = self._columns
+        if own is not self.own.columns:
+            own = self.own.columns
+            columns = {**whole_columns(own), "weight": replace(self._weight, rounding=own["weight"].rounding)}
+            self._columns = own, columns
+        return columns
 
     @property
     def files(self) -> Files | None:
