@@ -45,9 +45,9 @@ using speedswap::Part;
 using speedswap::PrefetchJob;
 using speedswap::without_gil;
 using speedswap::WriteJob;
-// offset, width, block, block_stride; and for converted columns form, stochastic, key.
-using CopiedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
-using ConvertedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t, int, bool, uint64_t>;
+// block, offset, width, block_stride; and for converted columns form, stochastic, key.
+using CopiedPart = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;
+using ConvertedPart = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int, bool, uint64_t>;
 using PartTuple = std::variant<CopiedPart, ConvertedPart>;
 
 void require(bool holds, const char* name, int64_t value, const char* wanted) {
@@ -60,13 +60,13 @@ Ids ids_at(uintptr_t pointer, int64_t count) {
 }
 
 Part part_of(const CopiedPart& tuple) {
-    const auto& [offset, width, block, block_stride] = tuple;
+    const auto& [block, offset, width, block_stride] = tuple;
     require(width >= 0, "width", width, "0 or more");
     return {offset, width, at(block), block_stride};
 }
 
 Part part_of(const ConvertedPart& tuple) {
-    const auto& [offset, width, block, block_stride, form, stochastic, key] = tuple;
+    const auto& [block, offset, width, block_stride, form, stochastic, key] = tuple;
     const bool int8 = form == int(Form::int8);
     require(int8 || form == int(Form::float16) || form == int(Form::bfloat16), "form", form, "1, 2 or 3");
     require(int8 ? width >= speedswap::kScaleBytes : width >= 0 && width % 2 == 0, "width", width, "that of a row");

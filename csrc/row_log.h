@@ -142,6 +142,8 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // Returns at once unless slots are lacking. nullptr if ahead of its step, and half of the slots would be pinned.
     // Throws std::invalid_argument for more than most_rows().
     std::unique_ptr<Bringing> bring(const int64_t* rows, int64_t count, bool overwrite, bool ahead, bool seen);
+    // Says of each row whether it was never written and is not in the cache.
+    void find_unwritten(const int64_t* rows, int64_t count, bool* out);
     // In one bringing.
     int64_t most_rows() const { return std::min(most_outstanding(), kMostRows); }
     // False after a while, if a bringing of this many rows would still have to wait; throws as bring().

@@ -217,6 +217,12 @@ void bind_row_log(py::module_& module) {
         .def(py::init(&open), arg("log_fd"), arg("head_fd"), arg("num_groups"), arg("rows_per_group"), arg("layouts"),
              arg("segment_bytes"), arg("salt"), arg("cache_bytes"), arg("writable"), arg("commit"), arg("scratch"),
              arg("direct"), arg("journal"), arg("faults"), arg("before").none(true))
+        .def(
+            "find_unwritten",
+            [](const PyRowLog& log, uintptr_t rows, int64_t count, uintptr_t out) {
+                without_gil([&] { log->find_unwritten(at<const int64_t>(rows), count, at<bool>(out)); });
+            },
+            arg("rows"), arg("count"), arg("out"))
         .def("bring", &bring, arg("rows"), arg("count"), arg("overwrite"), arg("ahead"), arg("seen"))
         .def(
             "write",

@@ -90,6 +90,16 @@ bool RowLog::wait_for_slots(int64_t count) {
     return monitor_.wait_for_a_while(lock, [&] { return outstanding_ + count <= most_outstanding(); });
 }
 
+void RowLog::find_unwritten(const int64_t* rows, int64_t count, bool* out) {
+    constexpr int64_t kBlockAhead = 32, kIndexAhead = 16;
+    Lock lock = enter();
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + kBlockAhead < count) __builtin_prefetch(slots_.index.way_to(uint32_t(group_of(rows[i + kBlockAhead]))));
+        if (i + kIndexAhead < count) __builtin_prefetch(slots_.index.find(uint32_t(group_of(rows[i + kIndexAhead]))));
+        out[i] = slots_.index[uint32_t(group_of(rows[i]))] == 0;
+    }
+}
+
 void RowLog::pin(Lock& lock, Bringing& bringing, const int64_t* rows, int64_t count, bool seen) {
     constexpr int64_t kBlockAhead = 48, kIndexAhead = 32, kBitsAhead = 16, kReadsAtOnce = 512;
     PlannedReads planned(*this);

@@ -6,17 +6,17 @@ __path__ = with_compiled_part(__path__)
 
 from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
 from speedswap.kernels.copies import (
-    gather_on_cpu,
+    gather_blocks,
     gather_records,
     gather_rows,
     round_rows,
     rounding_key,
-    scatter_block,
+    scatter_blocks,
     scatter_records,
     scatter_rows,
 )
 from speedswap.kernels.cuda.driver import Fence, capabilities, compiled_in, cuda_ready, dtype_name
-from speedswap.kernels.cuda.engines import best_shares, copy_by_kernel
+from speedswap.kernels.cuda.engines import best_shares
 from speedswap.kernels.cuda.hot import HotCounts, HotRecords, HotRows
 from speedswap.kernels.host import (
     as_ids,

@@ -22,7 +22,7 @@ from speedswap.kernels.host import (
     threads_for,
 )
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
-from speedswap.kernels.records import Part, Records, Stored, WantedColumn, What, cpu_parts
+from speedswap.kernels.records import Part, Records, Stored, WantedColumns, What, cpu_parts
 
 _CPU = torch.device("cpu")
 
@@ -42,34 +42,63 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
     _move("gather", records, ids, parts)
 
 
-def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedColumn]) -> dict[str, Tensor]:
-    """Return a batch's rows of columns, by name, within host memory; ids are as for :func:`gather_records`."""
+def gather_blocks(
+    records: Records,
+    ids: Tensor,
+    columns: WantedColumns,
+    device: torch.device,
+    out: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return a batch's rows of columns, by name.
+
+    Args:
+        records: the source.
+        ids: as for :func:`gather_records`.
+        columns: at least one.
+        device: where the rows are wanted.
+        out: blocks on that device to fill, in place of new ones.
+    """
+    if out is not None or device.type != "cpu" or records.device.type != "cpu":
+        blocks = columns.blocks(ids.shape[0], device, out)
+        if not engines.copy_by_kernel("gather", records, ids, columns, [*blocks.values()]):
+            gather_records(records, ids, columns.parts(blocks))
+        return blocks
     pointer, ids = ids_at(ids)
-    count, blocks = ids.shape[0], {}
+    count, blocks = ids.shape[0], dict[str, Tensor]()
     for name in columns:
         shape, dtype = columns[name].row_shape, columns[name].dtype
         is_small = count * columns[name].row_bytes < LARGE_BYTES
         blocks[name] = ids.new_empty(count, *shape, dtype=dtype) if is_small else empty((count, *shape), dtype, _CPU)
     if count:
-        parts = [columns[name].part(blocks[name].data_ptr() or address(blocks[name])) for name in columns]
+        parts = [(blocks[name].data_ptr() or address(blocks[name]), *columns[name].form) for name in columns]
         _C.gather(records.pointer, records.stride, pointer, count, parts, threads_for(count * records.stride))
     return blocks
 
 
-def scatter_block(
-    records: Records, ids: Tensor, columns: Mapping[str, WantedColumn], blocks: Mapping[str, Tensor]
+def scatter_blocks(
+    records: Records,
+    ids: Tensor,
+    columns: WantedColumns,
+    blocks: Mapping[str, Tensor],
+    forms: Mapping[str, Stored | None] | None = None,
 ) -> None:
-    """Copy a batch's rows of columns, in their stored dtype, within host memory.
+    """Copy a batch's rows of columns into records.
 
     Args:
         records: the target.
-        ids: as for :func:`scatter_records`, at least one.
-        columns: columns without stochastic rounding.
-        blocks: the columns' rows by name, each in one piece.
+        ids: as for :func:`scatter_records`.
+        columns: at least one.
+        blocks: the columns' rows by name, each in one piece, all on one device; there may be others.
+        forms: how records hold the columns, if not as ``columns`` says.
     """
+    rows = [blocks[name] for name in columns]
+    if records.device.type != "cpu" or not columns.copied or not rows[0].is_cpu:
+        if not engines.copy_by_kernel("scatter", records, ids, columns, rows):
+            scatter_records(records, ids, columns.parts(blocks, forms))
+        return
     pointer, ids = ids_at(ids)
     count = ids.shape[0]
-    parts = [columns[name].part(blocks[name].data_ptr()) for name in columns]
+    parts = [(block.data_ptr(), *column.form) for block, column in zip(rows, columns.values(), strict=True)]
     _C.scatter(records.pointer, records.stride, pointer, count, parts, threads_for(count * records.stride))
 
 
@@ -234,7 +263,7 @@ def _gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
         out.detach().view(same_size).copy_(rows)
     elif source.device.type == "cpu" and out.device.type == "cpu" and out.stride(1) == 1:
         ids = as_ids(ids)
-        parts = [(0, _row_bytes(out), out.data_ptr(), out.stride(0) * out.element_size())]
+        parts = [(out.data_ptr(), 0, _row_bytes(out), out.stride(0) * out.element_size())]
         _C.gather(*_pitch(source), ids.data_ptr(), len(ids), parts, get_num_threads())
     else:
         rows = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -250,7 +279,7 @@ def _scatter(target: Tensor, ids: Tensor, values: Tensor) -> None:
         target.detach().view(same_size).index_copy_(0, ids.to(target.device, torch.int64), near)
     elif target.device.type == "cpu" and values.device.type == "cpu" and values.stride(1) == 1:
         ids = as_ids(ids)
-        parts = [(0, _row_bytes(values), values.data_ptr(), values.stride(0) * values.element_size())]
+        parts = [(values.data_ptr(), 0, _row_bytes(values), values.stride(0) * values.element_size())]
         _C.scatter(*_pitch(target), ids.data_ptr(), len(ids), parts, get_num_threads())
     else:
         scatter_records(_records(target), ids, [Part(0, values.contiguous())])

@@ -116,9 +116,10 @@ class WantedColumn:
 
     Attributes:
         row_bytes: bytes per row of a block.
+        form: the column in the CPU loops' form, without a block.
     """
 
-    __slots__ = ("_form", "dtype", "offset", "row_bytes", "row_shape", "stored")
+    __slots__ = ("dtype", "form", "offset", "row_bytes", "row_shape", "stored")
 
     def __init__(
         self, offset: int, row_shape: tuple[int, ...], dtype: torch.dtype, stored: Stored | None = None
@@ -128,13 +129,7 @@ class WantedColumn:
         self.dtype = dtype
         self.stored = stored
         self.row_bytes = math.prod(row_shape) * dtype.itemsize
-        copied = _cpu_part(offset, 0, self.row_bytes, stored)
-        self._form = copied[:2], copied[3:]
-
-    def part(self, pointer: int) -> Copied | Converted:
-        """Return the column in the CPU loops' form, with a block at a host address."""
-        place, rest = self._form
-        return (*place, pointer, *rest)
+        self.form = _cpu_form(offset, self.row_bytes, stored)
 
 
 class WantedColumns(dict[str, WantedColumn]):
@@ -151,9 +146,13 @@ class WantedColumns(dict[str, WantedColumn]):
         is_copied = len(every) <= COLUMNS_PER_LAUNCH and all(not each.stored and each.row_bytes for each in every)
         self.copied = tuple((column.offset, column.row_bytes) for column in every) if is_copied else ()
 
-    def empty(self, count: int, device: torch.device | None) -> dict[str, Tensor]:
-        """Return uninitialized blocks of ``count`` rows, by name."""
-        return {name: empty((count, *each.row_shape), each.dtype, device) for name, each in self.items()}
+    def blocks(self, count: int, device: torch.device, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return blocks of ``count`` rows, by name: the given ones, and for the others uninitialized ones."""
+        known = given or {}
+        return {
+            name: known[name] if name in known else empty((count, *each.row_shape), each.dtype, device)
+            for name, each in self.items()
+        }
 
     def parts(self, blocks: Mapping[str, Tensor], forms: Mapping[str, Stored | None] | None = None) -> list[Part]:
         """Return the columns with their blocks, converted as records hold them or in the given forms."""
@@ -172,25 +171,19 @@ def _width(row_bytes: int, stored: Stored | None) -> int:
     return row_bytes if stored is None else stored_bytes(stored.dtype, row_bytes // torch.float32.itemsize)
 
 
-Copied = tuple[int, int, int, int]
-Converted = tuple[int, int, int, int, int, bool, int]
+def cpu_parts(parts: Sequence[Part]) -> list[tuple[int, ...]]:
+    """Return parts with blocks in host memory as the CPU loops take them: the block's address and the column's form."""
+    return [(part.block.data_ptr(), *_cpu_form(part.offset, part.block_row_bytes, part.stored)) for part in parts]
 
 
-def cpu_parts(parts: Sequence[Part]) -> list[Copied | Converted]:
-    """Return parts with blocks in host memory in the CPU loops' form."""
-    return [_cpu_part(part.offset, part.block.data_ptr(), part.block_row_bytes, part.stored) for part in parts]
-
-
-def _cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> Copied | Converted:
+def _cpu_form(offset: int, row_bytes: int, stored: Stored | None) -> tuple[int, ...]:
     """Return a column in the CPU loops' form.
 
     Args:
         offset: the offset in a record, in bytes.
-        block: address of the block.
         row_bytes: bytes per row of the block.
         stored: the records' format, if not the block's.
     """
     if stored is None:
-        return offset, row_bytes, block, row_bytes
-    form = _FORMS[stored.dtype], stored.key is not None, stored.key or 0
-    return offset, _width(row_bytes, stored), block, row_bytes, *form
+        return offset, row_bytes, row_bytes
+    return offset, _width(row_bytes, stored), row_bytes, _FORMS[stored.dtype], stored.key is not None, stored.key or 0

@@ -234,6 +234,16 @@ class RowLog(_C.RowLog):
         bringing = super().bring(rows.data_ptr(), len(rows), overwrite, ahead, seen)
         return None if bringing is None else Bringing(bringing)
 
+    def unwritten(self, rows: Tensor) -> Tensor:
+        """Return of each row whether it was never written and is not in the cache: bool, shape (n,).
+
+        Args:
+            rows: int64, shape (n,), in range.
+        """
+        rows, out = as_ids(rows), torch.empty(len(rows), dtype=torch.bool)
+        self.find_unwritten(rows.data_ptr(), len(rows), out.data_ptr())
+        return out
+
     def write(self, places: Tensor, room: Room | None = None) -> None:  # type: ignore[override]
         """Prepare places of a bringing for new bytes, which the caller writes next.
 

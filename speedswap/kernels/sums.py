@@ -53,7 +53,7 @@ def expand(block: Tensor, local: Tensor) -> Tensor:
     count, row_bytes = local.numel(), dim * block.dtype.itemsize
     out = empty((*local.shape, dim), block.dtype)
     if count and dim and num_rows:
-        parts = [(0, row_bytes, out.data_ptr(), row_bytes)]
+        parts = [(out.data_ptr(), 0, row_bytes, row_bytes)]
         threads = threads_for(count * row_bytes)
         _C.gather(block.data_ptr(), row_bytes, local.data_ptr(), count, parts, threads)
     return out

@@ -454,7 +454,7 @@ def prefetch_on_cpu(
         flat.data_ptr(),
         flat.numel(),
         num_rows,
-        [(records.pointer, records.stride, [column.part(0) for column in columns]) for records, columns in moves],
+        [(records.pointer, records.stride, [(0, *column.form) for column in columns]) for records, columns in moves],
         _background_threads(),
     )
 

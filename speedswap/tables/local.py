@@ -157,7 +157,7 @@ class LocalStore(RowStore):
     def _take(self, group: RecordGroup, columns: Sequence[Column]) -> None:
         """Take a group's memory and write columns' initial values."""
         with says_too_large(self.facts.storage, group.nbytes):
-            group.memory.take()
+            group.take()
         self._fill(group, [column for column in columns if not column.init.is_zero])  # fresh memory is zero already
         group.is_filled = True
 
@@ -187,7 +187,7 @@ class LocalStore(RowStore):
         self.drain()
         self._pending.finish_prefetches()
         for group in self.groups:
-            best, (gather, scatter) = kernels.best_shares(group.records(), device), self.facts.shares
+            best, (gather, scatter) = kernels.best_shares(group.records, device), self.facts.shares
             if gather is None:  # staged rows are read past a cache
                 gather = 1.0 if self._hot_bytes is not None else best.gather
             group.divide(best._replace(gather=gather, scatter=best.scatter if scatter is None else scatter))
@@ -242,9 +242,8 @@ class LocalStore(RowStore):
             fields = self._fields(names)
             if len(fields) == 1 and (columns is None or len(columns) == 1):  # the usual case
                 group, wanted = fields[0]
-                records = group.records()
-                if records.device.type == "cpu" and records.fence is None:
-                    return Block(rows, kernels.gather_on_cpu(records, rows, wanted))
+                if group.memory.fence is None:
+                    return Block(rows, kernels.gather_blocks(group.records, rows, wanted, near))
         return self._gather(rows, names, device, out)
 
     def _gather(
@@ -265,35 +264,26 @@ class LocalStore(RowStore):
             home = self.group_of("weight").memory.device
             device = home if home.type != "cpu" else rows.device
         blocks: dict[str, Tensor] = {}
-        count, is_host = rows.shape[0], device.type == "cpu"
         for group, fields in self._fields(names):
-            if is_host and group.memory.fence is not None:
+            if device.type == "cpu" and group.memory.fence is not None:
                 group.settle()
-            if is_host and out is None and group.memory.device.type == "cpu":
-                blocks |= kernels.gather_on_cpu(group.records(), rows, fields)
-                continue
-            for name, field in fields.items():
-                block = out.get(name) if out is not None else None
-                blocks[name] = kernels.empty((count, *field.row_shape), field.dtype, device) if block is None else block
-            records, ids = group.records(ahead=to_read is not None), rows if to_read is None else to_read
-            if not kernels.copy_by_kernel("gather", records, ids, fields, [blocks[name] for name in fields]):
-                kernels.gather_records(records, ids, fields.parts(blocks))
+            records, ids = (group.records, rows) if to_read is None else (group.records_ahead, to_read)
+            blocks |= kernels.gather_blocks(records, ids, fields, device, out)
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        first = next(iter(values.values()), block.rows)
+        near = first.is_cuda
         if not self._is_filled:
-            self._take_all(next(iter(values.values()), block.rows).device)
+            self._take_all(first.device)
         if not self._is_divided:
-            self._divide(next(iter(values.values()), block.rows).device)
+            self._divide(first.device)
         groups, leased, blocks = self._fields(values), block.columns, dict[str, Tensor]()
         for name, value in values.items():
             blocks[name] = value if leased.get(name) is value else kernels.as_read(value.detach())
-        near: list[Tensor] = []
-        if self._hot_bytes is not None:
-            near = [each for each in blocks.values() if each.is_cuda]
-            if near and self.notes.hot is None:
-                self.notes.hot = begin_cache(self._hot_bytes, self.groups, near[0], self.name)
-                self._hot_bytes = None if self.notes.hot is None else self._hot_bytes
+        if near and self._hot_bytes is not None and self.notes.hot is None:
+            self.notes.hot = begin_cache(self._hot_bytes, self.groups, first, self.name)
+            self._hot_bytes = None if self.notes.hot is None else self._hot_bytes
         if transfers is not None and (near or self.notes.hot is None):
             forms = self._forms({name: fields[name] for _, fields in groups for name in fields})
             self._written = True
@@ -308,16 +298,10 @@ class LocalStore(RowStore):
         self._written = True  # from here on
         try:
             for group, fields in groups:
-                records, is_host = group.records(), True
-                for name in fields:
-                    is_host = is_host and blocks[name].is_cpu
-                if is_host and records.fence is not None:
+                if group.memory.fence is not None and not near:
                     group.settle(writing=True)
-                if is_host and fields.copied and records.device.type == "cpu":
-                    kernels.scatter_block(records, block.rows, fields, blocks)
-                else:
-                    forms = self._forms(fields)
-                    _scatter(records, block.rows, fields, blocks, forms)
+                as_held = None if fields.copied else self._forms(fields)
+                kernels.scatter_blocks(group.records, block.rows, fields, blocks, as_held)
             if near and self.notes.hot is not None:
                 self.notes.hot.scattered()
         except BaseException:
@@ -334,17 +318,17 @@ class LocalStore(RowStore):
             self._pending.settle_before(write)
             for group, _ in groups:
                 group.settle(writing=True)
-            moves = [(group.records(), fields.parts(blocks, forms)) for group, fields in groups]
+            moves = [(group.records, fields.parts(blocks, forms)) for group, fields in groups]
             kernels.scatter_on_cpu(write, write.rows, moves)
             return
 
         hot, rows, is_near = self.notes.hot, write.rows, device.type == "cuda"
         expected = tuple if hot is None else self._pending.rows_expected()
-        is_direct = is_near and all(group.records().direct_share("scatter") == 1 for group, _ in groups)
+        is_direct = is_near and all(group.records.direct_share("scatter") == 1 for group, _ in groups)
 
         def scatter(some: Tensor) -> None:
             for group, fields in groups:
-                _scatter(group.records(), some, fields, blocks, forms)
+                kernels.scatter_blocks(group.records, some, fields, blocks, forms)
             if hot is not None:
                 hot.scattered(expected)
 
@@ -383,7 +367,7 @@ class LocalStore(RowStore):
         for group, _ in groups:
             group.settle()
         names = [name for _, fields in groups for name in fields]
-        moves = [(group.records(), list(fields.values())) for group, fields in groups]
+        moves = [(group.records, list(fields.values())) for group, fields in groups]
 
         def finish(found: kernels.FoundBlocks) -> Gathered:
             return Gathered((Block(found.rows, dict(zip(names, found.blocks, strict=True))), found.local))
@@ -564,11 +548,3 @@ class LocalStore(RowStore):
                 self.notes.closed, self.notes.pinned, self.notes.hot, self._is_filled = True, False, None, True
                 for group in self.groups:
                     group.close()
-
-
-def _scatter(
-    records: kernels.Records, rows: Tensor, fields: kernels.WantedColumns, blocks: _Blocks, forms: _Forms
-) -> None:
-    """Scatter a batch's rows of some columns, with at least one of them or the records on a GPU."""
-    if not kernels.copy_by_kernel("scatter", records, rows, fields, [blocks[name] for name in fields]):
-        kernels.scatter_records(records, rows, fields.parts(blocks, forms))

@@ -189,6 +189,8 @@ class RecordGroup:
 
     Attributes:
         is_filled: False until the memory is taken and filled with initial values.
+        records: the memory as the kernels take it; not before it is taken.
+        records_ahead: the same, for gathers to which pending writes forward their rows.
     """
 
     layout: RecordLayout
@@ -197,29 +199,37 @@ class RecordGroup:
     shares: kernels.Shares = _BY_KERNELS
     is_filled: bool = True
     hot: kernels.HotRecords | None = field(default=None, init=False)  # the GPU's cache of some records
-    _records: dict[bool, kernels.Records] = field(default_factory=dict, init=False)
+    records: kernels.Records = field(init=False)
+    records_ahead: kernels.Records = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._renew()
 
     @property
     def nbytes(self) -> int:
         return self.num_embeddings * self.layout.stride
 
-    def records(self, *, ahead: bool = False) -> kernels.Records:
-        """Return the memory as the kernels take it; ``ahead`` is passed on to them."""
-        known = self._records  # read first: records from before a cache of hot rows began must not be kept after it
-        if ahead not in known:
-            memory = self.memory
-            assert memory.is_taken
-            where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
-            known[ahead] = kernels.Records(*where, memory.bytes, self.shares, memory.fence, ahead, self.hot)
-        return known[ahead]
+    def _renew(self) -> None:
+        if not (memory := self.memory).is_taken:
+            return
+        where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
+        self.records = kernels.Records(*where, memory.bytes, self.shares, memory.fence, hot=self.hot)
+        self.records_ahead = self.records._replace(ahead=True)
+
+    def take(self) -> None:
+        """Take the memory from the system."""
+        self.memory.take()
+        self._renew()
 
     def use(self, hot: kernels.HotRecords | None) -> None:
         """Let moves to and from a GPU use a cache of the hot rows; None ends its use."""
-        self.hot, self._records = hot, {}
+        self.hot = hot
+        self._renew()
 
     def divide(self, shares: kernels.Shares) -> None:
         """Let moves to and from a GPU go both ways in these shares."""
-        self.shares, self._records = shares, {}
+        self.shares = shares
+        self._renew()
 
     def settle(self, *, writing: bool = False) -> None:
         """Wait until the records are current and no GPU accesses them; if the host will write, empty their cache."""
@@ -229,8 +239,8 @@ class RecordGroup:
 
     def close(self) -> None:
         """Release the memory."""
-        self.use(None)
         self.memory.close()
+        self.use(None)
 
     def fields(self, names: Collection[str] | None = None) -> kernels.WantedColumns:
         """Return columns as the kernels gather them, by name: all of the group's, or the named ones that it has."""
@@ -260,7 +270,7 @@ class RecordGroup:
             return self.view(name)[start:stop]
         ids = torch.arange(start, stop, device=self.memory.device)
         block = torch.empty(len(ids), *column.row_shape, dtype=column.dtype, device=ids.device)
-        kernels.gather_records(self.records(), ids, [kernels.Part(self.layout.offset(name), block, column.form())])
+        kernels.gather_records(self.records, ids, [kernels.Part(self.layout.offset(name), block, column.form())])
         return block
 
     def write(self, name: str, start: int, values: Tensor) -> None:
@@ -272,7 +282,7 @@ class RecordGroup:
             return
         ids = torch.arange(start, start + len(values), device=values.device)
         part = kernels.Part(self.layout.offset(name), kernels.as_read(values.detach()), column.form())
-        kernels.scatter_records(self.records(), ids, [part])
+        kernels.scatter_records(self.records, ids, [part])
 
     def chunks(self, start: int, stop: int) -> Iterator[slice]:
         """Yield rows ``start`` to ``stop`` in pieces of about 64 MiB, multiples of the initializers' own chunks."""
@@ -342,7 +352,7 @@ def begin_cache(hot_bytes: HotBytes, groups: Sequence[RecordGroup], batch: Tenso
     """
     if not all(group.memory.pinned for group in groups):
         return None
-    records = [group.records() for group in groups]
+    records = [group.records for group in groups]
     num_rows, row_bytes = records[0].num_rows, sum(each.stride for each in records)
     if isinstance(hot_bytes, float):
         slots = int(hot_bytes * num_rows)

@@ -443,10 +443,10 @@ def copy_rows(
     if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # otherwise every row was written
         for some in group.chunks(0, facts.num_embeddings):
             rows = torch.arange(some.start, some.stop)
-            fresh.fill(group.records(), torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))
+            fresh.fill(group.records, torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))
     for rows, held in source.written_rows():
         parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
-        kernels.scatter_records(group.records(), rows, parts)
+        kernels.scatter_records(group.records, rows, parts)
     copied.notes.take_over(source.notes, facts.part_name)
     copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
     return copied

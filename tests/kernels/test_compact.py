@@ -417,13 +417,13 @@ def test_rounded_rows_are_neighbours_and_stay(values: list[float], ids: list[int
 @pytest.mark.parametrize(
     "part, message",
     [
-        ((0, 4, 0, 8, 9, False, 0), "form is 9, not 1, 2 or 3"),
-        ((0, 3, 0, 8, 1, False, 0), "width is 3, not that of a row"),
-        ((0, 3, 0, 8, 3, False, 0), "width is 3, not that of a row"),
+        ((0, 0, 4, 8, 9, False, 0), "form is 9, not 1, 2 or 3"),
+        ((0, 0, 3, 8, 1, False, 0), "width is 3, not that of a row"),
+        ((0, 0, 3, 8, 3, False, 0), "width is 3, not that of a row"),
     ],
 )
 def test_the_cpu_loops_refuse_invalid_parts(part, message: str):
     with pytest.raises(ValueError, match=message):
         _C.scatter(0, 4, 0, 0, [part], 1)
     with pytest.raises(ValueError, match="form is 3, not 1 or 2"):
-        _C.round_rows(0, 0, (0, 8, 0, 16, 3, False, 0), 1)
+        _C.round_rows(0, 0, (0, 0, 8, 16, 3, False, 0), 1)

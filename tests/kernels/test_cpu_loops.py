@@ -130,7 +130,7 @@ import os, threading, torch
 from speedswap.kernels import _C
 source, ids = torch.zeros(100_000, 64), torch.randint(0, 100_000, (100_000,))
 out = torch.empty(100_000, 64)
-call = (source.data_ptr(), 256, ids.data_ptr(), len(ids), [(0, 256, out.data_ptr(), 256)], 4)
+call = (source.data_ptr(), 256, ids.data_ptr(), len(ids), [(out.data_ptr(), 0, 256, 256)], 4)
 def move():  # the CPU loops alone: torch's own calls may not survive an interpreter that ends
     while True:
         _C.gather(*call)
@@ -213,7 +213,7 @@ def test_capabilities_name_what_was_built_and_found():
     "call, message",
     [
         (lambda: _C.check_ids(0, -1, 5, 1), "count is -1, not 0 or more"),
-        (lambda: _C.scatter(0, 4, 0, 0, [(0, -4, 0, 4)], 1), "width is -4, not 0 or more"),
+        (lambda: _C.scatter(0, 4, 0, 0, [(0, 0, -4, 4)], 1), "width is -4, not 0 or more"),
         (lambda: _C.fill_normal(0, 4, 0, 1, 1, 2, 0.0, 1.0, 1, 2, 1), "item_bytes is 2, not 4"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_scatter_that_is_part_of_a_large_one(row_bytes: int):
     """Few rows are written past the cache if those of the whole move exceed it."""
     values = torch.randint(0, 256, (50, row_bytes), dtype=torch.uint8)
     target, ids = torch.zeros(100, row_bytes, dtype=torch.uint8), torch.randperm(100)[:50]
-    part = (0, row_bytes, values.data_ptr(), row_bytes)
+    part = (values.data_ptr(), 0, row_bytes, row_bytes)
     _C.scatter(target.data_ptr(), row_bytes, ids.data_ptr(), 50, [part], 2, rows_moved=1 << 40)
     assert torch.equal(target[ids], values)
     assert target.any(1).sum() <= 50

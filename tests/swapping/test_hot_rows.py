@@ -129,20 +129,15 @@ def counts_of(model: nn.Module) -> HotCounts:
 # ---- the same bits
 
 
-def test_records_that_a_thread_takes_while_a_cache_begins_are_not_kept(monkeypatch: pytest.MonkeyPatch):
-    """Its gathers would never see the cache, and read rows at home that have moved."""
-    group, hot, make = Table.create(10, 4, storage="pageable").store.groups[0], object(), kernels.Records
-
-    def meanwhile(*words: Any) -> kernels.Records:
-        made = make(*words)
-        if group.hot is None:
-            group.use(hot)
-        return made
-
-    monkeypatch.setattr(kernels, "Records", meanwhile)
+def test_records_know_the_cache_from_its_beginning_to_its_end():
+    """A gather that did not would read rows at home that have moved."""
+    group, hot = Table.create(10, 4, storage="pageable").store.groups[0], object()
+    group.use(hot)
+    assert group.records.hot is hot
+    assert group.records_ahead.hot is hot
     group.use(None)
-    group.records(ahead=True)
-    assert group.records(ahead=True).hot is hot
+    assert group.records.hot is None
+    assert group.records_ahead.hot is None
 
 
 @pytest.mark.sweep(6)
@@ -205,7 +200,7 @@ def gathered_during_an_admission(comes_first: str, progress: int) -> bool:
                 for name, field in group.fields().items():
                     blocks[name] = torch.empty(ROWS, *field.row_shape, dtype=field.dtype, device="cuda")
                     parts.append(kernels.Part(field.offset, blocks[name], field.stored))
-                kernels.gather_records(group.records()._replace(ahead=True), rows, parts)
+                kernels.gather_records(group.records._replace(ahead=True), rows, parts)
 
     with simulated_gpu.policy("late"):
         torch.cuda.synchronize()

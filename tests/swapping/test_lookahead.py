@@ -606,7 +606,7 @@ def are_found(items: speedswap.Embedding, now: float) -> bool:
 def test_a_pending_write_that_fails_is_an_error_at_the_latest_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps come after it."""
     monkeypatch.setattr(LocalStore, "_in_host_memory", lambda store, device: False)
-    scatter, calls = kernels.scatter_records, []
+    scatter, calls = kernels.scatter_blocks, []
 
     def fails_once(*arguments: Any) -> None:
         calls.append(arguments)
@@ -616,7 +616,7 @@ def test_a_pending_write_that_fails_is_an_error_at_the_latest_at_the_end(monkeyp
 
     items = embedding("cpu")
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
-    monkeypatch.setattr(kernels, "scatter_records", fails_once)
+    monkeypatch.setattr(kernels, "scatter_blocks", fails_once)
     steps = []
 
     def loop() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import speedswap
 from speedswap import kernels
-from speedswap.kernels.cuda import driver
+from speedswap.kernels import copies
+from speedswap.kernels.cuda import driver, engines
 from speedswap.tables import Block, Column, Commit, memory, pending
 from speedswap.tables.pending import PendingTransfers, PendingWrite, Prefetch
 
@@ -36,7 +37,7 @@ class Moved(list[set[int]]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         super().__init__()
-        move, copy = getattr(kernels, f"{what}_records"), kernels.copy_by_kernel
+        move, copy = getattr(copies, f"{what}_records"), engines.copy_by_kernel
 
         def watched(records: kernels.Records, ids: Tensor, *rest: object) -> None:
             if records.device.type == "cpu":
@@ -49,8 +50,8 @@ class Moved(list[set[int]]):
                 self.append({row for row in ids.tolist() if row >= 0})
             return is_copied
 
-        monkeypatch.setattr(kernels, f"{what}_records", watched)
-        monkeypatch.setattr(kernels, "copy_by_kernel", copied)
+        monkeypatch.setattr(copies, f"{what}_records", watched)
+        monkeypatch.setattr(engines, "copy_by_kernel", copied)
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ def test_inputs_of_a_transfer_stay_until_it_has_read_them(order: str, gpu: str) 
         write: Transfer[None] = Transfer()
 
         def scatter() -> None:
-            kernels.scatter_records(group.records(), rows, [kernels.Part(0, box.pop())])
+            kernels.scatter_records(group.records, rows, [kernels.Part(0, box.pop())])
 
         started(write, "out", gpu, scatter, [*box])
         kernels.finish_transfers()
@@ -319,7 +319,7 @@ def test_prefetched_rows_stay_until_they_were_used(order: str, gpu: str) -> None
         started(prefetch, "in", gpu, gather, [])
         found = prefetch.take()
         assert found is not None
-        kernels.scatter_records(group.records(), rows, [kernels.Part(0, found[0].weight)])
+        kernels.scatter_records(group.records, rows, [kernels.Part(0, found[0].weight)])
         del found, prefetch
         started(Transfer(), "in", gpu, others, [])
         kernels.finish_transfers()

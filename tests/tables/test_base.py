@@ -130,6 +130,34 @@ def test_training_over_a_base_is_that_over_a_copy_and_the_log_has_the_trained_ro
     assert (tmp_path / "copy" / "rows.log").stat().st_size < 2**21
 
 
+@pytest.mark.parametrize("dim", [DIM, 4])  # narrow rows are stored in groups
+@pytest.mark.parametrize("dtype, more", [(torch.bfloat16, {}), (torch.float32, {"stored_dtype": torch.float16})])
+def test_lookups_without_training_read_past_the_cache(dim: int, dtype: torch.dtype, more: Any, tmp_path: Path) -> None:
+    """Only rows that were written come from there."""
+    want = rows_of()[:, :dim].contiguous()
+    write(tmp_path / "model.safetensors", {"weight": want})
+    want = want.half().float() if more else want
+    base, place = init.of_tensors(tmp_path / "model.safetensors", "weight"), Disk(tmp_path / "t", cache_bytes=1 << 20)
+    items = speedswap.Embedding(ROWS, dim, dtype=dtype, init=base, storage=place, **more)
+    table, trained = items.table, torch.tensor([3, 90, 248])
+    group = table.store.manifest.group_rows
+    untouched = (torch.arange(ROWS)[:, None] // group != trained // group).all(1).nonzero().squeeze(1)
+    table.scatter(trained, torch.full((3, dim), 0.5, dtype=dtype))
+    want[trained] = 0.5
+    chosen = torch.tensor([0, 3, 3, 17, 90, 249, 249])
+    for rows in (torch.arange(ROWS), chosen, chosen[1::3], torch.tensor([], dtype=torch.int64)):
+        with torch.no_grad():
+            assert torch.equal(items(rows.flip(0)), want[rows.flip(0)])
+        assert torch.equal(table.gather(rows, columns=["weight"]).weight, want[rows])
+        out = torch.full((len(rows), dim), 7.0, dtype=dtype)
+        assert table.gather(rows, columns=["weight"], out={"weight": out}).weight is out
+        assert torch.equal(out, want[rows])
+    assert table.store._cache.log.unwritten(untouched).all()
+    assert torch.equal(table.gather(chosen.flip(0), columns=["weight"]).weight, want[chosen.flip(0)])
+    items(untouched[:1]).sum().backward()  # is about to be trained
+    assert not table.store._cache.log.unwritten(untouched)[0]
+
+
 HELD_READS = 512  # a fault of the log: its reads wait for let_reads_go
 
 

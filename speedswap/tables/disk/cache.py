@@ -172,6 +172,14 @@ class FreshRows(NamedTuple):
             else:
                 values = source.column.as_read(self._values(source, number, rows, records, places))
             return held.origin.through[-1].begun_as(values, rows)
+        return self._initial(held, rows)
+
+    def initial(self, name: str, rows: Tensor) -> Tensor:
+        """Return a column of rows that were never written as it is read; they are ascending, int64, shape (n,)."""
+        held = self.layout.by_name[name]
+        return held.column.as_read(self._initial(held, rows))
+
+    def _initial(self, held: HeldColumn, rows: Tensor) -> Tensor:
         start, through = held.origin
         if isinstance(start.init, Unknown):
             raise TableFormatError(
@@ -255,7 +263,7 @@ class LogCache:
             self.log.cache_pointer, layout.stride, self.log.num_slots * manifest.group_rows, _CPU, False, self.log
         )
         self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
-        self._of_files = [init for each in layout.held if (init := each.origin.start.init).bases]
+        self._of_files = {each.column.name: init for each in layout.held if (init := each.origin.start.init).bases}
         self.most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
         self._fields: dict[tuple[str, ...], kernels.WantedColumns] = {}
         self._reserved: kernels.Room | None = None
@@ -279,21 +287,65 @@ class LogCache:
 
     # ------------------------------------------------------------------ rows
 
-    def gather(self, rows: Tensor, fields: kernels.WantedColumns, blocks: Mapping[str, Tensor]) -> None:
-        """Copy rows into blocks, on any device.
+    def gather(
+        self,
+        rows: Tensor,
+        fields: kernels.WantedColumns,
+        device: torch.device,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return rows by column.
+
+        Rows of files that were never written are read there, past the cache: in it they would take the place of others,
+        and more time.
 
         Args:
-            rows: int64, shape (n,), in host memory.
-            fields: the columns.
-            blocks: shape (n, ...), by column.
+            rows: int64, shape (n,), in host memory; past the cache only if they ascend, as those of lookups do.
+            fields, device, out: as for :func:`speedswap.kernels.gather_blocks`.
         """
+        if fields.keys() <= self._of_files.keys() and kernels.first_fall(rows) < 0:
+            are_unwritten = self.log.unwritten(rows)
+            if are_unwritten.any():
+                return self._gather_past(rows, are_unwritten, fields, device, out)
+        blocks = fields.blocks(len(rows), device, out)
+        self._gather_cached(rows, fields, blocks)
+        return blocks
+
+    def _gather_past(
+        self,
+        rows: Tensor,
+        are_unwritten: Tensor,
+        fields: kernels.WantedColumns,
+        device: torch.device,
+        out: Mapping[str, Tensor] | None,
+    ) -> dict[str, Tensor]:
+        unwritten = rows[are_unwritten]
+        for name in fields:
+            self._of_files[name].read_ahead(unwritten)
+        if out is None and len(unwritten) == len(rows):
+            return {name: self.fresh.initial(name, rows).to(device) for name in fields}
+        blocks, cached = fields.blocks(len(rows), device, out), fields.blocks(len(rows) - len(unwritten), device)
+        self._gather_cached(rows[~are_unwritten], fields, cached)
+        here = are_unwritten.to(device)
+        for name, block in blocks.items():
+            block[here], block[~here] = self.fresh.initial(name, unwritten).to(device), cached[name]
+        return blocks
+
+    def _gather_cached(self, rows: Tensor, fields: kernels.WantedColumns, blocks: Mapping[str, Tensor]) -> None:
         for piece in self.pieces(len(rows)):
             with self.brought(rows[piece]) as places:
-                self.gather_places(places, fields, {name: block[piece] for name, block in blocks.items()})
+                parts = {name: block[piece] for name, block in blocks.items()}
+                kernels.gather_records(self._records, places, fields.parts(parts))
 
-    def gather_places(self, places: Tensor, fields: kernels.WantedColumns, blocks: Mapping[str, Tensor]) -> None:
-        """Copy records of the cache into blocks."""
-        kernels.gather_records(self._records, places, fields.parts(blocks))
+    def gather_places(
+        self,
+        places: Tensor,
+        fields: kernels.WantedColumns,
+        device: torch.device,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return records of the cache by column, as :func:`speedswap.kernels.gather_blocks` does."""
+        return kernels.gather_blocks(self._records, places, fields, device, out)
 
     def scatter(
         self,
@@ -393,11 +445,10 @@ class LogCache:
             TableError: the room was too small; other records may have changed.
             TableFullError: there is no room; nothing has changed.
         """
-        parts = fields.parts(blocks)
         with says_if_full(self._path):
             try:
                 self.log.write(places, self._reserved if room is None else room)
-                kernels.scatter_records(self._records, places, parts)
+                kernels.scatter_blocks(self._records, places, fields, blocks)
             except OSError as error:  # there is no room, and nothing has changed
                 if room is None or error.errno not in FULL:
                     raise
@@ -407,7 +458,7 @@ class LogCache:
                 ) from error
             except BaseException:  # e.g. Ctrl-C: records marked as changed must be whole
                 self.log.write(places, self._reserved if room is None else room)
-                kernels.scatter_records(self._records, places, parts)
+                kernels.scatter_blocks(self._records, places, fields, blocks)
                 raise
 
     def rewrite(self, rows: Tensor) -> None:
@@ -441,7 +492,7 @@ class LogCache:
         """Start reading rows of files that were never written, while the log reads the others."""
         if self._of_files:
             rows = self.fresh.rows_of(bringing.unwritten().sort()[0])
-            for init in self._of_files:
+            for init in self._of_files.values():
                 init.read_ahead(rows[rows < self.manifest.num_embeddings])
         return bringing
 
@@ -476,8 +527,8 @@ class LogCache:
     def bytes_of(self, rows: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the bytes of some columns, as :meth:`written_rows` yields them."""
         fields = self._bytes(names)
-        blocks = fields.empty(len(rows), _CPU)
-        self.gather(rows, fields, blocks)
+        blocks = fields.blocks(len(rows), _CPU)
+        self._gather_cached(rows, fields, blocks)
         return blocks
 
     def _bytes(self, names: Iterable[str]) -> kernels.WantedColumns:
@@ -587,11 +638,10 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
             return None
         kernels.used_here([found.local, found.rows])
         fields = self._cache.fields(tuple(self._cache.layout.columns))
-        blocks = fields.empty(len(found.rows), self._on)
         if found.held is None:
-            self._cache.gather(found.rows.to(_CPU), fields, blocks)
+            blocks = self._cache.gather(found.rows.to(_CPU), fields, self._on)
         else:
-            self._cache.gather_places(found.held.places, fields, blocks)
+            blocks = self._cache.gather_places(found.held.places, fields, self._on)
             self._held.keep(found.held)
         return Block(found.rows, blocks, found.held), found.local
 

@@ -196,8 +196,7 @@ def _copy_sources(cache: LogCache, layout: LogLayout, rows: torch.Tensor, column
     for held in (layout.by_name[column.name] for column in columns):
         if held.source is not None:
             source, field = cache.fields((held.source,)), cache.fields((held.column.name,))
-            values = torch.empty((len(rows), *held.column.row_shape), dtype=source[held.source].dtype)
-            cache.gather(rows, source, {held.source: values})
+            values = cache.gather(rows, source, _CPU)[held.source]
             cache.scatter(rows, field, {held.column.name: held.origin.through[-1].begun_as(values, rows)})
 
 
@@ -228,16 +227,14 @@ class LogStore(LogColumns, Commits):
     ) -> Block:
         fields = self._cache.fields(tuple(self.columns if columns is None else columns))
         device = rows.device if device is None else device
-        blocks = fields.empty(len(rows), device) | dict(out or {})
         here = kernels.as_ids(rows.to(_CPU))
         if columns is None and not self._reads and self._cache.is_one_piece(here):  # as a step does
             held = HeldRows(*self._cache.bring(here))
-            self._cache.gather_places(held.places, fields, blocks)
+            blocks = self._cache.gather_places(held.places, fields, device, out)
             self._held.keep(held)
         else:
-            held = None
-            self._cache.gather(here, fields, blocks)
-        return Block(rows, {name: blocks[name] for name in fields}, held)
+            held, blocks = None, self._cache.gather(here, fields, device, out)
+        return Block(rows, blocks, held)
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         rows, draw = block.rows, (self.facts.seed, self.notes.writes)
