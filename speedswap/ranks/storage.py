@@ -7,7 +7,6 @@ number of ranks copies the rows into new directories; the old ones are removed u
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +24,11 @@ from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManife
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
 from speedswap.tables.idle import IdleStore
+from speedswap.tables.init import Bases
 from speedswap.tables.many import Shard, remove_former, take_shards
 from speedswap.tables.opening import different_steps, open_shard, read_manifest
 from speedswap.tables.owners import Owners, owned_column, whole_columns
+from speedswap.tables.record import bases_in
 from speedswap.tables.store import IDLE_STEPS, innermost
 
 _REDUCTIONS = ("mean", "sum")
@@ -130,7 +131,7 @@ class Ranks(Storage):
             store.torn, store.was_found = torn, was_found
         return store
 
-    def open(self, mode: str, commit: int | None, base: Sequence[str] | None = None) -> RowStore:
+    def open(self, mode: str, commit: int | None, base: Bases | None = None) -> RowStore:
         manifest = None if self.own.folder is None else read_manifest(self.own.folder, base)
         if manifest is None or mode != "r+" or commit is not None:
             raise ValueError(f"path is {self!r}, where these ranks have no table to open with mode 'r+'")
@@ -269,7 +270,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
     with ExitStack() as opened:
         sources = []
         for rank in range(before.world_size):
-            store = open_shard(path, before, rank, disk)
+            store = open_shard(path, before, rank, disk, bases_in(target.table.columns.values()))
             opened.callback(store.close)
             sources.append(Shard(Table(store), owners, rank))
         stores = [source.table for source in sources]

@@ -12,7 +12,7 @@ import math
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cached_property
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import TableFormatError
-from speedswap.tables.files.damage import is_int
+from speedswap.tables.files.damage import UnknownFile, is_int
 from speedswap.tables.files.open_directory import TRANSIENT
 from speedswap.tables.files.tensor_files import TensorRows, TensorSource, absolute_paths
 
@@ -294,15 +293,15 @@ class OfTensors(Initializer):
         Raises:
             TableFormatError: a file is missing, damaged or truncated, or has other rows.
         """
-        remedy = "restore the files, or say where they are: Table.open(path, base=…)"
+        remedy = "restore the files, or say where they are: Table.open(path, base=…), and load checkpoints into that"
         try:
             rows = TensorRows(self.files, self.names, self.scale, self.block)
         except (OSError, TypeError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in TRANSIENT:
                 raise
-            raise TableFormatError(f"rows that were never written are those of a base: {error}; {remedy}") from error
+            raise UnknownFile(f"rows that were never written are those of a base: {error}; {remedy}") from error
         if rows.fingerprint != self.fingerprint:
-            raise TableFormatError(
+            raise UnknownFile(
                 f"rows that were never written are those of a base, {rows.what}, which has changed since (fingerprint "
                 f"{rows.fingerprint}, not {self.fingerprint}); {remedy}"
             )
@@ -691,13 +690,20 @@ def saved_in(directory: Path, data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def found_in(directory: Path, base: Sequence[str] | None, data: dict[str, Any]) -> dict[str, Any]:
+Bases = Sequence[str] | Mapping[str, OfTensors]
+"""Where the rows of a table's bases are now: the files of the only one, or all of each by its fingerprint."""
+
+
+def found_in(directory: Path, base: Bases | None, data: dict[str, Any]) -> dict[str, Any]:
     """Return data from a table's directory with the paths of files now: the given ones, those from there, or as saved.
 
     Raises:
         TypeError: they do not describe paths.
     """
     if data.get("kind") == OfTensors.kind:
+        if isinstance(base, Mapping):
+            known = base.get(data["fingerprint"])
+            return found_in(directory, None, data) if known is None else known.to_json()
         near = [os.path.normpath(directory / file) for file in data.pop("from_table", [])]
         if base is not None or (near and all(map(os.path.exists, near))):
             data["files"] = near if base is None else [*base]

@@ -22,7 +22,7 @@ from speedswap.tables.files.place import Place
 from speedswap.tables.files.tensor_files import MappedTensor, TensorFiles
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.idle import IdleStore
-from speedswap.tables.init import Unknown
+from speedswap.tables.init import Bases, Unknown
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import Memory, RecordGroup
 from speedswap.tables.owners import Owners, whole_columns
@@ -32,9 +32,7 @@ from speedswap.tables.store import Checked, Files, Notes, RowStore, StoreFacts, 
 _TRIES = 100
 
 
-def _open_log(
-    path: Path, mode: str, disk: DiskOptions, commit: int | None, base: Sequence[str] | None = None
-) -> RowStore:
+def _open_log(path: Path, mode: str, disk: DiskOptions, commit: int | None, base: Bases | None = None) -> RowStore:
     """Open the store of a table in one log; arguments and errors are those of :meth:`Table.open`."""
     tries = 0
     while True:
@@ -54,12 +52,12 @@ def _open_log(
             raise
 
 
-def read_manifest(path: Path, base: Sequence[str] | None = None) -> ShardsManifest | None:
+def read_manifest(path: Path, base: Bases | None = None) -> ShardsManifest | None:
     """Return the manifest of a table owned by ranks; None if the path holds another kind of table, or nothing.
 
     Args:
         path: the table's.
-        base: the files of its base, if they were moved.
+        base: where its bases are now, if they were moved.
 
     Raises:
         TableFormatError: the manifest is damaged.
@@ -72,7 +70,7 @@ def read_manifest(path: Path, base: Sequence[str] | None = None) -> ShardsManife
 
 
 def open_shard(
-    path: Path, manifest: ShardsManifest, rank: int, disk: DiskOptions, base: Sequence[str] | None = None
+    path: Path, manifest: ShardsManifest, rank: int, disk: DiskOptions, base: Bases | None = None
 ) -> RowStore:
     """Open the rows of one rank for reading.
 
@@ -107,15 +105,13 @@ class ShardsInFiles(RowStore, Files):
         path: the table's directory.
         manifest: its description.
         disk: the cache of each shard.
-        base: the files of its base, if they were moved.
+        base: where its bases are now, if they were moved.
 
     Raises:
         TableFormatError: it is damaged, or its shards are at different steps.
     """
 
-    def __init__(
-        self, path: Path, manifest: ShardsManifest, disk: DiskOptions, base: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, path: Path, manifest: ShardsManifest, disk: DiskOptions, base: Bases | None = None) -> None:
         self.num_embeddings, self.name = manifest.num_embeddings, manifest.name
         self.facts = StoreFacts(self.num_embeddings, "disk", seed=manifest.seed, name=self.name, reads_copies=True)
         self.owners = Owners(manifest.num_embeddings, manifest.world_size)
@@ -261,7 +257,7 @@ def open_store(
     mode: str = "r+",
     disk: DiskOptions = DiskOptions(),  # noqa: B008
     commit: int | None = None,
-    base: Sequence[str] | None = None,
+    base: Bases | None = None,
 ) -> RowStore:
     """Open a store in files; arguments and errors are those of :meth:`Table.open`.
 

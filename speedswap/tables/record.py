@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, zero_row_in
+from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, OfTensors, from_json, zero_row_in
 
 # A record is aligned to a cache line if that costs at most an eighth of the table, otherwise to the largest smaller
 # power of two that does.
@@ -241,6 +241,11 @@ def require_bases(origins: Iterable[Origin]) -> int:
         The number of bases.
     """
     return len([base.rows for origin in origins for base in origin.start.init.bases])
+
+
+def bases_in(columns: Iterable[Column]) -> dict[str, OfTensors]:
+    """Return the bases of columns, by fingerprint."""
+    return {base.fingerprint: base for column in columns for base in column.init.bases}
 
 
 def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:

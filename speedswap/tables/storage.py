@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogLayout, LogManifest
 from speedswap.tables.idle import LAST_STEP
-from speedswap.tables.init import Initializer, resolve
+from speedswap.tables.init import Bases, Initializer, resolve
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import HotBytes, MemoryKind, WantedShares, default_kind, require_hot_bytes
 from speedswap.tables.opening import open_store
@@ -67,10 +67,10 @@ class Storage(ABC):
         """The ranks that own the rows together; None for a single process."""
         return None
 
-    def open(self, mode: str, commit: int | None, base: Sequence[str] | None = None) -> RowStore:
+    def open(self, mode: str, commit: int | None, base: Bases | None = None) -> RowStore:
         """Open the store of the table in this place; arguments and errors are those of :meth:`Table.open`.
 
-        ``base`` has absolute paths, and is left out where none are given.
+        ``base`` has absolute paths, or the bases that are known; it is left out where none are given.
         """
         raise ValueError(f"path is {self!r}; give a directory, or a place on disk: only tables there are opened")
 
@@ -268,14 +268,14 @@ class Disk(Storage, DiskOptions):
             raise
         return store
 
-    def open(self, mode: str, commit: int | None, base: Sequence[str] | None = None) -> RowStore:
+    def open(self, mode: str, commit: int | None, base: Bases | None = None) -> RowStore:
         if self.scratch:
             raise ValueError(
                 "scratch is True, but an existing table outlives its process; use scratch with Table.create"
             )
         store = open_store(self.folder, mode, self, commit, base)
         try:
-            if not require_bases(origins_in(store).values()) and base is not None:
+            if not require_bases(origins_in(store).values()) and not isinstance(base, Mapping | None):
                 raise ValueError(f"base is {base}, but the table at {self.path!r} has no base; leave it out")
         except BaseException:
             store.close()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap import Column, Disk, Table, init, kernels
-from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.errors import CheckpointError, TableClosedError, TableFormatError
 from speedswap.tables import TensorFiles
 from speedswap.tables.files import tensor_files
 from speedswap.tables.init import InRanges, Range
@@ -439,6 +439,50 @@ def test_changed_base_is_refused_and_the_right_one_opens(change: Callable[[Path]
             init.of_tensors(model, NAME)
     with Table.open(tmp_path / "t", base=kept) as table:
         assert torch.equal(table.read(), want)
+
+
+@pytest.mark.parametrize("place", ["pageable", "disk"])
+def test_a_checkpoint_finds_the_base_where_the_models_table_has_it(place: str, tmp_path: Path) -> None:
+    """Its copy of the table says where the base was as it was saved; later ones say where it is."""
+    model = made(tmp_path / "model", rows_of())
+
+    def over(folder: Path) -> speedswap.Embedding:
+        more: Any = {"storage": place} if place == "pageable" else {"path": tmp_path / f"over {folder.name}"}
+        return speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16, init=init.of_tensors(folder, NAME), **more)
+
+    items = over(model)
+    for step in range(2):
+        train(items, [step])
+        speedswap.save_checkpoint(tmp_path / "saved", items, step=step, tables="copy", keep=2)
+    want = items.read()
+    shutil.move(model, tmp_path / "moved")
+    items = over(Path(shutil.copytree(tmp_path / "moved", tmp_path / "another copy")))
+    speedswap.load_checkpoint(tmp_path / "saved", items)
+    assert torch.equal(items.read(), want)
+    for step in (2, 3):
+        train(items, [step])
+        speedswap.save_checkpoint(tmp_path / "saved", items, step=step, tables="copy", keep=2)
+    assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == ["000003-step-2", "000004-step-3"]
+    plain = speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16)
+    speedswap.load_checkpoint(tmp_path / "saved", plain)
+    assert torch.equal(plain.read(), items.read())
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_checkpoint_over_a_changed_base_may_be_good(change: Callable[[Path], None], tmp_path: Path) -> None:
+    """It is not called damaged, or to be removed: it loads with the right base."""
+    model = made(tmp_path / "model", rows_of())
+    items = speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16, init=init.of_tensors(model, NAME))
+    train(items, [0])
+    speedswap.save_checkpoint(tmp_path / "saved", items, step=1)
+    change(model)
+    plain = speedswap.Embedding(ROWS, DIM, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=f"may be good: .*{CHANGES[change]}.*restore the files, or say where"):
+        speedswap.load_checkpoint(tmp_path / "saved", plain)
+    shutil.rmtree(model)
+    made(model, rows_of())
+    speedswap.load_checkpoint(tmp_path / "saved", plain)
+    assert torch.equal(plain.read(), items.read())
 
 
 def test_base_written_while_a_table_is_open_is_an_error_of_the_next_read(model: Path, tmp_path: Path) -> None:

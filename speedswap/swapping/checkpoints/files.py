@@ -30,10 +30,11 @@ from speedswap.swapping.checkpoints.format import (
     damaged,
     says_malformed,
 )
-from speedswap.tables import Table
+from speedswap.tables import Disk, Table
 from speedswap.tables.files.damage import require
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, sync_names
 from speedswap.tables.files.tensor_files import TensorReader, TensorWriter
+from speedswap.tables.init import OfTensors
 from speedswap.tables.store import CHECKPOINT
 
 _log = logging.getLogger("speedswap")
@@ -317,7 +318,7 @@ def verify_part(part: SavedTable, files: TensorsOf, token: str) -> None:
             names = {*copy.names()}.difference(_NOT_LINKED)
             which = tuple(sorted(identity(os.stat(each, dir_fd=copy.fd, follow_symlinks=False)) for each in names))
     if which not in files.sound:
-        table = open_part(part, files.folder, token)
+        table = open_part(part, files.folder, token, {})
         if part.copy:
             verify_rows(table, files.folder)
             files.sound.add(which)
@@ -341,12 +342,13 @@ def _copy_of(part: SavedTable, folder: Path) -> Path:
     return path
 
 
-def open_part(part: SavedTable, folder: Path, token: str) -> Table:
+def open_part(part: SavedTable, folder: Path, token: str, bases: Mapping[str, OfTensors]) -> Table:
     """Open the table with the rows of a checkpoint's table or of one rank's part; a copy bypasses the page cache.
 
     Args:
         part: its description.
         folder, token: the checkpoint's.
+        bases: those that may have been moved since, by fingerprint.
 
     Raises:
         CheckpointError: it is damaged or unknown.
@@ -364,7 +366,7 @@ def open_part(part: SavedTable, folder: Path, token: str) -> Table:
             for name in filter(files.is_regular, files.names()):
                 OpenFile(files.open(name)).forget_cached()
         try:
-            table = Table.open(path, mode="r", commit=None if part.copy else part.commit)
+            table = Table(Disk(path).open("r", None if part.copy else part.commit, bases))
         except ValueError as error:
             require(
                 isinstance(error, TableFormatError),

@@ -52,6 +52,7 @@ from speedswap.tables.files.damage import require
 from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.many import Shard, own_shard, place_rows, take_shards
 from speedswap.tables.owners import InOrder, Owners
+from speedswap.tables.record import bases_in
 from speedswap.tables.store import IDLE_STEPS, Commits, WrappedStore
 
 _PIECE_BYTES = 8 << 20
@@ -325,7 +326,8 @@ class TableToLoad:
 
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
         """Open a part's files, check that they belong to the checkpoint, and read all data to be copied."""
-        table = open_part(part, self._folder, self._token)
+        bases = bases_in(self._target.table.columns.values())
+        table = open_part(part, self._folder, self._token, bases)
         with says_malformed(self._folder, "its rows", part.copy or str(table.path)):
             is_same = (table.num_embeddings, descriptions_of(table)) == (owners.rows_of(rank), part.columns)
             require(is_same, f"{table.path} is not the table {self.saved.name!r}")

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,6 +24,7 @@ from speedswap.tables.files.locks import WriterLock
 from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ManifestFile, ShardsManifest
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full
 from speedswap.tables.files.place import Place, is_ours
+from speedswap.tables.init import Bases
 
 _KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
 _NUMBERS = 10**9
@@ -47,12 +48,10 @@ class TableDirectory(Locked):
         path: where the table is opened, absolute.
         files: the open directory.
         writable: True if this object may write the files.
-        base: the files of its base, if they were moved.
+        base: where its bases are now, if they were moved.
     """
 
-    def __init__(
-        self, place: Place, files: OpenDirectory, lock: WriterLock | None, base: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, place: Place, files: OpenDirectory, lock: WriterLock | None, base: Bases | None = None) -> None:
         super().__init__()
         self.base = base
         self.path = place.shown
@@ -176,14 +175,14 @@ class TableDirectory(Locked):
 
     @classmethod
     def open(
-        cls, path: Path, *, writable: bool, base: Sequence[str] | None = None
+        cls, path: Path, *, writable: bool, base: Bases | None = None
     ) -> tuple[TableDirectory, LogManifest, LogFiles]:
         """Check the files, open the rows, and take the lock if the table will be written.
 
         Args:
             path: the directory.
             writable: True to write the table.
-            base: the files of its base, if they were moved; the manifest is not changed.
+            base: where its bases are now, if they were moved; the manifest is not changed.
 
         Returns:
             The directory, its manifest, and its rows.
@@ -207,9 +206,7 @@ class TableDirectory(Locked):
             raise
 
     @classmethod
-    def _take(
-        cls, place: Place, *, say: bool = True, base: Sequence[str] | None = None
-    ) -> tuple[TableDirectory, AnyManifest]:
+    def _take(cls, place: Place, *, say: bool = True, base: Bases | None = None) -> tuple[TableDirectory, AnyManifest]:
         """Lock the table at a place, and read its manifest; note this process as its writer if ``say``."""
         for _ in range(_TRIES):
             files = place.open()

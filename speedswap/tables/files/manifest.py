@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables.files.damage import ints, is_int, ranges_of, require, require_version, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
-from speedswap.tables.init import CopyOf, InRanges, Unknown, found_in, from_json, saved_in
+from speedswap.tables.init import Bases, CopyOf, InRanges, Unknown, found_in, from_json, saved_in
 from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, Origin, RecordLayout, is_column_name
 
 FORMAT, VERSION = "speedswap-table", 1
@@ -558,12 +558,12 @@ class ManifestFile(NamedTuple):
     seen: tuple[int, ...]
 
     @classmethod
-    def load(cls, directory: OpenDirectory, base: Sequence[str] | None = None) -> tuple[ManifestFile, AnyManifest]:
+    def load(cls, directory: OpenDirectory, base: Bases | None = None) -> tuple[ManifestFile, AnyManifest]:
         """Open and parse a directory's MANIFEST, without looking at the data files.
 
         Args:
             directory: the table's.
-            base: the files of its base, if they were moved.
+            base: where its bases are now, if they were moved.
 
         Raises:
             TableFormatError: it is missing or damaged.
@@ -602,7 +602,7 @@ class ManifestFile(NamedTuple):
         return cls(file, body, identity(os.fstat(file.fd)))
 
 
-def parse(directory: Path, raw: bytes, base: Sequence[str] | None = None) -> AnyManifest:
+def parse(directory: Path, raw: bytes, base: Bases | None = None) -> AnyManifest:
     """Parse and check a manifest as stored in its file; arguments as for :meth:`ManifestFile.load`.
 
     Raises:

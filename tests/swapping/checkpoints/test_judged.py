@@ -135,8 +135,8 @@ def test_a_header_of_rows_that_cannot_be_read_is_not_damaged(
         saving.copied.clear()  # so that each has its own copy
     open_part = files.open_part
 
-    def opened(part: Any, folder: Path, token: str) -> Any:
-        table = open_part(part, folder, token)
+    def opened(part: Any, folder: Path, *more: Any) -> Any:
+        table = open_part(part, folder, *more)
         if folder == paths[1]:
             table.store.log.fail("read", 0, errno.EIO, 1000)
         return table
