@@ -87,7 +87,7 @@ def from_pretrained(
     Raises:
         TypeError: ``cls`` is not a class of transformers, or a setting is unknown.
         ValueError: a pattern is the name of no embedding, or no tensors of the checkpoint are the rows of one; or no
-            pattern is given, and the folder has no rows; or ``subfolder`` or ``variant`` is given.
+            pattern is given, or ``base``, and the folder has no rows; or ``subfolder`` or ``variant`` is given.
         ConversionError: an embedding cannot be replaced; see :func:`speedswap.convert`. Or ``device_map`` has several
             devices.
         FileNotFoundError: the folder does not exist, or has no safetensors files; or a repository is not in the cache,
@@ -111,6 +111,10 @@ def from_pretrained(
     given = os.fspath(folder)
     folder = _local(given, settings)
     saved = bases_of(folder, None if base is None else absolute_paths(base))
+    if base is not None and not saved:
+        raise ValueError(
+            f"base is {base!r}, but {str(folder)!r} has no {ROWS_FILE} over another checkpoint; leave it out"
+        )
     given = _model_in(folder) or given
     whole = _local(given, settings)
     skeleton = _skeleton(cls, whole, settings)
@@ -464,8 +468,9 @@ def bases_of(folder: Path, base: Sequence[str] | None) -> dict[str, OfTensors]:
 def RowsCallback() -> Any:
     """Return a callback of transformers' ``Trainer``, and TRL's trainers, for tables over a checkpoint.
 
-    Every checkpoint of the trainer gets the rows that training has changed so far, with their optimizer state, and
-    ``train(resume_from_checkpoint=…)`` loads them, as ``load_best_model_at_end`` does. What the trainer saves itself
+    Every checkpoint of the trainer gets the rows that training has changed so far, with their optimizer state unless
+    ``save_only_model`` leaves the optimizer out, and ``train(resume_from_checkpoint=…)`` loads them, as
+    ``load_best_model_at_end`` does. What the trainer saves itself
     leaves them out.
 
     Raises:
@@ -479,7 +484,8 @@ def RowsCallback() -> Any:
     class RowsCallback(TrainerCallback):  # type: ignore[misc]
         def on_save(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            save_beside(model, folder, state=True, training=state.stateful_callbacks.get(_TRAINING))
+            training = state.stateful_callbacks.get(_TRAINING)
+            save_beside(model, folder, state=not args.save_only_model, training=training)
 
         def on_train_begin(
             self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any

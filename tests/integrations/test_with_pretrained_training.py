@@ -163,6 +163,22 @@ def test_the_best_model_has_its_rows(base: Path) -> None:
     assert torch.equal(first, resumed(gemma(base), "short", max_steps=2, **ADAM))
 
 
+def test_a_checkpoint_without_an_optimizer_has_no_state_of_rows(base: Path) -> None:
+    """A training that goes on from it begins with initial state in rows, as in everything else."""
+    given = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "save_only_model": True, "save_strategy": "steps"}
+
+    def trained(model: Any, output: str, steps: int, checkpoint: str | None = None) -> torch.Tensor:
+        chosen = arguments(output, **given, max_steps=steps, save_steps=steps)
+        callbacks = [speedswap.RowsCallback()]
+        trainer = transformers.Trainer(model, chosen, train_dataset=DATA[:1] * 16, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return table_of(model).read()  # type: ignore[no-any-return]
+
+    trained(gemma(base), "run", 3)
+    fresh = trained(loaded(Path("run/checkpoint-3")), "fresh", 1)
+    assert torch.equal(trained(gemma(base), "run", 4, "run/checkpoint-3"), fresh)
+
+
 def test_a_bfloat16_model_resumes_to_the_same_bits(base: Path) -> None:
     """Its rows are rounded stochastically, by bits that torch's generator has no part in."""
     found = []
@@ -236,9 +252,13 @@ def test_a_model_is_not_saved_over_its_tables_checkpoint(base: Path, tmp_path: P
     assert {name: (base / name).read_bytes() for name in before} == before
 
 
-def test_a_folder_without_rows_needs_patterns(base: Path) -> None:
+def test_a_folder_without_rows_needs_patterns_and_has_no_other_base(base: Path) -> None:
     with pytest.raises(ValueError, match=r"no speedswap_rows.safetensors; give .*model.embed_tokens_per_layer"):
         loaded(base)
+    with pytest.raises(
+        ValueError, match=r"base is .*elsewhere.*, but .* has no speedswap_rows.safetensors .* leave it"
+    ):
+        loaded(base, tables=TABLES["gemma4"], base="elsewhere")
 
 
 def test_a_damaged_description_is_refused(base: Path, tmp_path: Path) -> None:
