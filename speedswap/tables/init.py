@@ -293,7 +293,8 @@ class OfTensors(Initializer):
         Raises:
             TableFormatError: a file is missing, damaged or truncated, or has other rows.
         """
-        remedy = "restore the files, or say where they are: Table.open(path, base=…), and load checkpoints into that"
+        remedy = "restore the files, or say where they are: Table.open(path, base=…), or from_pretrained(…, base=…) "
+        remedy += "for a saved model; a checkpoint is loaded into a table over them"
         try:
             rows = TensorRows(self.files, self.names, self.scale, self.block)
         except (OSError, TypeError, ValueError) as error:
