@@ -302,7 +302,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         require_no_replaced(optimizer)
     held = steps_of(optimizer)
     if RowStep.in_files:
-        RowStep.reserve_ahead(held)
+        _reserve_ahead(held)
     if not held:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -334,6 +334,18 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = {**kwargs, "closure": closure}
     optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, sharded, args, has_closure=True)
     return args, kwargs
+
+
+def _reserve_ahead(held: Sequence[RowStep]) -> None:
+    """Reserve room for rows that await the steps of other optimizers.
+
+    So the first optimizer to step detects a full disk before any optimizer has moved anything.
+    """
+    for step in [reference() for reference in RowStep.in_files.values()]:
+        if step is None or step in held or step.is_sharded or step.table.closed:
+            continue
+        if step.awaits_first_step:
+            step.reserve()
 
 
 def _only_makes_state(optimizer: Optimizer) -> bool:

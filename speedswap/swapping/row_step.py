@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap._process import Locked
+from speedswap._process import Locked, in_child
 from speedswap._words import a_kind, warn_once
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
@@ -382,6 +382,11 @@ class RowStep(Locked):
         """True if a gradient awaits a step that no optimizer will take."""
         return self._status is _Status.READY and not self._rows.may_be_stepped(self.state.optimizer)
 
+    @property
+    def awaits_first_step(self) -> bool:
+        """True if a gradient awaits its step, and no optimizer has stepped since the first backward pass for it."""
+        return self._status is _Status.READY and self._rows.steps_before == BatchRows.steps_anywhere
+
     def takes_part(self) -> bool:
         """Return whether rows await the optimizer's step. A gradient that came from no lookup is removed from it.
 
@@ -476,18 +481,6 @@ class RowStep(Locked):
             rows, chunks = self.table.num_embeddings, [each.chunk for each in self._rows.of_all]
             others = (range(rows), rows // min(chunks)) if chunks else ()  # two chunks may share a group
             self.table.reserve_rows(*others, len(block.rows))
-
-    @classmethod
-    def reserve_ahead(cls, held: Sequence[RowStep]) -> None:
-        """Reserve room for rows that await the steps of other optimizers.
-
-        So the first optimizer to step detects a full disk before any optimizer has moved anything.
-        """
-        for step in [reference() for reference in cls.in_files.values()]:
-            if step is not None and step not in held and step._status is _Status.READY and not step.is_sharded:
-                rows = step._rows
-                if rows.steps_before == BatchRows.steps_anywhere:  # no optimizer has stepped since their backward pass
-                    step.reserve()
 
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
@@ -681,6 +674,8 @@ class RowStep(Locked):
         self._rows.release()
         self._status = _Status.IDLE
 
+
+in_child(RowStep.in_files.clear)  # a forked process writes none of its parent's tables
 
 _WEIGHT = ("weight",)
 _by_parameter: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import exit_status
 from torch import Tensor
 
 import speedswap
@@ -466,3 +467,16 @@ def test_step_after_one_whose_context_managers_were_left_open_is_torchs() -> Non
             step(module, optimizer)
         step(module, optimizer)
         assert any(torch.equal(module.read(), each) for each in expected), found[-1]
+
+
+def test_a_table_that_was_closed_before_its_step_keeps_no_other_model_from_training(tmp_path: Path) -> None:
+    """Nor does a parent's table keep a forked child from it: a step reserves room in tables that it may write."""
+    items, dense = speedswap.Embedding(10, 4, path=tmp_path / "items"), torch.nn.Linear(4, 1)
+    speedswap.attach(torch.optim.SGD(items.parameters(), lr=0.1), items)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    dense(items(torch.tensor([1]))).sum().backward()
+    assert exit_status(optimizer.step) == 0
+    items.table.close()
+    before = dense.bias.item()
+    optimizer.step()
+    assert dense.bias.item() == pytest.approx(before - 0.1)
