@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import read_all, rows_are_apart, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
 from speedswap.tables.averages import TableAverages, averages_of
-from speedswap.tables.idle import ClosedSteps, IdleStore
+from speedswap.tables.idle import ClosedSteps, IdleStore, Steps
 from speedswap.tables.store import AVERAGES, IDLE_ROWS
 
 _log = logging.getLogger("speedswap")
@@ -82,6 +82,7 @@ class OptimizerState:
         self._twin: Twin | None = None
         self._step: Before | None = None  # the current step, for idle rows
         self._count_step: Callable[[], None] | None = None  # records the step as one that idle rows miss
+        self._counted_in: Steps | None = None  # the steps that it adds to
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
@@ -200,8 +201,12 @@ class OptimizerState:
             OptimizerError: rows on disk could not take the step later.
             TableFullError: too many steps were missed to add this one, and the disk has no room for every row.
         """
-        idle, twin, before = self.idle, self._twin, self._step
-        assert idle is not None
+        assert self.idle is not None
+        with self.table.lock:  # other threads' reads may take steps by the same twin
+            self._prepare_idle_step(self.idle)
+
+    def _prepare_idle_step(self, idle: IdleStore) -> None:
+        twin, before = self._twin, self._step
         assert twin is not None
         assert before is not None
         step, steps, add = twin.measure(before), idle.steps, None
@@ -220,13 +225,18 @@ class OptimizerState:
                 idle.steps = replayed = ReplayedSteps(twin)
                 add = replayed.prepare(before)
         idle.number_rows()
-        self._count_step = add
+        self._counted_in, self._count_step = idle.steps, add
 
-    def counting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def counting(self) -> Iterator[None]:
         """Surround the writing of a step's rows; unless the block raises, idle rows miss the step."""
         assert self.idle is not None
-        assert self._count_step is not None
-        return self.idle.counting(self._count_step)
+        with self.table.lock:
+            if self.idle.steps is not self._counted_in:  # another thread has brought every row up to date
+                self._prepare_idle_step(self.idle)
+            assert self._count_step is not None
+            with self.idle.counting(self._count_step):
+                yield
 
     def _require_in_memory(self, twin: Twin) -> None:
         """Raise OptimizerError if rows are in files, since other processes cannot take an optimizer's steps."""

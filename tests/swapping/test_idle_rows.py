@@ -15,6 +15,7 @@ from torch import nn, optim
 
 import speedswap
 from speedswap.errors import OptimizerError
+from speedswap.swapping import idle_steps
 from speedswap.swapping.idle_steps import MOST_REPLAYED, ReplayedSteps
 from speedswap.tables.idle import LAST_STEP, ClosedSteps
 
@@ -222,6 +223,40 @@ def test_another_thread_reads_a_whole_step_or_none(monkeypatch):
     reader.join()
     assert torch.equal(seen[0], training.ours.table.read())
     training.check()
+
+
+def test_another_thread_reads_while_the_step_is_examined(monkeypatch):
+    """Reading takes missed steps by the twin of the optimizer that examines the new one."""
+    training = Training(REPLAYED["Adam with decay"]).steps(5)
+    expected, seen, step = training.ours.table.read(), [], idle_steps.step_unnoticed
+
+    def read_and_step(optimizer, *args):
+        if threading.current_thread() is threading.main_thread() and not seen:
+            reader = threading.Thread(target=lambda: seen.append(training.ours.table.read()))
+            reader.start()
+            reader.join(0.3)
+        step(optimizer, *args)
+
+    monkeypatch.setattr(idle_steps, "step_unnoticed", read_and_step)
+    training.steps(1)
+    monkeypatch.undo()
+    assert torch.equal(seen[0], expected)
+    training.steps(5).check()
+
+
+def test_a_step_counts_after_another_thread_has_brought_every_row_up_to_date():
+    training = Training(REPLAYED["Adam with decay"]).steps(5)
+    column = speedswap.Column("more", (), torch.float32, speedswap.init.zeros())
+
+    def add_column(*_):
+        adder = threading.Thread(target=training.ours.table.add_columns, args=([column],))
+        adder.start()
+        adder.join()
+
+    hook = training.optimizers[1].register_step_post_hook(add_column)  # called before the rows are written
+    training.steps(1)
+    hook.remove()
+    training.steps(5).check()
 
 
 def test_rows_that_are_written_or_reset_have_the_steps_so_far():
