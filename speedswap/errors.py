@@ -92,7 +92,7 @@ class CheckpointError(SpeedswapError, ValueError):
 
 
 class ThreadError(SpeedswapError, RuntimeError):
-    """Two threads are in a training step of one module at once; the second one's gradient was not taken."""
+    """A call in the middle of an optimizer's step, usually another thread's; nothing was changed, no gradient taken."""
 
 
 class TableError(SpeedswapError):

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedswap._words import a_kind, warn_once
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import LostUpdateError, OptimizerError
+from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import FoundState, with_own_scalars
@@ -239,6 +239,7 @@ class _UnderWay:
         sharded: the row steps whose rows are owned by ranks.
         args: the step's arguments, which distinguish its end from a nested step's.
         has_closure: True if rows take part only once a closure has been called.
+        is_guarded: False for the step that attached the optimizer: if that raises, nothing tells.
         thread: the thread that steps.
         inner: the number of nested steps of the same optimizer (``super().step()``) that have begun and not ended.
     """
@@ -247,6 +248,7 @@ class _UnderWay:
     sharded: Sequence[RowStep]
     args: tuple[Any, ...]
     has_closure: bool
+    is_guarded: bool
     thread: int = field(default_factory=threading.get_ident)
     inner: int = 0
 
@@ -313,7 +315,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             _add_hooks(optimizer)
             _with_initial_state.add(optimizer)
         return None
-    sharded = [step for step in steps if step.is_sharded]
+    sharded, is_guarded = [step for step in steps if step.is_sharded], _HOOK in optimizer.__dict__
     try:
         with sharded[0].joint_step(steps) if sharded else _ALONE:
             _attach(optimizer, steps)
@@ -323,8 +325,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         for step in steps:
             step.undo()
         raise
+    under_way = _UnderWay(steps, sharded, args, has_closure=closure is not None, is_guarded=is_guarded)
+    optimizer.__dict__[_UNDER_WAY] = under_way
     if closure is None:
-        optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, sharded, args, has_closure=False)
         return None
     for step in steps:
         closure = step.with_closure(optimizer, closure)
@@ -332,7 +335,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         args = (args[0], closure, *args[2:])
     else:
         kwargs = {**kwargs, "closure": closure}
-    optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, sharded, args, has_closure=True)
+    under_way.args = args
     return args, kwargs
 
 
@@ -383,6 +386,22 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             raise
         finally:
             del optimizer.__dict__[_UNDER_WAY]
+
+
+def require_between_steps(steps: Iterable[RowStep]) -> None:
+    """Raise ThreadError if an optimizer's step of some rows is under way, in any thread."""
+    for step in steps:
+        if step.is_stepping and (step.thread != threading.get_ident() or _is_guarded(step.state.optimizer)):
+            raise ThreadError(
+                f"the optimizer's step of table {step.table.name!r} is under way, in another thread or in a hook of "
+                "the optimizer, when its rows and other parameters may be of different steps; save and load "
+                "checkpoints between two steps"
+            )
+
+
+def _is_guarded(optimizer: Optimizer | None) -> bool:
+    """Return whether an optimizer's current step ends, for its rows, even if it raises."""
+    return optimizer is not None and _UNDER_WAY in vars(optimizer) and vars(optimizer)[_UNDER_WAY].is_guarded
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -93,6 +93,7 @@ class RowStep(Locked):
         key_pass: the keys of the next lookup, or of the last one once it is made.
         key_passes: the keys of all lookups that may still get a backward pass.
         counted: the numbers of the keys that an earlier attempt at the batch has counted, by id map.
+        thread: the thread inside the optimizer's step, or that was last.
     """
 
     is_sharded = False
@@ -112,7 +113,7 @@ class RowStep(Locked):
         self.batch = self._rows.batch
         self._column = self.table.columns["weight"]
         self._in_closure = False
-        self._thread = 0  # the thread inside the optimizer's step
+        self.thread = 0
         self._abandoned = 0  # number of abandoned steps
         self.key_pass = KeyPass()
         self.key_passes = weakref.WeakSet([self.key_pass])
@@ -458,7 +459,7 @@ class RowStep(Locked):
                 # The rows saved by a graph are about to change, and their data has a separate version counter.
                 torch.autograd.graph.increment_version(leased)
                 state = self.state.save_scalars(optimizer)
-                self._thread = threading.get_ident()
+                self.thread = threading.get_ident()
                 self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C interrupts
                 self.state.put_in(optimizer, batch, block, state, steps_others=rows.of_all != [])
                 if self.state.idle is not None:
@@ -634,7 +635,7 @@ class RowStep(Locked):
         Rows and gradient stay for a second try; the next forward pass drops them.
         """
         with self.lock:
-            if self._status is _Status.STEPPING and self._thread == threading.get_ident():
+            if self._status is _Status.STEPPING and self.thread == threading.get_ident():
                 self.state.put_back(self.batch)
                 self._status = _Status.FAILED
                 self._rows.restore_own()
@@ -663,7 +664,7 @@ class RowStep(Locked):
 
     def _require_no_other_step(self) -> None:
         """Raise if another thread is inside the optimizer's step for these rows, which this thread would undo."""
-        if self._status is not _Status.STEPPING or self._in_closure or self._thread == threading.get_ident():
+        if self._status is not _Status.STEPPING or self._in_closure or self.thread == threading.get_ident():
             return
         raise ThreadError(
             f"the embedding over table {self.table.name!r} is inside its optimizer's step in another thread; train "

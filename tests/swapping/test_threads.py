@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 import speedswap
 from speedswap._process import all_held
 from speedswap.errors import ThreadError
+from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.tables.rows_file import save_rows
 
 
@@ -108,6 +112,81 @@ def test_a_thread_that_trains_a_module_inside_anothers_step_is_refused_and_undoe
     module(torch.tensor([3])).sum().backward()
     optimizer.step()
     assert module.read(3).tolist() == [-1.0, -1.0]
+
+
+def two_tables_and_a_layer() -> tuple[torch.nn.ModuleList, torch.optim.Optimizer]:
+    tables = [speedswap.Embedding(10, 2, seed=seed) for seed in (1, 2)]
+    model = torch.nn.ModuleList([*tables, torch.nn.Linear(2, 1)])
+    return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def train_once(model: torch.nn.ModuleList, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model[2](model[0](torch.tensor([1])) + model[1](torch.tensor([2]))).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["thread", "hook"])
+def test_checkpoints_are_neither_saved_nor_loaded_within_a_step(where: str, tmp_path: Path):
+    """The dense half has been stepped, and the tables are about to be."""
+    model, optimizer = two_tables_and_a_layer()
+    train_once(model, optimizer)
+    speedswap.save_checkpoint(tmp_path, model, optimizer)
+
+    def save_and_load(*_: object) -> None:
+        for call in (speedswap.save_checkpoint, speedswap.load_checkpoint):
+            with pytest.raises(ThreadError, match="step of table 'table' is under way"):
+                call(tmp_path, model, optimizer)
+
+    hook = optimizer.register_step_post_hook(
+        save_and_load if where == "hook" else lambda *_: in_threads(save_and_load)
+    )  # called before the rows are written
+    train_once(model, optimizer)
+    hook.remove()
+    expected = copy.deepcopy(model.state_dict())
+    model, optimizer = loaded_from(tmp_path)
+    train_once(model, optimizer)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def loaded_from(path: Path) -> tuple[torch.nn.ModuleList, torch.optim.Optimizer]:
+    model, optimizer = two_tables_and_a_layer()
+    speedswap.load_checkpoint(path, model, optimizer)
+    return model, optimizer
+
+
+def test_a_step_of_another_thread_waits_for_a_checkpoint_to_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It does not reach the dense half before this is written."""
+    model, optimizer = two_tables_and_a_layer()
+    train_once(model, optimizer)
+    expected = copy.deepcopy(model.state_dict())
+    trainer, write = threading.Thread(target=train_once, args=(model, optimizer)), NewFiles.write_changed
+
+    def write_beside_a_step(*arguments: Any) -> Any:
+        trainer.start()
+        trainer.join(0.3)
+        return write(*arguments)
+
+    monkeypatch.setattr(NewFiles, "write_changed", write_beside_a_step)
+    speedswap.save_checkpoint(tmp_path, model, optimizer)
+    trainer.join()
+    saved, _ = loaded_from(tmp_path)
+    assert all(torch.equal(value, expected[name]) for name, value in saved.state_dict().items())
+    assert not torch.equal(model[0].read(), expected["0.weight"])
+
+
+def test_a_checkpoint_is_saved_after_a_first_step_that_raised(tmp_path: Path):
+    model, optimizer = two_tables_and_a_layer()
+    expected = model[0].read()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    optimizer.register_step_post_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        train_once(model, optimizer)
+    speedswap.save_checkpoint(tmp_path, model, optimizer)
+    assert torch.equal(loaded_from(tmp_path)[0][0].read(), expected)
 
 
 def test_gradients_of_one_module_from_two_threads_add_up():

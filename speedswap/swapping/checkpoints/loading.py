@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableClosedError, TableFormatError
-from speedswap.swapping.attach import warn_of_idle_rows
+from speedswap.swapping.attach import require_between_steps, warn_of_idle_rows
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
     check_model,
@@ -101,6 +101,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: it does not exist, is damaged, or belongs to another model. Nothing was changed.
         TableClosedError: a table of the model is closed. Nothing was changed.
+        ThreadError: an optimizer's step of a table's rows is under way. Nothing was changed.
         TypeError: an object in extra cannot load what was saved. Nothing was changed.
         ValueError: model is None, but other objects to load were given. Nothing was changed.
         PeerError: another rank has failed.
@@ -154,6 +155,7 @@ def _loaded(
     with lane.task(Kind.CHECKPOINT) as task:
         for module in modules.values():
             module.table.check_open()
+        require_between_steps(module._step for module in modules.values())
         manifest, files = _opened(folder)
         if len({*task.share(manifest.token)}) > 1:
             raise CheckpointError(f"path is {folder}, where ranks find different checkpoints; give all the same path")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from speedswap._process import all_held
 from speedswap.collectives import Kind, Lane, of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
+from speedswap.swapping.attach import require_between_steps
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
 from speedswap.swapping.checkpoints.files import NewFiles, new_digest, path_from, raw, verify_part
 from speedswap.swapping.checkpoints.folders import Folders, release
@@ -76,9 +77,14 @@ def tables_of(
 
 @contextmanager
 def all_locked(modules: Mapping[str, TableModule]) -> Iterator[None]:
-    """Lock every table, so all are saved consistently."""
-    tables = {module.table for module in modules.values()}
-    with all_held([table.lock for table in tables]):
+    """Lock every table between two steps of its optimizer, so all are saved consistently; later steps wait.
+
+    Raises:
+        ThreadError: a step is under way.
+    """
+    steps, tables = ({getattr(module, name) for module in modules.values()} for name in ("_step", "table"))
+    with all_held([step.lock for step in steps]), all_held([table.lock for table in tables]):
+        require_between_steps(steps)
         for table in tables:
             table.check_open()
         yield
@@ -176,6 +182,7 @@ def save_checkpoint(
         CheckpointError: another process is saving there, or the bytes read back differ from those written.
         PeerError: another rank has failed.
         TableFullError: the disk has no room. Earlier checkpoints are intact.
+        ThreadError: an optimizer's step of a table's rows is under way. Steps that begin later, in other threads, wait.
         TypeError: extra, or some state, cannot be written without pickle.
         ValueError: extra contains itself, or is nested too deeply; step, keep or tables is out of range.
             Nothing was written.
@@ -233,8 +240,8 @@ def save_checkpoint(
                     )
                     task.round()  # detects a failed rank before dense parameters are gathered
                     content = content_of(model, optimizers, extra, encoder, lane.rank)
-                name = f"tensors-{number}{suffix}.safetensors"
-                tensors = files.write_changed(name, encoder.tensors, previous)
+                    name = f"tensors-{number}{suffix}.safetensors"
+                    tensors = files.write_changed(name, encoder.tensors, previous)
                 saving.wait()
                 with _says_unreadable(folders):
                     written = files.written  # and linked files, which are known to be sound
