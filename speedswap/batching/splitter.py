@@ -111,7 +111,8 @@ def coupled(loss_fn: Function) -> Function:
     >>> @coupled
     ... def contrastive(queries, documents): ...
     """
-    loss_fn.couples_batch = True  # type: ignore[attr-defined]
+    require_function("loss_fn", loss_fn)
+    getattr(loss_fn, "__func__", loss_fn).couples_batch = True  # type: ignore[union-attr]  # a method's function
     return loss_fn
 
 

@@ -27,6 +27,22 @@ def whole(model, inputs):
     return loss.detach(), gradients(twin)
 
 
+class Contrastive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def loss(self, inputs):
+        return contrastive(self.layer(inputs))
+
+
+def test_a_bound_method_can_be_declared_coupled():
+    model = Contrastive()
+    loss_fn = speedswap.batching.coupled(model.loss)
+    with pytest.raises(CoupledLossError, match=r"declared.*backward_coupled"):
+        speedswap.BatchSplitter(model, micro_batch_size=2).backward(loss_fn, torch.randn(8, 6))
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("size", [1, 3, 5, 16, 33])
 def test_p06_two_passes_are_exact(device, dtype, tolerance, size):
