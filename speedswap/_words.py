@@ -32,6 +32,26 @@ def a_kind(value: object) -> str:
     return f"{'an' if _STARTS_WITH_A_VOWEL.match(name) else 'a'} {name}"
 
 
+def require_kind(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError unless an argument is of a kind.
+
+    Args:
+        name: the argument's.
+        value: its value.
+        kind: a class, or several.
+        wanted: what to give, for the message.
+
+    Example:
+        >>> require_kind("model", [1], float, "a torch.nn.Module")
+        Traceback (most recent call last):
+            ...
+        TypeError: model is a list; give a torch.nn.Module
+    """
+    if not isinstance(value, kind):
+        shown = f"the class {value.__name__}" if isinstance(value, type) else a_kind(value)
+        raise TypeError(f"{name} is {shown}; give {wanted}")
+
+
 def size_in_words(nbytes: int) -> str:
     """Return a number of bytes in the largest unit that it reaches.
 

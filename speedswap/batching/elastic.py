@@ -31,7 +31,7 @@ def even_sizes(total: int, parts: int) -> list[int]:
     >>> even_sizes(10, 4)
     [3, 3, 2, 2]
     """
-    each, rest = divmod(total, parts)
+    each, rest = divmod(total, require_integer("parts", parts))
     return [each + 1] * rest + [each] * (parts - rest)
 
 
@@ -301,9 +301,9 @@ class ElasticSampler(Sampler[list[int]]):
             BatchError: the state belongs to another dataset, global batch or order.
         """
         for name in ("num_samples", "global_batch_size", "seed", "shuffle", "drop_last"):
-            if state_dict[name] != getattr(self, name):
+            if (saved := state_dict.get(name)) != getattr(self, name):
                 raise BatchError(
-                    f"{name} is {getattr(self, name)!r}, but the saved position is one of {state_dict[name]!r}; "
+                    f"{name} is {getattr(self, name)!r}, but the saved position is one of {saved!r}; "
                     "construct the sampler as it was"
                 )
         self.epoch, self.batch = int(state_dict["epoch"]), int(state_dict["batch"])

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import profile, record_function
 from torch.optim import LBFGS, Optimizer
 
-from speedswap._words import a_kind, size_in_words
+from speedswap._words import a_kind, require_kind, size_in_words
 from speedswap.batching.memory import LimitedMemory, release_cached_memory, storages
 from speedswap.batching.nested import Batch, name_of, tensors_of
 from speedswap.batching.rollback import Buffers, Float32Sums, Gradients, RandomState, has_memory, leaves_of
@@ -485,6 +485,7 @@ def estimate_memory(
     >>> estimate.total(size) <= 2**20 < estimate.total(size + 1)
     True
     """
+    require_kind("model", model, nn.Module, "a torch.nn.Module")
     args, kwargs = _arguments(example)
     batch = Batch(args, kwargs)
     device = next((parameter.device for parameter in model.parameters()), batch.device)

@@ -134,11 +134,12 @@ class Padded:
 
     def __post_init__(self) -> None:
         self.lengths = torch.as_tensor(self.lengths, device="cpu", dtype=torch.long)
-        samples, longest = (*self.value.shape, 0, 0)[:2]
+        shape = tuple(getattr(self.value, "shape", ()))
+        samples, longest = (*shape, 0, 0)[:2]
         is_within = self.lengths.shape == (samples,) and bool(((0 <= self.lengths) & (self.lengths <= longest)).all())
         if not is_within or self.side not in ("right", "left"):
             raise BatchError(
-                f"Padded has a value of shape {tuple(self.value.shape)}, lengths of shape {tuple(self.lengths.shape)} "
+                f"Padded has a value of shape {shape}, lengths of shape {tuple(self.lengths.shape)} "
                 f"and side={self.side!r}; give one length for each sample, at most the second dimension, and "
                 '"right" or "left"'
             )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.tables.record import count
 
 
@@ -313,8 +314,9 @@ def _corrections(drawn: Negatives, targets: Any, batch: LossBatch, ignore_index:
         raise ValueError(f"negatives has shape {shape}; give (n,) for all samples, or {(*samples, 'n')}, some for each")
     if given is None:
         return None
+    name = "log_probability" if drawn.ids is None else "log_expected_count"
+    kernels.require_dense(given, name)
     if tuple(given.shape) != shape:
-        name = "log_probability" if drawn.ids is None else "log_expected_count"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; give {shape}, one for each id")
     if drawn.ids is not None:
         return given if len(shape) == 1 else _by_sample(given.reshape(-1), shape[-1], batch)
@@ -393,6 +395,7 @@ class LossBatch:
 def kept(targets: Any, ignore_index: int | None) -> Tensor:
     """Return a mask, of the targets' shape, of those that are not ignored."""
     if isinstance(targets, Tensor) and ignore_index is not None:
+        require_kind("ignore_index", ignore_index, Real, "one number, or None")
         return targets != ignore_index
     return torch.ones(np.shape(targets), dtype=torch.bool)
 

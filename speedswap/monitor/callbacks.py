@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.batching import Callback, Event
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 from speedswap.monitor.figures import default_device, import_optional, memory_snapshot
@@ -261,6 +261,8 @@ class EventMonitor(Callback):
     ) -> None:
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"accumulation_steps is {accumulation_steps}; it must be at least 1, or None for any")
+        require_kind("model", model, nn.Module, "a torch.nn.Module")
+        require_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         self.model, self.optimizer = model, optimizer
         self.accumulation_steps = accumulation_steps
         self.policy = as_policy(warn)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedswap._machine import physical_bytes, resident_bytes
-from speedswap._words import pip_install
+from speedswap._words import pip_install, require_kind
 from speedswap.batching.memory import LimitedMemory, free_bytes
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import has_memory
@@ -175,6 +175,8 @@ class MemoryMonitor:
         device: torch.device | str | None = None,
         warn: Level | WarningPolicy = "user",
     ) -> None:
+        if model is not None:
+            require_kind("model", model, nn.Module, "a torch.nn.Module, or None")
         self.model, self.optimizer = model, optimizer
         parameter = None if model is None else next(model.parameters(), None)
         if device is None:
@@ -303,6 +305,7 @@ def hot_rows(model: nn.Module | Table) -> dict[Table, HotCounts]:
     >>> hot_rows(speedswap.Embedding(1000, 8, storage="pageable"))
     {}
     """
+    require_kind("model", model, (nn.Module, Table), "a torch.nn.Module or a Table")
     tables = [model] if isinstance(model, Table) else [getattr(module, "table", None) for module in model.modules()]
     caches = {table: table.store.notes.hot for table in tables if isinstance(table, Table)}
     return {table: cache.counts() for table, cache in caches.items() if cache is not None}
@@ -358,6 +361,7 @@ def count_parameters(model: nn.Module, *, example: Any = None) -> Any:
     >>> count_parameters(tied).total_params
     12
     """
+    require_kind("model", model, nn.Module, "a torch.nn.Module")
     torchinfo = import_optional("torchinfo")
     columns = ["num_params", "params_percent", "trainable"]
     with modes_kept([model]):
@@ -398,6 +402,7 @@ def table_metrics(model: nn.Module | Table) -> dict[str, float]:
         >>> speedswap.monitor.table_metrics(speedswap.Embedding(1000, 8, name="items", storage="pageable"))
         {'tables/items/bytes': 32000, 'tables/items/writes': 0}
     """
+    require_kind("model", model, (nn.Module, Table), "a torch.nn.Module or a Table")
     named = {"": model} if isinstance(model, Table) else dict(model.named_modules())
     names: dict[Table, str] = {}
     for name, each in named.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedswap._words import a_kind
+from speedswap._words import require_kind
 from speedswap.tables import IdMap, Storage, Table
 from speedswap.tables.record import require_dtype, whole_number
 
@@ -79,8 +79,7 @@ def require_table(table: object) -> None:
     """Raise TypeError unless the argument is a table."""
     if isinstance(table, str | os.PathLike):
         raise TypeError(f"table is {os.fspath(table)!r}, a path; give speedswap.Table.open({os.fspath(table)!r})")
-    if not isinstance(table, Table):
-        raise TypeError(f"table is {_shown(table)}; give a speedswap.Table")
+    require_kind("table", table, Table, "a speedswap.Table")
 
 
 def row_among(name: str, row: object, num_embeddings: int) -> int:
@@ -97,8 +96,7 @@ def require_flag(name: str, value: object) -> None:
 
 def require_id_map(id_map: object) -> None:
     """Raise TypeError unless the argument is an id map."""
-    if not isinstance(id_map, IdMap):
-        raise TypeError(f"id_map is {_shown(id_map)}; give a speedswap.IdMap, such as speedswap.IdMap(capacity)")
+    require_kind("id_map", id_map, IdMap, "a speedswap.IdMap, such as speedswap.IdMap(capacity)")
 
 
 def device_of_weights(device: torch.device | str | None) -> torch.device:
@@ -137,7 +135,3 @@ def require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
             f"stored_dtype is {stored_dtype!r}, but table {table.name!r} stores its weights as {stored}; leave it out, "
             "or copy them to a new table"
         )
-
-
-def _shown(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else a_kind(value)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._machine import available_bytes
-from speedswap._words import a_kind, warn
+from speedswap._words import require_kind, warn
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import ConversionError, TableError, TableTooLargeError
 from speedswap.swapping.attach import ReplacedByPlain, ReplacedByTable
@@ -297,8 +297,7 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {a_kind(model)}; give a torch.nn.Module")
+    require_kind("model", model, nn.Module, "a torch.nn.Module")
     settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding, "init": init}
     if back:
         given = {"storage": None if storage == "auto" else storage, "path": path, "checkpoint": checkpoint, **settings}

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import BatchError
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, have_changed, prefetch_lookups
@@ -261,6 +261,7 @@ def asked(embedding: nn.Module, function: Callable[[], Any]) -> Tensor:
         >>> speedswap.asked(items, lambda: hashed(torch.tensor([7, 900])))
         tensor([217, 900])
     """
+    require_kind("embedding", embedding, nn.Module, "the embedding or collection that function uses")
     found: list[Tensor] = []
 
     def note(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

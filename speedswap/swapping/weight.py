@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from speedswap._words import AVERAGE_OTHERS, a_kind
+from speedswap._words import AVERAGE_OTHERS, require_kind
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import RanksError, WeightError
 from speedswap.swapping.whole_rows import OneValue
@@ -422,8 +422,7 @@ class MetaWeight(nn.Parameter):
 
 def with_tables(model: nn.Module) -> nn.Module:
     """Return a model once its modules from the meta device have tables; raise WeightError if one has no rows."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {a_kind(model)}; give a torch.nn.Module")
+    require_kind("model", model, nn.Module, "a torch.nn.Module")
     for module in model.modules():
         if isinstance(module._parameters.get("weight"), MetaWeight):
             module._step  # noqa: B018

@@ -491,6 +491,7 @@ class IdMap(Locked):
         """
         parts = []
         for each in [raw] if isinstance(raw, Tensor) else raw:
+            kernels.require_dense(each, "raw")
             part = keys_file.decode(each.detach().cpu().contiguous(), what)
             self._require_settings(part.settings, what)
             parts.append(self._kept(part))

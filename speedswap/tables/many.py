@@ -140,11 +140,11 @@ def discard(table: Table) -> None:
 
 
 def _require_room(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    kernels.require_dense(out, "out")
     if out.dtype != dtype:
         raise TypeError(f"out is {out.dtype}, but the table is {dtype}; give an out of the table's dtype")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, but {shape} is needed")
-    kernels.require_memory(out, "out")
 
 
 _CACHE_BYTES = 64 << 20

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from speedswap import kernels
 from speedswap._process import Locked
+from speedswap._words import require_kind
 from speedswap.collectives import RankGroup
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.id_map import IdMap
@@ -791,6 +792,7 @@ def begin_alike(
 
 def keep_map(store: RowStore, id_map: IdMap) -> None:
     """Keep a map, or the one that stands for it, with a store's rows; errors are those of `Table.set_id_map`."""
+    require_kind("id_map", id_map, IdMap, "a speedswap.IdMap, such as speedswap.IdMap(capacity)")
     facts = store.facts
     if id_map.num_rows != facts.num_embeddings:
         raise ValueError(

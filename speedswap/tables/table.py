@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._words import require_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, TableClosedError, TableFormatError
 from speedswap.tables import whole_table
@@ -80,6 +81,7 @@ class Table:
     local_to_rank = False
 
     def __init__(self, store: RowStore) -> None:
+        require_kind("store", store, RowStore, "a RowStore; Table.create, Table.open and Table.load make tables")
         self.store, facts = store, store.facts
         self.ranks = facts.ranks
         self.joint: JointRows[Table] | None = store if isinstance(store, JointRows) else None
@@ -447,6 +449,8 @@ class Table:
         """
         target = None if device is None else torch.device(device)
         self.check_rows(rows)
+        if out is not None:
+            require_kind("out", out, Mapping, "tensors by column name")
         if out:
             target = target or next(iter(out.values())).device
             require_out(self.store, out, rows, target)
@@ -483,7 +487,7 @@ class Table:
             TableFullError: the disk has no room. In all cases nothing was written.
         """
         self.check_open(writing=True)
-        self._check_unique(rows)
+        self._check_write(rows, commit)
         if commit is not None and not bool((rows[1:] > rows[:-1]).all()):
             raise ValueError("rows are not ascending, but a pending write needs that; sort rows and values")
         values = fitting(values, self.columns, len(rows), self.name)
@@ -553,7 +557,7 @@ class Table:
             >>> table.read(2, 5)[:, 0].tolist()
             [1.0, 0.5, 1.0]
         """
-        self._check_unique(rows)
+        self._check_write(rows, commit)
         self.check_resettable()
         if len(rows) or self.ranks is not None:
             place = rows.device if device is None else torch.device(device)
@@ -987,8 +991,10 @@ class Table:
             raise ValueError(f"rows has shape {tuple(ids.shape)}; give one-dimensional ids, rows.flatten()")
         kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
 
-    def _check_unique(self, rows: Tensor) -> None:
-        """Check ids as :meth:`check_rows` does; raise DuplicateIdError if one occurs twice."""
+    def _check_write(self, rows: Tensor, commit: Commit | None) -> None:
+        """Check ids as :meth:`check_rows` does, and a commit; raise DuplicateIdError if an id occurs twice."""
+        if commit is not None:
+            require_kind("commit", commit, Commit, "a speedswap.tables.Commit, or leave it out")
         self.check_rows(rows)
         position = kernels.first_duplicate(rows, self.num_embeddings)
         if position >= 0:

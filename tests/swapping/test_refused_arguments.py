@@ -1,4 +1,4 @@
-"""Likely mistakes in the arguments of embeddings and collections: each is named, with its value and the remedy."""
+"""Likely mistakes in the arguments of public calls: each is named, with its value and the remedy."""
 
 from __future__ import annotations
 
@@ -265,6 +265,92 @@ def test_an_argument_of_a_wrong_type_is_named(what: str) -> None:
         call()
     if what != "an embedding":
         assert torch.equal(torch.get_rng_state(), before)
+
+
+ROW, IDS = torch.ones(1, 4), torch.tensor([1])
+LISTS: dict[str, Any] = {"keys": ["a"], "values": IDS, "lengths": IDS}
+OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], str]] = {
+    "Table of a path": (lambda: Table("items"), "store is a str; give a RowStore; Table.create, Table.open"),  # type: ignore[arg-type]
+    "gather out": (lambda: ITEMS.table.gather(IDS, out=ROW), "out is a Tensor; give tensors by column name"),  # type: ignore[arg-type]
+    "scatter commit": (
+        lambda: ITEMS.table.scatter(IDS, ROW, commit=True),  # type: ignore[arg-type]
+        "commit is a bool; give a speedswap.tables.Commit, or leave it out",
+    ),
+    "reset_rows commit": (lambda: ITEMS.table.reset_rows(IDS, commit=True), "commit is a bool; give a"),  # type: ignore[arg-type]
+    "set_id_map": (lambda: Table.create(9, 4).set_id_map(IdMap), "id_map is the class IdMap; give a speedswap.IdMap"),  # type: ignore[arg-type]
+    "gather_rows out": (
+        lambda: speedswap.gather_rows(ITEMS.table, IDS, out=[0.0]),  # type: ignore[arg-type]
+        "out is a list; pass a tensor",
+    ),
+    "restore": (lambda: IdMap(8).restore(b"x"), "raw is an int; pass a tensor"),  # type: ignore[arg-type]
+    "asked": (lambda: speedswap.asked(ITEMS.table, print), "embedding is a Table; give the embedding or collection"),  # type: ignore[arg-type]
+    "load extra": (
+        lambda: speedswap.load_checkpoint("there", ITEMS, extra=["scheduler"]),  # type: ignore[arg-type]
+        "extra is a list; give objects by the names",
+    ),
+    "OptimizerFactory": (
+        lambda: speedswap.OptimizerFactory(torch.optim.SGD(ITEMS.parameters()), 9, 4, None, "v"),  # type: ignore[arg-type]
+        r"model is a NoneType; give a torch\.nn\.Module",
+    ),
+    "values of lists": (
+        lambda: speedswap.JaggedTensor([5, 6], lengths=torch.tensor([2])),  # type: ignore[arg-type]
+        "values is a list; give a tensor",
+    ),
+    "weights of lists": (
+        lambda: speedswap.KeyedJaggedTensor(**LISTS, weights="1"),
+        "weights is a str; give a tensor",
+    ),
+    "lengths": (
+        lambda: speedswap.KeyedJaggedTensor(**LISTS | {"lengths": [1]}),
+        "lengths is a list; give a tensor",
+    ),
+    "from_jt_dict": (lambda: speedswap.KeyedJaggedTensor.from_jt_dict([1]), "jt_dict is a list; give a jagged tensor"),  # type: ignore[arg-type]
+    "values of keys": (lambda: speedswap.KeyedTensor(["a"], [1], [[1.0]]), "values is a list; give a matrix"),  # type: ignore[arg-type]
+    "ignore_index": (
+        lambda: speedswap.losses.full_softmax(ROW, IDS, ITEMS, ignore_index="1"),  # type: ignore[arg-type]
+        "ignore_index is a str; give one number, or None",
+    ),
+    "log_probability": (
+        lambda: speedswap.losses.sampled_softmax(ROW, IDS, ITEMS, speedswap.losses.in_batch([0.5])),  # type: ignore[arg-type]
+        "log_probability is a list; pass a tensor",
+    ),
+    "EventMonitor": (
+        lambda: speedswap.monitor.EventMonitor(ITEMS, None),  # type: ignore[arg-type]
+        r"optimizer is a NoneType; give a torch\.optim\.Optimizer",
+    ),
+    "MemoryMonitor": (lambda: speedswap.monitor.MemoryMonitor("m"), r"model is a str; give a torch\.nn\.Module"),  # type: ignore[arg-type]
+    "hot_rows": (lambda: speedswap.monitor.hot_rows(None), r"model is a NoneType; give a torch\.nn\.Module or a Table"),  # type: ignore[arg-type]
+    "table_metrics": (lambda: speedswap.monitor.table_metrics([ITEMS]), r"model is a list; give a torch\.nn\.Module"),  # type: ignore[arg-type]
+    "estimate_memory": (
+        lambda: speedswap.batching.estimate_memory(nn.Linear, ROW),  # type: ignore[arg-type]
+        r"model is the class Linear; give a torch\.nn\.Module",
+    ),
+    "coupled": (lambda: speedswap.batching.coupled(None), "loss_fn is a NoneType; give a function"),  # type: ignore[type-var]
+    "Padded": (
+        lambda: speedswap.batching.Padded([[1]], [1]),
+        r"Padded has a value of shape \(\), lengths of shape \(1,\)",
+    ),
+    "even_sizes": (lambda: speedswap.batching.elastic.even_sizes(3, 0), "parts is 0"),
+    "a state of something else": (
+        lambda: speedswap.batching.elastic.ElasticSampler(9, global_batch_size=3).load_state_dict({}),
+        "num_samples is 9, but the saved position is one of None",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_ANOTHER_KIND)
+def test_an_argument_of_another_kind_is_named(what: str) -> None:
+    call, message = OF_ANOTHER_KIND[what]
+    before = ITEMS.table.writes
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()
+    assert ITEMS.table.writes == before
+
+
+def test_a_group_of_unknown_keys_is_named() -> None:
+    pooled = speedswap.KeyedTensor(["a", "b"], [1, 3], ROW)
+    with pytest.raises(KeyError, match="groups has 'c', which is not a key; there are a, b"):
+        speedswap.KeyedTensor.regroup([pooled], [["a"], ["b", "c"]])
 
 
 @pytest.mark.parametrize("name", ["dtype", "stored_dtype", "state_dtype"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.errors import CheckpointError
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.format import Encoder, says_malformed
@@ -32,10 +32,8 @@ def require_path_and_model(path: object, model: object) -> None:
     """Raise TypeError unless the first two arguments of a call are a path and a module."""
     if isinstance(path, nn.Module) and isinstance(model, str | os.PathLike):
         raise TypeError(f"path is {a_kind(path)}, and model {a_kind(model)}; give the path first")
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path is {a_kind(path)}; give the directory of the checkpoints")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {a_kind(model)}; give a torch.nn.Module, then its optimizer")
+    require_kind("path", path, (str, os.PathLike), "the directory of the checkpoints")
+    require_kind("model", model, nn.Module, "a torch.nn.Module, then its optimizer")
 
 
 def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:

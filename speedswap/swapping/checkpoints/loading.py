@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap._words import require_kind
 from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableClosedError, TableFormatError
 from speedswap.swapping.attach import require_between_steps, warn_of_idle_rows
@@ -125,6 +126,8 @@ def load_checkpoint(
             f"model is None, to read only step and extra, so {given} would not be loaded; give the model too, "
             f"or leave {given} out"
         )
+    if extra is not None:
+        require_kind("extra", extra, Mapping, "objects by the names under which they were saved")
     while True:
         folder = Path(path).absolute()
         if is_chosen := step is not None or not (folder / MANIFEST).exists():

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.swapping.arguments import require_id_map, row_among
 from speedswap.swapping.keyed import rows_for
 from speedswap.tables import IdMap, Storage
@@ -90,8 +90,7 @@ class EmbeddingConfig:
         count("embedding_dim", self.embedding_dim)
         if isinstance(self.feature_names, str):
             raise ValueError(f"feature_names is {self.feature_names!r}; give a list of names")
-        if not isinstance(self.feature_names, Iterable):
-            raise TypeError(f"feature_names is {a_kind(self.feature_names)}; give a list of names")
+        require_kind("feature_names", self.feature_names, Iterable, "a list of names")
         for feature in (names := tuple(self.feature_names)):
             if not isinstance(feature, str):
                 raise TypeError(

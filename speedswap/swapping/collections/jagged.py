@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.tables import is_single_key
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -34,6 +34,9 @@ class _Jagged:
     ) -> None:
         if lengths is None and offsets is None:
             raise ValueError("lengths and offsets are None; give one of them")
+        for name, given in (("values", values), ("weights", weights), ("lengths", lengths), ("offsets", offsets)):
+            if not isinstance(given, Tensor) and (given is not None or name == "values"):
+                require_kind(name, given, Tensor, "a tensor")
         for name, given in (("lengths", lengths), ("offsets", offsets)):
             if given is not None and given.dtype not in _INTEGERS and given.numel():
                 raise TypeError(f"{name} has dtype {given.dtype}; give integers")
@@ -219,6 +222,7 @@ class KeyedJaggedTensor(_Jagged):
         Raises:
             ValueError: some have weights, or samples, that others do not have.
         """
+        require_kind("jt_dict", jt_dict, Mapping, "a jagged tensor for each key")
         every = jt_dict.items()
         return cls.concat([cls([key], each.values(), each.weights_or_none(), each.lengths()) for key, each in every])
 
@@ -356,6 +360,7 @@ class KeyedTensor:
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+        require_kind("values", values, Tensor, "a matrix")
         if len(keys) != len(length_per_key) or values.ndim != 2 or values.shape[1] != sum(length_per_key):
             raise ValueError(
                 f"values has shape {tuple(values.shape)}, but {len(keys)} keys have {len(length_per_key)} lengths, "
@@ -422,6 +427,9 @@ class KeyedTensor:
         found: dict[str, Tensor] = {}
         for each in reversed(keyed_tensors):
             found |= each.to_dict()
+        for key in chain(*groups):
+            if key not in found:
+                raise KeyError(f"groups has {key!r}, which is not a key; there are {', '.join(found)}")
         return [torch.cat([found[key] for key in group], dim=1) for group in groups]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap._words import a_kind, warn
+from speedswap._words import a_kind, require_kind, warn
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError, OptimizerError
 from speedswap.swapping.embedding import Embedding
@@ -325,8 +325,8 @@ class OptimizerFactory(Collection):
         num_rows = count("total_classes", total_classes)
         width = count("embed_dimension", embed_dimension)
         weight_dtype = trainable_dtype(dtype, "dtype")
-        if not isinstance(given_optimizer, Optimizer):
-            raise TypeError(f"given_optimizer is {a_kind(given_optimizer)}; give a torch.optim.Optimizer")
+        require_kind("given_optimizer", given_optimizer, Optimizer, "a torch.optim.Optimizer")
+        require_kind("model", model, nn.Module, "a torch.nn.Module")
         self._weight = _find(model, variable_name, width)
         if not holds(given_optimizer, self._weight):
             raise ValueError(
