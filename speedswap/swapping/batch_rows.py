@@ -9,7 +9,7 @@ gradients are compared by value where a decision depends on it and a step can af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -129,7 +129,6 @@ class BatchRows:
         self._grad_version = 0
         self.steps_seen = self.steps_before = 0
         self.of_all: list[GradientOfAll] = []
-        self._others: list[tuple[Tensor | range | None, Collection[str]]] | None = None  # written during a step
         self._own: tuple[Tensor, Tensor] | None = None  # with gradients of all rows: the batch's own, and a copy
         with as_plain(), in_memory():
             self._placeholder = weight.detach()
@@ -218,9 +217,8 @@ class BatchRows:
             return True
         return not kernels.have_same_bits(*self._own)
 
-    def leave_step(self) -> None:
+    def restore_own(self) -> None:
         """Restore the batch's own gradient after a step that did not reach the table."""
-        self.end_step()
         if self._own is not None:
             self.batch.grad = self._own[0]
 
@@ -248,44 +246,6 @@ class BatchRows:
         self.add(self.block, -1, grad, keeps=False)
         self.of_all, self._own = of_all, own
 
-    def begin_step(self) -> None:
-        """Begin to note the rows that others write during a step; the table's lock must be held."""
-        self.end_step()  # of one that raised unnoticed
-        self._others = []
-        self._table.store.notes.listeners.append(self._note_write)
-
-    def _note_write(self, rows: Tensor | range | None, columns: Collection[str]) -> None:
-        if self._others is not None:
-            self._others.append((rows, columns))
-
-    def end_step(self) -> None:
-        """Note no more rows."""
-        if self._others is not None:
-            with self._table.lock:
-                self._others = None
-                self._table.store.notes.listeners.remove(self._note_write)
-
-    def keep_writes(self, values: dict[str, Tensor]) -> None:
-        """Replace a step's values where others have written since it began, as if they had written after it.
-
-        Args:
-            values: the step's, by column. The table's lock must be held until they are written.
-        """
-        assert self.block is not None
-        own, others = self.block.rows, self._others or []
-        self.end_step()
-        for rows, columns in others:
-            names = [name for name in columns if name in values]
-            if isinstance(rows, Tensor):
-                among = torch.isin(own, rows.to(own))
-            else:
-                every = range(self._table.num_embeddings) if rows is None else rows
-                among = (own >= every.start) & (own < every.stop)
-            some = among.nonzero()[:, 0]
-            written = self._table.lease(own[some], columns=names, device=values["weight"].device)
-            for name in names:
-                values[name] = values[name].detach().index_copy(0, some.to(written[name].device), written[name])
-
     def drop_state(self) -> None:
         """Record that weight and state are in the table; rows and gradient may still be read."""
         assert self.block is not None
@@ -295,7 +255,6 @@ class BatchRows:
 
     def release(self) -> None:
         """Drop rows and gradient: the weight becomes a one-row placeholder."""
-        self.end_step()
         self.block = None
         self.of_all, self._own = [], None
         self._hold(None)

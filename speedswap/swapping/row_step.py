@@ -431,7 +431,7 @@ class RowStep(Locked):
 
     def swap_in(self, optimizer: Optimizer) -> None:
         """Give the optimizer the rows' state, just before its step."""
-        with self.lock, self.table.lock:
+        with self.lock:
             if self._status is _Status.STEPPING:
                 self._require_no_other_step()
             rows, batch = self._rows, self.batch
@@ -462,7 +462,6 @@ class RowStep(Locked):
                 self.thread = threading.get_ident()
                 self._status = _Status.STEPPING  # from here on, undo() reverts what Ctrl-C interrupts
                 self.state.put_in(optimizer, batch, block, state, steps_others=rows.of_all != [])
-                rows.begin_step()
                 if self.state.idle is not None:
                     self.state.prepare_idle_step()
                 if self.in_files:
@@ -586,10 +585,9 @@ class RowStep(Locked):
             leaving: the result of :meth:`check_out`.
             commit: the end of the step, over all tables of the optimizer.
         """
-        with self.lock, self.table.lock:
+        with self.lock:
             block = self._rows.block
             assert block is not None
-            self._rows.keep_writes(leaving.values)
             later = commit if self._loops else None
             if self.state.idle is None and not self._rows.of_all:
                 self.table.give_back(block, leaving.values, later)
@@ -640,7 +638,7 @@ class RowStep(Locked):
             if self._status is _Status.STEPPING and self.thread == threading.get_ident():
                 self.state.put_back(self.batch)
                 self._status = _Status.FAILED
-                self._rows.leave_step()
+                self._rows.restore_own()
 
     def abandon(self) -> None:
         """Drop rows and gradients, and revert an incomplete step's changes to the optimizer's scalars."""

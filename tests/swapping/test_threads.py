@@ -114,42 +114,6 @@ def test_a_thread_that_trains_a_module_inside_anothers_step_is_refused_and_undoe
     assert module.read(3).tolist() == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("where", ["thread", "hook"])
-def test_rows_that_are_written_within_a_step_are_as_if_written_after_it(where: str, depth: int):
-    """In the columns that are written; all other values are the step's."""
-    module = speedswap.Embedding.from_pretrained(torch.zeros(6, 2), freeze=False)
-    twin = torch.nn.Embedding.from_pretrained(torch.zeros(6, 2), freeze=False)
-    ours, theirs = (torch.optim.Adagrad(each.parameters(), lr=1.0) for each in (module, twin))
-    twin_sum = theirs.state[twin.weight]["sum"]
-    writes = [
-        lambda: module.table.scatter(torch.tensor([5, 2]), torch.full((2, 2), 7.0)),
-        lambda: module.table.write(1, torch.full((1, 2), 9.0), column="sum"),
-    ]
-    same_writes = [
-        lambda: twin.weight.data.index_fill_(0, torch.tensor([5, 2]), 7.0),
-        lambda: twin_sum.index_fill_(0, torch.tensor([1]), 9.0),
-    ]
-    batches = [torch.tensor([2, 1, 4, 2])] * 4
-    for number, ids in enumerate(speedswap.lookahead(batches, {module: lambda batch: batch}, depth=depth)):
-        for each, optimizer in ((module, ours), (twin, theirs)):
-            optimizer.zero_grad()
-            each(ids).sum().backward()
-        if number in (1, 2):
-            write = writes[number - 1]
-            hook = ours.register_step_post_hook(
-                lambda *_, write=write: write() if where == "hook" else in_threads(write)
-            )  # called before the rows are written
-        for optimizer in (ours, theirs):
-            optimizer.step()
-        if number in (1, 2):
-            hook.remove()
-            same_writes[number - 1]()
-        assert torch.equal(module.read(), twin.weight)
-        assert torch.equal(module.table.read(column="sum"), twin_sum)
-    assert not module.table.store.notes.listeners
-
-
 def two_tables_and_a_layer() -> tuple[torch.nn.ModuleList, torch.optim.Optimizer]:
     tables = [speedswap.Embedding(10, 2, seed=seed) for seed in (1, 2)]
     model = torch.nn.ModuleList([*tables, torch.nn.Linear(2, 1)])
