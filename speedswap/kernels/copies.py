@@ -54,7 +54,7 @@ def gather_blocks(
     Args:
         records: the source.
         ids: as for :func:`gather_records`.
-        columns: at least one.
+        columns: the columns.
         device: where the rows are wanted.
         out: blocks on that device to fill, in place of new ones.
     """
@@ -87,7 +87,7 @@ def scatter_blocks(
     Args:
         records: the target.
         ids: as for :func:`scatter_records`.
-        columns: at least one.
+        columns: the columns.
         blocks: the columns' rows by name, each in one piece, all on one device; there may be others.
         forms: how records hold the columns, if not as ``columns`` says.
     """

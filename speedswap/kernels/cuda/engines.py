@@ -356,9 +356,12 @@ def copy_by_kernel(what: What, records: Records, ids: Tensor, columns: WantedCol
     Returns:
         True if it is queued; False if it takes more than that, and nothing was done.
     """
-    device, copied = blocks[0].device, columns.copied
+    copied = columns.copied
+    if not copied or not ids.shape[0]:
+        return False
+    device = blocks[0].device
     is_near = records.device == device or (records.device.type == "cpu" and records.direct_share(what) == 1)
-    if device.type != "cuda" or not is_near or not ids.shape[0] or not copied:
+    if device.type != "cuda" or not is_near:
         return False
     if ids.dtype is not torch.int64 or ids.device != device or not ids.is_contiguous():
         ids = ids.to(device, torch.int64).contiguous()
