@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
@@ -199,6 +201,17 @@ def test_keys_of_a_vocabulary_file(table, tmp_path, piece_bytes):
     with pytest.raises(ValueError, match="npy holds no keys"):
         table.export(tmp_path / "wrong.npy", keys="rows")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.txt", "words"]
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(table, tmp_path):
+    """Such as /dev/null, which root could lose."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (partial(table.export, pipe, format="npy"), partial(table.save_rows, pipe)):
+        with pytest.raises(FileExistsError, match="a device, a pipe or a socket, which a file would replace"):
+            write(overwrite=True)
+        assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_file_is_replaced_only_when_asked_for(table, tmp_path):

@@ -378,7 +378,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     An existing file is replaced; so is a link, whose target is unchanged.
 
     Raises:
-        FileExistsError: it would replace a file of a table or of a checkpoint.
+        FileExistsError: it would replace a file of a table or of a checkpoint, or a device or a pipe.
         OSError: the file cannot be created or written. An existing file stays, and nothing else is left.
 
     Example:
@@ -395,6 +395,10 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
     if os.path.lexists(path) and (is_of_table or os.path.lexists(path.with_name("CHECKPOINT"))):
         raise FileExistsError(
             f"path is {str(path)!r}, a file of a table or a checkpoint, which would be destroyed; give another path"
+        )
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
+        raise FileExistsError(
+            f"path is {str(path)!r}, a device, a pipe or a socket, which a file would replace; give another path"
         )
     unfinished, descriptor = _owned(path.parent, UNFINISHED, _new_file)
     try:
