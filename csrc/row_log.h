@@ -142,12 +142,12 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // Returns at once unless slots are lacking. nullptr if ahead of its step, and half of the slots would be pinned.
     // Throws std::invalid_argument for more than most_rows().
     std::unique_ptr<Bringing> bring(const int64_t* rows, int64_t count, bool overwrite, bool ahead, bool seen);
-    // Says of each row whether it was never written and is not in the cache.
-    void find_unwritten(const int64_t* rows, int64_t count, bool* out);
     // In one bringing.
     int64_t most_rows() const { return std::min(most_outstanding(), kMostRows); }
     // False after a while, if a bringing of this many rows would still have to wait; throws as bring().
     bool wait_for_slots(int64_t count);
+    // Says of each row whether it was never written and is not in the cache.
+    void find_unwritten(const int64_t* rows, int64_t count, bool* out);
     // Before the bytes at these places change. ENOSPC: nothing happened.
     void write(const int64_t* places, int64_t count, Room* room = nullptr);
     // Reserves room to write `groups` groups in any number of calls, taking first what `from` has reserved.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -125,3 +126,12 @@ def test_wheels_are_built_for_every_python_that_is_promised():
     named = re.findall(r"Python :: 3\.(\d+)", " ".join(settings["project"]["classifiers"]))
     assert f">=3.{named[0]}" == settings["project"]["requires-python"]
     assert settings["tool"]["cibuildwheel"]["build"].split() == [f"cp3{minor}-*" for minor in named]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_the_repository_has_no_files_that_a_run_has_left():
+    """Such as a table's directory, whose files are binary, or a name that no editor can type."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    paths = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
+    assert paths
+    assert [path for path in paths if not str(path).isascii() or path.name in ("MANIFEST", "HEAD", "rows.log")] == []

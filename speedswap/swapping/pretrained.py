@@ -470,8 +470,7 @@ def RowsCallback() -> Any:
 
     Every checkpoint of the trainer gets the rows that training has changed so far, with their optimizer state unless
     ``save_only_model`` leaves the optimizer out, and ``train(resume_from_checkpoint=…)`` loads them, as
-    ``load_best_model_at_end`` does. What the trainer saves itself
-    leaves them out.
+    ``load_best_model_at_end`` does. What the trainer saves itself leaves them out.
 
     Raises:
         ImportError: transformers is not installed.

@@ -95,7 +95,7 @@ PLACES = {
     "recommend": ["scratch"],
     "bench": ["json", "plot", "folder"],
 }
-SECONDS = 60.0
+SECONDS = 15.0
 """The time in which a command ends, or has begun to train."""
 
 
