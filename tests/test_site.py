@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if missing:
         pytest.skip(f"needs the packages of the extra docs: {', '.join(missing)}")
     out = tmp_path_factory.mktemp("site")
-    quick = ["-D", "toc_object_entries=0", "-d", str(out / "doctrees")]
+    quick = ["-D", "toc_object_entries=0", "-D", "html_theme=basic", "-d", str(out / "doctrees")]
     words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", *quick, "-c", "docs", ".", str(out / "html")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -36,10 +37,19 @@ BELOW: dict[str, set[str]] = {
 }
 
 
+Nodes = tuple[ast.AST, ...]
+
+
 @cache
-def modules(package: str) -> list[tuple[Path, ast.Module]]:
-    """Return each Python file of a package, parsed."""
-    return [(path, ast.parse(path.read_text())) for path in sorted((PACKAGE / package).rglob("*.py"))]
+def nodes(path: Path) -> Nodes:
+    """Return all nodes of a Python file."""
+    return (*ast.walk(ast.parse(path.read_text())),)
+
+
+@cache
+def modules(package: str) -> list[tuple[Path, Nodes]]:
+    """Return each Python file of a package, with its nodes."""
+    return [(path, nodes(path)) for path in sorted((PACKAGE / package).rglob("*.py"))]
 
 
 def test_every_package_has_its_place():
@@ -50,17 +60,17 @@ def test_every_package_has_its_place():
 def test_imports_go_one_way(package):
     wrong = {
         f"{path.relative_to(ROOT)} imports {module}"
-        for path, tree in modules(package)
-        for module in imported(tree)
+        for path, found in modules(package)
+        for module in imported(found)
         if module.split(".")[1] not in BELOW[package] | OPEN_TO_ALL | {package}
     }
     assert not wrong
 
 
-def imported(tree: ast.Module) -> set[str]:
+def imported(found: Nodes) -> set[str]:
     """Return the full names of what a file imports of speedswap."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,10 +86,10 @@ def test_no_modules_import_each_other_in_a_circle(package):
     compiled = "speedswap.kernels._C"
     imports = {
         module_of(path): {
-            name if name in names else name.rpartition(".")[0] for name in imported(tree) if name != compiled
+            name if name in names else name.rpartition(".")[0] for name in imported(found) if name != compiled
         }
         & names
-        for path, tree in modules(package)
+        for path, found in modules(package)
     }
     assert len([*TopologicalSorter(imports).static_order()]) == len(names)  # or CycleError
 
@@ -97,8 +107,8 @@ OF_FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_globals", "f_li
 def test_what_carries_weight_reads_no_frames_and_replaces_no_class():
     found: dict[str, set[str]] = {}
     for package in ("collectives", "kernels", "ranks", "swapping", "tables"):
-        for path, tree in modules(package):
-            attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        for path, in_file in modules(package):
+            attributes = [node for node in in_file if isinstance(node, ast.Attribute)]
             tricks = {node.attr for node in attributes if node.attr in OF_FRAMES}
             replaced = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
             if tricks := tricks | (replaced & {"__class__", "__func__"}):
@@ -114,12 +124,12 @@ def is_underscore(name: str) -> bool:
 def own_underscore_names(package: str) -> set[str]:
     """Return the underscore names that a package gives to its modules, functions, classes, variables and attributes."""
     names = {path.stem for path in (PACKAGE / package).rglob("_*") if is_underscore(path.stem)}
-    return names.union(*(underscore_names(tree) for _, tree in modules(package)))
+    return names.union(*(underscore_names(found) for _, found in modules(package)))
 
 
-def underscore_names(tree: ast.AST) -> set[str]:
+def underscore_names(found: Iterable[ast.AST]) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -130,23 +140,22 @@ def underscore_names(tree: ast.AST) -> set[str]:
 def inherited_underscore_names(package: str) -> set[str]:
     """Return the underscore names of the classes that a package's own classes derive from."""
     names: set[str] = set()
-    for _, tree in modules(package):
+    for _, found in modules(package):
         bases = {
             base.id
-            for node in ast.walk(tree)
+            for node in found
             if isinstance(node, ast.ClassDef)
             for base in node.bases
             if isinstance(base, ast.Name)
         }
-        for module, _, name in (full.rpartition(".") for full in imported(tree)):
+        for module, _, name in (full.rpartition(".") for full in imported(found)):
             path = ROOT / (module.replace(".", "/") + ".py")
             if name in bases and path.exists():
-                found = ast.walk(ast.parse(path.read_text()))
                 names |= {
                     each
-                    for node in found
+                    for node in nodes(path)
                     if isinstance(node, ast.ClassDef) and node.name == name
-                    for each in underscore_names(node)
+                    for each in underscore_names(ast.walk(node))
                 }
     return names
 
@@ -164,11 +173,11 @@ def test_underscore_names_stay_in_their_package(package):
     others: set[str] = set().union(*(own_underscore_names(other) for other in BELOW if other != package))
     foreign = others - own_underscore_names(package) - inherited_underscore_names(package) - NOT_OURS
     wrong = set()
-    for path, tree in modules(package):
-        touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & foreign
+    for path, found in modules(package):
+        touched = {node.attr for node in found if isinstance(node, ast.Attribute)} & foreign
         touched |= {
             module
-            for module in imported(tree)
+            for module in imported(found)
             if module.split(".")[1] != package
             and any(is_underscore(part) and part not in OPEN_TO_ALL for part in module.split("."))
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 @pytest.mark.slow
-def test_a_killed_training_ends_as_an_uninterrupted_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_training_ends_as_an_uninterrupted_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 is not installed")
     pytest.importorskip("peft", reason="peft is not installed")
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     import finetune_memory as example
 
+    forked = multiprocessing.get_context("fork")  # spawned, each would import all of these
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     model = example.main(["--epochs", "2", "--output", str(killed)])
     assert "killed at step 12: exit code -9" in capfd.readouterr().out

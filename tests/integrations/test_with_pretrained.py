@@ -212,6 +212,7 @@ def differences(model: Any, theirs: Any) -> list[Tensor]:
     return [(mine - torchs).detach().abs().max() for mine, torchs in pairs]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", TABLES)
 def test_adagrad_trains_to_the_bits_of_torch(checkpoints: dict[str, Path], family: str) -> None:
     theirs, model = plain(checkpoints[family]), ours(family, checkpoints[family])
@@ -221,6 +222,7 @@ def test_adagrad_trains_to_the_bits_of_torch(checkpoints: dict[str, Path], famil
     assert max(differences(model, plain(checkpoints[family]))[:1]) > 0.01
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", TABLES)
 def test_adamw_trains_as_torch_if_idle_rows_take_its_steps(checkpoints: dict[str, Path], family: str) -> None:
     settings = {"dtype": torch.float64, "experts_implementation": "eager"}  # the only one in float64

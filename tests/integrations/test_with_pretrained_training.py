@@ -69,6 +69,7 @@ def rows_after(model: Any, trainer: Any = transformers.Trainer, **settings: Any)
     return table_of(model).read()  # type: ignore[no-any-return]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("base", ["gemma4", "qwen"], indirect=True)
 def test_checkpointing_and_lookahead_change_nothing(base: Path, accumulated: int, request: Any) -> None:
