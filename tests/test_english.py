@@ -31,6 +31,8 @@ pytestmark = pytest.mark.release
         ("# rows of another store than\n# another one\nx = 1", True),
         ("x = 1  # looked up anew", True),
         ("anew = 1  # a part of its own step", False),
+        ("x = 1  # ready-made anew", False),
+        ("x = 1  # ready-made anew, then made anew", True),
         ("x = 1  # after so many steps", True),
     ],
 )
