@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +16,10 @@ def with_compiled_part(search_path: Sequence[str]) -> list[str]:
 
     In a checkout, ``python -m``, ``python -c`` and ``python -m pytest`` import the working directory's ``speedswap``
     ahead of what ``pip install .`` put elsewhere, and it lacks a compiled part. The installed one is used
-    only if it was built from the same sources: the Python files are equal byte for byte, and nothing in ``csrc`` is
-    newer. Equal version numbers would not prove that, since sources change between versions, and a stale build under
-    newer Python files may compute something else without an error.
+    only if it was built from the same sources: the files in ``speedswap`` and in ``csrc`` are equal byte for byte.
+    Equal version numbers would not prove that, since sources change between versions, and a stale build under
+    newer Python files may compute something else without an error, also after ``git pull`` in a checkout that was
+    installed with ``pip install -e``.
 
     Args:
         search_path: ``__path__`` of ``speedswap.kernels``, its own folder first.
@@ -28,13 +30,18 @@ def with_compiled_part(search_path: Sequence[str]) -> list[str]:
     Raises:
         ImportError: there is no ``_C`` for these sources and this Python; one line names the remedy.
     """
-    if find_spec("speedswap.kernels._C") is not None:  # in place, installed, or found by an editable install's finder
-        return [*search_path]
     package = Path(search_path[0]).resolve().parent
-    installed = _installed_elsewhere(package)
-    if installed is not None and _built_from(package, installed):
-        return [*search_path, str(installed / "kernels")]
-    raise ImportError(_remedy(package, installed), name="speedswap", path=str(package))
+    spec = find_spec("speedswap.kernels._C")
+    if spec is not None:  # in place, installed, or found by an editable install's finder
+        if spec.origin is None or _built_from(package, Path(spec.origin).parent):  # None: documentation tools' stand-in
+            return [*search_path]
+        reason = f"the compiled part of speedswap was built from other sources than {package.parent}: {_build(package)}"
+    else:
+        installed = _installed_elsewhere(package)
+        if installed and _has_same_files(package, installed) and _built_from(package, installed / "kernels"):
+            return [*search_path, str(installed / "kernels")]
+        reason = _remedy(package, installed)
+    raise ImportError(reason, name="speedswap", path=str(package))
 
 
 def _installed_elsewhere(package: Path) -> Path | None:
@@ -51,17 +58,22 @@ def _compiled_part(package: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _built_from(package: Path, installed: Path) -> bool:
-    """Return True if an installed package was built from a checkout's current sources."""
+def _has_same_files(package: Path, installed: Path) -> bool:
+    """Return True if an installed package has a checkout's Python files."""
     names = _python_files(package)
-    if names != _python_files(installed):
-        return False
-    if any((package / name).read_bytes() != (installed / name).read_bytes() for name in names):
-        return False
-    # The C++ sources are not installed: only their age can tell.
-    compiled = _compiled_part(installed)
-    sources = [file for file in (package.parent / "csrc").rglob("*") if file.is_file()]
-    return compiled is not None and all(file.stat().st_mtime <= compiled.stat().st_mtime for file in sources)
+    return names == _python_files(installed) and all(
+        (package / name).read_bytes() == (installed / name).read_bytes() for name in names
+    )
+
+
+def _built_from(package: Path, kernels: Path) -> bool:
+    """Return True unless a package is in a checkout with other C++ sources than those of the ``_C`` in a folder."""
+    if not _is_in_checkout(package):
+        return True
+    found, csrc = kernels / "_C.sha256", package.parent / "csrc"  # as CMakeLists.txt writes it
+    sources = sorted(path for path in csrc.iterdir() if path.suffix in (".cpp", ".h", ".cuh"))
+    digests = "".join(f"{sha256(path.read_bytes()).hexdigest()}\n" for path in sources)
+    return found.is_file() and found.read_text() == sha256(digests.encode()).hexdigest()
 
 
 def _python_files(folder: Path) -> set[Path]:
@@ -70,12 +82,19 @@ def _python_files(folder: Path) -> set[Path]:
 
 def _remedy(package: Path, installed: Path | None) -> str:
     version = ".".join(map(str, sys.version_info[:2]))
-    if not (package.parent / "pyproject.toml").is_file():
+    if not _is_in_checkout(package):
         return f"speedswap in {package} has no compiled part (_C) for Python {version}: install it with this Python"
-    build = f"run pip install -e {shlex.quote(str(package.parent))}"
     if installed is None:
-        return f"{package} is a source checkout that is not built for Python {version}: {build}"
+        return f"{package} is a source checkout that is not built for Python {version}: {_build(package)}"
     return (
         f"{package} is a source checkout that is not built for Python {version}, and hides speedswap in {installed}, "
-        f"which was built from other sources: change to another directory, or {build}"
+        f"which was built from other sources: change to another directory, or {_build(package)}"
     )
+
+
+def _is_in_checkout(package: Path) -> bool:
+    return (package.parent / "pyproject.toml").is_file()
+
+
+def _build(package: Path) -> str:
+    return f"run pip install -e {shlex.quote(str(package.parent))}"
