@@ -33,7 +33,7 @@ from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart, rows_are_apart
 from speedswap.tables import TensorFiles, TensorSource, as_storage
 from speedswap.tables.files.place import write_whole
-from speedswap.tables.files.tensor_files import absolute_paths
+from speedswap.tables.files.tensor_files import absolute_paths, opened_tensors
 from speedswap.tables.init import CHUNK_ROWS, OfTensors, found_in, of_tensors, saved_in
 from speedswap.tables.rows_file import RowsFile, load_rows, save_rows
 from speedswap.tables.whole_table import changed_rows
@@ -93,8 +93,8 @@ def from_pretrained(
         FileNotFoundError: the folder does not exist, or has no safetensors files; or a repository is not in the cache,
             and the Hub cannot be reached or does not have it.
         FileExistsError: the path of a table exists.
-        TableFormatError: a file is damaged, or the checkpoint of a saved model has changed. In all cases nothing was
-            created.
+        TableFormatError: a file is damaged, the checkpoint of a saved model has changed, or saving it was not finished.
+            In all cases nothing was created.
 
     Example::
 
@@ -379,8 +379,9 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **settings: Any)
     if not hasattr(model, "save_pretrained"):
         raise TypeError(f"model is {a_kind(model)}, which has no save_pretrained; give a model of transformers or PEFT")
     _require_no_base(model, "folder", [Path(folder)])
-    save_beside(model, Path(folder))  # first: then nothing that the model leaves out is lost
+    _save_rows(model, Path(folder))  # first: then nothing that the model leaves out is lost
     model.save_pretrained(folder, **settings)
+    _describe(model, Path(folder))  # last: until then, the rows are not those that an older description names
 
 
 def _require_no_base(model: Any, argument: str, folders: Iterable[Path]) -> None:
@@ -405,16 +406,32 @@ def save_beside(model: nn.Module, folder: Path, *, state: bool = False, training
         state: True to save the optimizer's state, too.
         training: plain data that identifies the training; it is written last, so rows without it are not whole.
     """
+    _save_rows(model, folder, state=state)
+    _describe(model, folder, training)
+
+
+def _save_rows(model: nn.Module, folder: Path, *, state: bool = False) -> None:
     if tables := tables_apart(model):
         folder.mkdir(parents=True, exist_ok=True)
-        save_rows(
-            {name: each.table.store for name, each in tables.items()}, folder / ROWS_FILE, state=state, overwrite=True
-        )
+        stores = {name: each.table.store for name, each in tables.items()}
+        save_rows(stores, folder / ROWS_FILE, state=state, overwrite=True)
+        _note_saved(tables)
+
+
+def _describe(model: nn.Module, folder: Path, training: object = None) -> None:
+    """Write what the rows in a folder are over, and their checksums."""
+    if tables := tables_apart(model):
         inits = {name: each.table.columns["weight"].init for name, each in tables.items()}
         bases = {name: saved_in(folder.resolve(), init.to_json()) for name, init in inits.items()}
+        about = {"version": 1, "tables": bases, "rows": _checksums(folder), "training": training}
         with write_whole(folder / BASES_FILE) as file:
-            file.write(json.dumps({"version": 1, "tables": bases, "training": training}, indent=1).encode())
-        _note_saved(tables)
+            file.write(json.dumps(about, indent=1).encode())
+
+
+def _checksums(folder: Path) -> str | None:
+    """Return those of the rows in a folder; None on another machine than that of rank 0."""
+    path = folder / ROWS_FILE
+    return opened_tensors(path).metadata["crc32"] if path.exists() else None
 
 
 def _note_saved(tables: Mapping[str, TableModule]) -> None:
@@ -459,10 +476,17 @@ def bases_of(folder: Path, base: Sequence[str] | None) -> dict[str, OfTensors]:
     if not path.exists():
         return {}
     try:
-        described = json.loads(path.read_bytes())["tables"]
-        return {name: OfTensors.from_json(found_in(folder.resolve(), base, data)) for name, data in described.items()}
+        about = json.loads(path.read_bytes())
+        tables, rows = about["tables"].items(), about.get("rows")
+        bases = {name: OfTensors.from_json(found_in(folder.resolve(), base, data)) for name, data in tables}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TableFormatError(f"{path} does not describe the tables of {ROWS_FILE}: {error}; copy it again") from error
+    if rows is not None and rows != _checksums(folder):
+        raise TableFormatError(
+            f"{folder / ROWS_FILE} is not the one that {BASES_FILE} describes, as if save_pretrained had been killed "
+            "before the model was whole; save it again, or load these rows alone with Table.load_rows"
+        )
+    return bases
 
 
 def RowsCallback() -> Any:

@@ -269,6 +269,28 @@ def test_a_damaged_description_is_refused(base: Path, tmp_path: Path) -> None:
         loaded(tmp_path / "out")
 
 
+def test_new_rows_are_not_loaded_with_the_layers_of_an_older_save(base: Path, tmp_path: Path) -> None:
+    """As after a kill between the two: the older model is whole, and the rows are not its."""
+    model, out = gemma(base), tmp_path / "out"
+    speedswap.save_pretrained(model, out)
+    rows_after(model, max_steps=1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    saving, model.save_pretrained = model.save_pretrained, killed
+    with pytest.raises(Killed):
+        speedswap.save_pretrained(model, out)
+    with pytest.raises(TableFormatError, match=r"rows.safetensors is not the one that .*; save it again"):
+        loaded(out)
+    model.save_pretrained = saving
+    speedswap.save_pretrained(model, out)
+    assert torch.equal(table_of(loaded(out)).read(), table_of(model).read())
+
+
 def test_a_model_without_such_tables_is_saved_as_it_is(base: Path, tmp_path: Path) -> None:
     speedswap.save_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     assert not list((tmp_path / "out").glob("speedswap*"))
