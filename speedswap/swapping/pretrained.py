@@ -413,6 +413,9 @@ def save_beside(model: nn.Module, folder: Path, *, state: bool = False, training
 def _save_rows(model: nn.Module, folder: Path, *, state: bool = False) -> None:
     if tables := tables_apart(model):
         folder.mkdir(parents=True, exist_ok=True)
+        for each in tables.values():
+            if state and (idle := each._step.state.idle) is not None:
+                idle.bring_up_to_date()  # as rows are that a resumed training loads, to the same bits
         stores = {name: each.table.store for name, each in tables.items()}
         save_rows(stores, folder / ROWS_FILE, state=state, overwrite=True)
         _note_saved(tables)
