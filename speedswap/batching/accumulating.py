@@ -6,13 +6,14 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.batching.nested import require_integer
 from speedswap.batching.rollback import has_memory
 from speedswap.errors import BatchError, OptimizerError
@@ -305,7 +306,7 @@ class AccumulatingOptimizer(Optimizer):
                 :class:`speedswap.Embedding` or of a :class:`speedswap.ModelFactory`'s model does: call ``backward``
                 several times before one step instead. Nothing was accumulated.
         """
-        if not 0 < weight < float("inf"):
+        if not isinstance(weight, Real | Tensor) or not 0 < weight < float("inf"):
             raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
         if weight != 1 and self.reduction == "sum":
             raise BatchError(f"weight is {weight!r}, but sums are not weighted; leave it out, or give reduction='mean'")
@@ -422,6 +423,7 @@ class AccumulatingOptimizer(Optimizer):
         Raises:
             BatchError: the pending micro-steps were accumulated with another reduction. Nothing was loaded.
         """
+        require_kind("state_dict", state_dict, Mapping, "what an optimizer's state_dict() returned")
         accumulation = state_dict.get("accumulation", {})
         saved = accumulation.get("window")
         if saved is not None and accumulation["reduction"] != self.reduction:

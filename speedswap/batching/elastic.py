@@ -9,7 +9,7 @@ samples, from a position that is independent of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 from torch.utils.data import Sampler
 
+from speedswap._words import require_kind
 from speedswap.batching.nested import Batch, require_integer
 from speedswap.collectives import begin_batch
 from speedswap.errors import BatchError
@@ -286,7 +287,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch; the position within the present one stays."""
-        if epoch != self.epoch:
+        if require_integer("epoch", epoch, 0) != self.epoch:
             self.epoch, self.batch = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,6 +301,7 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             BatchError: the state belongs to another dataset, global batch or order.
         """
+        require_kind("state_dict", state_dict, Mapping, "what a sampler's state_dict() returned")
         for name in ("num_samples", "global_batch_size", "seed", "shuffle", "drop_last"):
             if (saved := state_dict.get(name)) != getattr(self, name):
                 raise BatchError(

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from speedswap._words import a_kind
-from speedswap.batching.nested import require_strided
+from speedswap.batching.nested import require_integer, require_strided
 from speedswap.errors import BatchError, MemoryBudgetError
 
 _NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
@@ -147,9 +147,8 @@ class Feed(Generic[Identity]):
     collate: Callable[[list[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "variants", "budget_bytes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise BatchError(f"{name} is {value}; it must be at least 1")
+        for name in ("batch_size", "budget_bytes", "variants")[: 2 if self.variants is None else 3]:
+            require_integer(name, getattr(self, name))
         if len(self.identities) == 0:
             raise BatchError("identities is empty; give one for each sample")
         if self.targets is not None and len(self.targets) != len(self.identities):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.batching.attempts import Circumstances
 from speedswap.batching.nested import (
     NO_AUX,
@@ -146,6 +146,7 @@ def towers_of(
     """Return encoders, and the batch of each."""
     if callable(encode):
         return [encode], [Batch(batch, named)]
+    require_kind("encode", encode, Sequence, "a function, or a list of them")
     if named or len(encode) != len(batch):
         raise BatchError(
             f"{len(encode)} encoders were given {len(batch)} arguments and {len(named)} named ones; several encoders "

@@ -614,9 +614,17 @@ def counted(normalizer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 def require_integer(name: str, value: Any, least: int = 1) -> int:
     """Return an argument as an integer, and raise BatchError unless it is one of at least ``least``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+    if not is_integer(value, least):
         raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
     return operator.index(value)
+
+
+def is_integer(value: Any, least: int = 1) -> bool:
+    """Return whether a value is an integer of at least ``least``, of any class but bool."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False
 
 
 def key_of(function: Callable[..., Any]) -> Hashable:

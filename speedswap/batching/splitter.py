@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +17,7 @@ from speedswap.batching.escalation import Escalation
 from speedswap.batching.estimate import Reserve
 from speedswap.batching.memory import as_bytes
 from speedswap.batching.micro_batches import MicroBatches, TwoPasses, both_passes, differentiable, towers_of
-from speedswap.batching.nested import NO_AUX, Batch, kept, key_of, name_of, require_function, tensors_of
+from speedswap.batching.nested import NO_AUX, Batch, is_integer, kept, key_of, name_of, require_function, tensors_of
 from speedswap.batching.packing import Alone, SamplePacking, costs_of
 from speedswap.batching.ranks import Replicated, Sharded, TrainingRanks, owners_of, replicas, shard_roots
 from speedswap.collectives import is_distributed, of_all_ranks
@@ -212,14 +211,14 @@ class BatchSplitter:
         _require(reduction in ("mean", "sum", "none"), "reduction", reduction, '"mean", "sum" or "none"')
         if micro_batch_tokens is not None:
             is_alone = micro_batch_size == "auto" and cost is None
-            is_possible = micro_batch_tokens == "auto" or _is_positive(micro_batch_tokens)
+            is_possible = micro_batch_tokens == "auto" or is_integer(micro_batch_tokens)
             wanted = 'at least 1, or "auto", without micro_batch_size and cost'
             _require(is_alone and is_possible, "micro_batch_tokens", micro_batch_tokens, wanted)
             micro_batch_size = micro_batch_tokens
         self._is_packed, self._cost = micro_batch_tokens is not None or cost is not None, cost
         auto = micro_batch_size == "auto"
-        _require(auto or _is_positive(micro_batch_size), "micro_batch_size", micro_batch_size, 'at least 1, or "auto"')
-        _require(_is_positive(grow_after), "grow_after", grow_after, "at least 1")
+        _require(auto or is_integer(micro_batch_size), "micro_batch_size", micro_batch_size, 'at least 1, or "auto"')
+        _require(is_integer(grow_after), "grow_after", grow_after, "at least 1")
         _require(normalizer is None or reduction == "mean", "normalizer", normalizer, 'None unless reduction is "mean"')
         for name, function in (("normalizer", normalizer), ("cost", cost)):
             if function is not None:
@@ -268,10 +267,12 @@ class BatchSplitter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin with the micro-batch size of another run; it grows again if it can. A fixed size stays."""
+        is_state = isinstance(state, Mapping) and "micro_batch_size" in state
+        _require(is_state, "state", state, "what a splitter's state_dict() returned")
         size = state["micro_batch_size"]
-        _require(size is None or _is_positive(size), "state['micro_batch_size']", size, "at least 1, or None")
+        _require(size is None or is_integer(size), "state['micro_batch_size']", size, "at least 1, or None")
         rung = state.get("rung", 0)
-        _require(rung == 0 or _is_positive(rung), "state['rung']", rung, "at least 0")
+        _require(is_integer(rung, 0), "state['rung']", rung, "at least 0")
         alone = Alone(state.get("escalates_from", 1), size) if rung else Alone()
         self._sizes.begin_with(1 - rung if rung else size, alone)
 
@@ -509,10 +510,6 @@ class BatchSplitter:
             event = Event(self, **what)
             for callback in self.callbacks:
                 getattr(callback, moment)(event)
-
-
-def _is_positive(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and operator.index(value) > 0
 
 
 def _require(fulfilled: bool, name: str, value: object, wanted: str) -> None:

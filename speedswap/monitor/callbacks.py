@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from speedswap._words import a_kind, require_kind
 from speedswap.batching import Callback, Event
+from speedswap.batching.nested import is_integer
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 from speedswap.monitor.figures import default_device, import_optional, memory_snapshot
 
@@ -259,8 +260,8 @@ class EventMonitor(Callback):
         accumulation_steps: int | None = 1,
         warn: Level | WarningPolicy = "user",
     ) -> None:
-        if accumulation_steps is not None and accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps is {accumulation_steps}; it must be at least 1, or None for any")
+        if accumulation_steps is not None and not is_integer(accumulation_steps):
+            raise ValueError(f"accumulation_steps is {accumulation_steps!r}; it must be at least 1, or None for any")
         require_kind("model", model, nn.Module, "a torch.nn.Module")
         require_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         self.model, self.optimizer = model, optimizer

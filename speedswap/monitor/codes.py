@@ -101,20 +101,24 @@ class WarningPolicy:
         always: Iterable[str] = (),
         codes: Mapping[str, Code] = CODES,
     ) -> None:
-        if level not in _RANK:
+        if level not in [*_RANK]:
             raise ValueError(f"level is {level!r}; it must be 'off', 'user' or 'expert'")
         self.level = level
         self.codes = codes
         self.ignore = frozenset(ignore)
         self.always = frozenset(always)
         for code in self.ignore | self.always:
-            if code not in codes:
-                raise ValueError(f"{code!r} is not a warning's code; speedswap.monitor.CODES has them all")
+            self._described(code)
         self.counts: Counter[str] = Counter()
 
     def wants(self, code: str) -> bool:
         """Return whether a code is reported at this level."""
-        return _RANK[self.codes[code].level] <= _RANK[self.level] and code not in self.ignore
+        return _RANK[self._described(code).level] <= _RANK[self.level] and code not in self.ignore
+
+    def _described(self, code: str) -> Code:
+        if code not in [*self.codes]:
+            raise ValueError(f"{code!r} is not a warning's code; speedswap.monitor.CODES has them all")
+        return self.codes[code]
 
     def warn(self, code: str, detail: str) -> None:
         """Warn at the innermost line outside torch and speedswap, unless the code is filtered or was reported before.

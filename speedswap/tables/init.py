@@ -12,7 +12,7 @@ import math
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cached_property
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._words import require_kind
 from speedswap.tables.files.damage import UnknownFile, is_int
 from speedswap.tables.files.open_directory import TRANSIENT
 from speedswap.tables.files.tensor_files import TensorRows, TensorSource, absolute_paths
@@ -652,6 +653,7 @@ def of_tensors(
         >>> items.read(torch.tensor([997]))[0, :3]
         tensor([0.5000, 0.5000, 0.5000])
     """
+    require_kind("names", names, Iterable, "the name of a tensor, or a list of names")
     some, scales = ((each,) if isinstance(each, str) else tuple(each or ()) for each in (names, scale))
     rows = TensorRows(files, some, scales, block)
     found = OfTensors(tuple(absolute_paths(files)), some, scales, block, rows.fingerprint)

@@ -332,6 +332,7 @@ def test_several_models_in_one_loss():
         ({"micro_batch_size": 0}, r"micro_batch_size is 0; it must be at least 1"),
         ({"micro_batch_size": "all"}, r"micro_batch_size is 'all'"),
         ({"micro_batch_size": True}, r"micro_batch_size is True"),
+        ({"micro_batch_size": torch.ones(2)}, r"micro_batch_size is tensor\(\[1., 1.\]\)"),
         ({"reduction": "max"}, r"reduction is 'max'"),
         ({"grow_after": 0}, r"grow_after is 0"),
         ({"normalizer": len, "reduction": "sum"}, r"normalizer is .*None unless reduction"),

@@ -23,6 +23,8 @@ from speedswap import (
     IdMap,
     Table,
 )
+from speedswap.batching import AccumulatingOptimizer, feed, plan_accumulation
+from speedswap.batching.elastic import ElasticSampler
 
 BAGS = EmbeddingBagConfig(name="item", num_embeddings=9, embedding_dim=4)
 ROWS = EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
@@ -53,6 +55,10 @@ def test_an_opened_collection_takes_no_scratch_and_a_loaded_one_no_disk(tmp_path
     with pytest.raises(ValueError, match=r"storage is Disk\(path='copy'\), but a copy lies in memory"):
         EmbeddingBagCollection.load([BAGS], tmp_path / "tables", storage=speedswap.Disk("copy"))
     EmbeddingBagCollection.open([BAGS], speedswap.Disk(tmp_path / "tables", cache_bytes=4096, commit_every=2)).close()
+
+
+def accumulating() -> AccumulatingOptimizer:
+    return AccumulatingOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)]), 2)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -145,6 +151,47 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (lambda: speedswap.parameters_to_ignore(None), r"model is a NoneType; give a torch\.nn\.Module"),  # type: ignore[arg-type]
     "a number as a model": (lambda: speedswap.ignore_in_ddp(5), r"model is an int; give a torch\.nn\.Module"),  # type: ignore[type-var]
     "bytes": (lambda: IdMap.from_bytes(b"x"), "raw is a bytes; pass a tensor"),  # type: ignore[arg-type]
+    "a splitter's empty state": (
+        lambda: speedswap.BatchSplitter().load_state_dict({}),
+        r"state is \{\}; it must be what a splitter's state_dict\(\) returned",
+    ),
+    "an accumulating optimizer without a state": (
+        lambda: accumulating().load_state_dict(None),  # type: ignore[arg-type]
+        r"state_dict is a NoneType; give what an optimizer's state_dict\(\) returned",
+    ),
+    "a sampler without a state": (
+        lambda: ElasticSampler(9, global_batch_size=2).load_state_dict(None),  # type: ignore[arg-type]
+        r"state_dict is a NoneType; give what a sampler's state_dict\(\) returned",
+    ),
+    "an epoch by name": (
+        lambda: ElasticSampler(9, global_batch_size=2).set_epoch("2"),  # type: ignore[arg-type]
+        "epoch is '2'; it must be an integer of at least 0",
+    ),
+    "a weight by name": (lambda: accumulating().step(weight="2"), "weight is '2'; it must be positive"),  # type: ignore[arg-type]
+    "a size that is a class": (
+        lambda: plan_accumulation(int, 2),  # type: ignore[arg-type]
+        "global_batch_size is <class 'int'>; it must be an integer of at least 1",
+    ),
+    "half a sample": (
+        lambda: feed([1], str, 2.5, budget_bytes=9),  # type: ignore[arg-type]
+        r"batch_size is 2\.5; it must be an integer of at least 1",
+    ),
+    "a number as encoder": (
+        lambda: speedswap.BatchSplitter().backward_coupled(5, torch.sum, torch.ones(2)),  # type: ignore[arg-type]
+        "encode is an int; give a function, or a list of them",
+    ),
+    "a warning that is none": (
+        lambda: speedswap.monitor.WarningPolicy().warn("nonsense", "it happened"),
+        "'nonsense' is not a warning's code; speedswap.monitor.CODES has them all",
+    ),
+    "a list as a level": (
+        lambda: speedswap.monitor.WarningPolicy(["user"]),  # type: ignore[arg-type]
+        r"level is \['user'\]; it must be 'off', 'user' or 'expert'",
+    ),
+    "steps by name": (
+        lambda: speedswap.monitor.EventMonitor(ITEMS, torch.optim.SGD(ITEMS.parameters()), accumulation_steps="2"),  # type: ignore[arg-type]
+        "accumulation_steps is '2'; it must be at least 1, or None for any",
+    ),
 }
 
 
@@ -223,6 +270,13 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"model is an SGD; give a torch\.nn\.Module, then its optimizer",
     ),
 }
+
+
+def test_a_tensor_is_named_by_a_text(tmp_path: Path) -> None:
+    Table.create(9, 4).export(tmp_path / "rows.safetensors")
+    for names, kind in ((1, "an int"), ([1], "an int"), (["weight", None], "a NoneType")):
+        with pytest.raises(TypeError, match=f"names is {kind}; give the name"):
+            speedswap.init.of_tensors(tmp_path / "rows.safetensors", names)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", AHEAD)

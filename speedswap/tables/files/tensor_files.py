@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._words import a_kind
+from speedswap._words import a_kind, require_kind
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.kernels.cuda import pinning
 from speedswap.tables.files.damage import is_int, require, says_damaged
@@ -304,6 +304,7 @@ class TensorFiles:
         Raises:
             ValueError: no tensor has that name.
         """
+        require_kind("names", name, str, "the names of tensors, or a pattern")
         if name in self:
             return [name]
         pattern = re.compile(".*".join(map(re.escape, name.split("*"))), re.DOTALL)
