@@ -20,12 +20,14 @@ import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from speedswap._machine import physical_bytes
+from speedswap._words import require_kind
 from speedswap.batching.attempts import Limits
 from speedswap.batching.memory import free_bytes, is_out_of_memory, release_cached_memory
 from speedswap.batching.nested import check_function, key_of, name_of, require_integer
@@ -119,6 +121,7 @@ def set_cpu_memory_limit(num_gigabytes: float) -> None:
     Raises:
         MemoryBudgetError: the limit is not positive.
     """
+    require_kind("num_gigabytes", num_gigabytes, Real, "a number of GiB")  # a text would be repeated 2³⁰ times
     limit = int(num_gigabytes * 2**30)
     if limit <= 0:
         raise MemoryBudgetError(f"num_gigabytes is {num_gigabytes!r}; it must be above 0")

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
@@ -305,6 +306,7 @@ def convert(
             if value is not None:
                 raise ValueError(f"{name} is {value!r}, but back is True, which makes no tables; leave one of them out")
         return to_plain(model, embeddings(model, True, skip))
+    require_kind("min_rows", min_rows, Real, "a number of rows")
     found = [each for each in embeddings(model, False, skip) if each[0].num_embeddings >= min_rows]
     places = places_of(found, storage, path)
     if init is not None:

@@ -816,6 +816,12 @@ def test_a_limit_of_nothing_is_refused(limit):
         cpu_memory.set_cpu_memory_limit(limit)
 
 
+def test_a_limit_is_a_number():
+    """A list is not repeated 2³⁰ times."""
+    with pytest.raises(TypeError, match="num_gigabytes is a list; give a number of GiB"):
+        cpu_memory.set_cpu_memory_limit([])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_there_is_no_gpu_memory(capsys):
     for function in (

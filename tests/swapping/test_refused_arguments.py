@@ -252,6 +252,10 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: speedswap.attach(ITEMS, torch.optim.SGD(ITEMS.parameters())),  # type: ignore[arg-type]
         "module_or_table is an SGD, and optimizer an Embedding; give the optimizer first",
     ),
+    "rows by name": (
+        lambda: speedswap.convert(nn.Embedding(9, 4), min_rows="8"),  # type: ignore[arg-type]
+        "min_rows is a str; give a number of rows",
+    ),
     "convert a path": (lambda: speedswap.convert("model"), "model is a str; give a torch.nn.Module"),  # type: ignore[type-var]
     "pretrained rows of NumPy": (
         lambda: Embedding.from_pretrained(torch.ones(3, 4).numpy()),  # type: ignore[arg-type]
