@@ -423,16 +423,17 @@ def _save_rows(model: nn.Module, folder: Path, *, state: bool = False) -> None:
 
 def _describe(model: nn.Module, folder: Path, training: object = None) -> None:
     """Write what the rows in a folder are over, and their checksums."""
-    if tables := tables_apart(model):
+    tables, rows = tables_apart(model), _checksums(folder)
+    if tables and rows is not None:
         inits = {name: each.table.columns["weight"].init for name, each in tables.items()}
         bases = {name: saved_in(folder.resolve(), init.to_json()) for name, init in inits.items()}
-        about = {"version": 1, "tables": bases, "rows": _checksums(folder), "training": training}
+        about = {"version": 1, "tables": bases, "rows": rows, "training": training}
         with write_whole(folder / BASES_FILE) as file:
             file.write(json.dumps(about, indent=1).encode())
 
 
 def _checksums(folder: Path) -> str | None:
-    """Return those of the rows in a folder; None on another machine than that of rank 0."""
+    """Return those of the rows in a folder; None if it has none, as on another machine than that of rank 0."""
     path = folder / ROWS_FILE
     return opened_tensors(path).metadata["crc32"] if path.exists() else None
 
@@ -475,19 +476,17 @@ def bases_of(folder: Path, base: Sequence[str] | None) -> dict[str, OfTensors]:
     Raises:
         TableFormatError: the description is damaged.
     """
-    path = folder / BASES_FILE
-    if not path.exists():
-        return {}
+    path, found = folder / BASES_FILE, _checksums(folder)
     try:
-        about = json.loads(path.read_bytes())
-        tables, rows = about["tables"].items(), about.get("rows")
+        about = json.loads(path.read_bytes()) if path.exists() else {"tables": {}, "rows": None}
+        tables, rows = about["tables"].items(), about.get("rows", found)  # earlier versions wrote none
         bases = {name: OfTensors.from_json(found_in(folder.resolve(), base, data)) for name, data in tables}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TableFormatError(f"{path} does not describe the tables of {ROWS_FILE}: {error}; copy it again") from error
-    if rows is not None and rows != _checksums(folder):
+    if rows != found:
         raise TableFormatError(
-            f"{folder / ROWS_FILE} is not the one that {BASES_FILE} describes, as if save_pretrained had been killed "
-            "before the model was whole; save it again, or load these rows alone with Table.load_rows"
+            f"{folder / ROWS_FILE} is not the one that a {BASES_FILE} describes, as if saving had been killed before "
+            "the model was whole; save it again, or load these rows alone with Table.load_rows"
         )
     return bases
 
