@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speedswap._words import a_kind, require_kind
 from speedswap.collectives import of_all_ranks
-from speedswap.errors import BatchError
+from speedswap.errors import BatchError, IdMapFullError
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, have_changed, prefetch_lookups
 from speedswap.swapping.row_step import Loop
 from speedswap.swapping.table_module import TableModule
@@ -202,8 +202,11 @@ class Lookahead(Generic[Batch]):
     def _next(self, source: Iterator[Batch], modules: Sequence[TableModule]) -> _Turn[Batch]:
         try:
             batch = next(source)
-            announced = [each for module, given_of in self._ids.items() for each in module.lookups_of(given_of(batch))]
             turn = _Turn(batch)
+            announced: list[tuple[TableModule, Announced]] = []
+            with suppress(IdMapFullError):  # the lookup in its turn raises, if there is no room then either
+                for module, given_of in self._ids.items():
+                    announced += module.lookups_of(given_of(batch))
             # Together, so one round trip to a GPU finds the rows of all tables.
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):

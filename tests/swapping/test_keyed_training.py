@@ -269,6 +269,25 @@ def test_batches_that_had_no_turn_never_came(depth: int, stop: str, device: str)
     assert_same(results[1], results[0])
 
 
+@pytest.mark.filterwarnings("ignore:SW407")
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_full_map_raises_in_the_lookup_of_the_plain_loop(depth: int, device: str) -> None:
+    """The loop can go on after it; and a batch has room if those that would take it are skipped."""
+    batches = [torch.arange(*keys, device=device) for keys in ((4,), (4, 12), (12, 16), (2, 18), (3, 8), (18, 22))]
+    results = []
+    for ahead, (items, optimizer) in enumerate(both(device, "adam", capacity=12)):
+        full = []
+        for step, keys in enumerate(speedswap.lookahead(batches, {items: lambda keys: keys}, depth=depth * ahead)):
+            if step != 1:
+                try:
+                    train(items, optimizer, [keys])
+                except IdMapFullError:
+                    full.append(step)
+        results.append((full, items))
+    assert results[1][0] == results[0][0] == [3, 5]
+    assert_same(results[1][1], results[0][1])
+
+
 def test_evaluation_and_saving_in_between_see_the_present_batch(device: str) -> None:
     batches = [drifting(step).to(device) for step in range(10)]
     seen: list[list[Tensor]] = []
