@@ -435,7 +435,7 @@ def _describe(model: nn.Module, folder: Path, training: object = None) -> None:
 def _checksums(folder: Path) -> str | None:
     """Return those of the rows in a folder; None if it has none, as on another machine than that of rank 0."""
     path = folder / ROWS_FILE
-    return opened_tensors(path).metadata["crc32"] if path.exists() else None
+    return opened_tensors(path).metadata.get("crc32", "") if path.exists() else None
 
 
 def _note_saved(tables: Mapping[str, TableModule]) -> None:
@@ -479,7 +479,7 @@ def bases_of(folder: Path, base: Sequence[str] | None) -> dict[str, OfTensors]:
     path, found = folder / BASES_FILE, _checksums(folder)
     try:
         about = json.loads(path.read_bytes()) if path.exists() else {"tables": {}, "rows": None}
-        tables, rows = about["tables"].items(), about.get("rows", found)  # earlier versions wrote none
+        tables, rows = about["tables"].items(), about["rows"]
         bases = {name: OfTensors.from_json(found_in(folder.resolve(), base, data)) for name, data in tables}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TableFormatError(f"{path} does not describe the tables of {ROWS_FILE}: {error}; copy it again") from error

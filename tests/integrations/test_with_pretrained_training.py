@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.tiny_models import TABLES, tiny
+from tensor_files import write
 
 import speedswap
 from speedswap.errors import SpeedswapWarning, TableFormatError, WeightError
@@ -274,6 +275,9 @@ def test_a_folder_without_rows_needs_patterns_and_has_no_other_base(base: Path) 
 
 def test_a_damaged_description_is_refused(base: Path, tmp_path: Path) -> None:
     speedswap.save_pretrained(gemma(base), tmp_path / "out")
+    write(tmp_path / "out" / "speedswap_rows.safetensors", {"rows": torch.zeros(1)})
+    with pytest.raises(TableFormatError, match="is not the one"):
+        loaded(tmp_path / "out")
     (tmp_path / "out" / "speedswap_rows.json").write_text('{"tables": 1}')
     with pytest.raises(TableFormatError, match="does not describe the tables"):
         loaded(tmp_path / "out")
