@@ -15,6 +15,7 @@ import torch
 import speedswap
 from speedswap._process import all_held
 from speedswap.errors import ThreadError
+from speedswap.swapping.checkpoints import loading
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.tables.rows_file import save_rows
 
@@ -173,6 +174,26 @@ def test_a_step_of_another_thread_waits_for_a_checkpoint_to_be_saved(tmp_path: P
     saved, _ = loaded_from(tmp_path)
     assert all(torch.equal(value, expected[name]) for name, value in saved.state_dict().items())
     assert not torch.equal(model[0].read(), expected["0.weight"])
+
+
+def test_a_step_of_another_thread_waits_for_a_checkpoint_to_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its rows and its layers are of the checkpoint."""
+    model, optimizer = two_tables_and_a_layer()
+    train_once(model, optimizer)
+    speedswap.save_checkpoint(tmp_path, model, optimizer)
+    train_once(model, optimizer)
+    expected = copy.deepcopy(model.state_dict())
+    trainer, load = threading.Thread(target=train_once, args=(model, optimizer)), loading.load_dense
+
+    def load_beside_a_step(*arguments: Any) -> None:
+        trainer.start()
+        trainer.join(0.3)
+        load(*arguments)
+
+    monkeypatch.setattr(loading, "load_dense", load_beside_a_step)
+    speedswap.load_checkpoint(tmp_path, model, optimizer)
+    trainer.join()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_a_checkpoint_is_saved_after_a_first_step_that_raised(tmp_path: Path):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from speedswap._words import require_kind
 from speedswap.collectives import Kind, of_all_ranks
 from speedswap.errors import CheckpointError, TableClosedError, TableFormatError
-from speedswap.swapping.attach import require_between_steps, warn_of_idle_rows
+from speedswap.swapping.attach import warn_of_idle_rows
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
     check_model,
@@ -37,6 +37,7 @@ from speedswap.swapping.checkpoints.format import MANIFEST, Delta, Manifest, Sav
 from speedswap.swapping.checkpoints.saving import (
     ROWS,
     CopiedIn,
+    all_locked,
     as_stored,
     copied,
     descriptions_of,
@@ -155,10 +156,7 @@ def _loaded(
         return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
     lane = lane_of(modules)
-    with lane.task(Kind.CHECKPOINT) as task:
-        for module in modules.values():
-            module.table.check_open()
-        require_between_steps(module._step for module in modules.values())
+    with lane.task(Kind.CHECKPOINT) as task, all_locked(modules):
         manifest, files = _opened(folder)
         if len({*task.share(manifest.token)}) > 1:
             raise CheckpointError(f"path is {folder}, where ranks find different checkpoints; give all the same path")
