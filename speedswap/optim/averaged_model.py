@@ -78,7 +78,7 @@ class Averaged(AveragedModel):
             if not _why_not(step):
                 if isinstance(step.table.store, IdleStore):
                     step.table.store.bring_up_to_date()
-                averages = TableAverages.of(step.table, decay)
+                averages = TableAverages(decay).take_up(step.table)
                 if step.weight.requires_grad:
                     averages.join(step.table)  # else once it is trained
                 memo[id(step.table)] = Table(AveragesStore(step.table, averages))

@@ -67,6 +67,20 @@ def averages_of(table: Table) -> list[TableAverages]:
     return _kept_of(table).living() if AVERAGES in table.live_attributes else []
 
 
+def recall_averages(table: Table) -> None:
+    """Let averages go on with those of their decay that the table has got from a checkpoint, whatever their names."""
+    if found := averages_of(table):
+        _kept_of(table).owned.clear()
+    for each in found:
+        each.take_up(table)
+
+
+def kept_columns(attributes: Mapping[str, Any]) -> list[str]:
+    """Return the names of the columns of averages that a table's attributes describe."""
+    noted = attributes.get(AVERAGES)
+    return [column for name in noted for column in (name, f"{name}_updates")] if isinstance(noted, dict) else []
+
+
 def _kept_of(table: Table) -> _Kept:
     found = table.live_attributes.get(AVERAGES)
     if found is None:
@@ -79,9 +93,9 @@ def _kept_of(table: Table) -> _Kept:
 class TableAverages:
     """Averages of a table's rows, in columns of the table, until nothing refers to this any more.
 
+    The columns are added when rows are first stepped, unless :meth:`join` is called before.
+
     Args:
-        table: its columns are added when its rows are first stepped, unless :meth:`join` is called before.
-        name: the column of the averages.
         decay: the averages' share that an update keeps; None to give all updates the same weight.
         count: the number of updates so far.
 
@@ -90,32 +104,33 @@ class TableAverages:
             that has had one weight since the beginning.
     """
 
-    def __init__(self, table: Table, name: str, decay: float | None, count: int) -> None:
+    average: Column
+    taken: Column
+
+    def __init__(self, decay: float | None, count: int = 0) -> None:
+        self.decay, self.count = decay, count
+
+    def lie_in(self, table: Table, name: str) -> TableAverages:
+        """Make this name's columns of a table those of the averages."""
         weight = table.columns["weight"]
         self.average = Column(name, weight.row_shape, weight.dtype, zeros())
         self.taken = Column(f"{name}_updates", (), torch.int32, zeros())
-        self.decay, self.count = decay, count
         _kept_of(table).owned[name] = weakref.ref(self)
+        return self
 
-    @classmethod
-    def of(cls, table: Table, decay: float | None) -> TableAverages:
-        """Return averages of this decay that were saved with a table and not taken up yet; or new ones."""
+    def take_up(self, table: Table) -> TableAverages:
+        """Go on with averages of this decay that were saved with a table and not taken up yet; or begin new ones."""
         kept = _kept_of(table)
-        found = {name: each for name, each in kept.unowned().items() if name in table.columns}
+        found = kept.unowned()
         for name, each in found.items():
-            if (count := _count_of(each, decay)) is not None:
-                return cls(table, name, decay, count)
+            if (count := _count_of(each, self.decay)) is not None:
+                self.count = count
+                return self.lie_in(table, name)
         taken = {*found, *(each.average.name for each in kept.living())}
-        name = next(name for i in itertools.count() if (name := f"average_{i}" if i else "average") not in taken)
-        new = cls(table, name, decay, 0)
-        table.reset_columns([each for each in new.columns if each.name in table.columns])  # of former ones
-        return new
-
-    def recall(self, table: Table) -> None:
-        """Take the number of updates from the attributes that a table has got from a checkpoint, if they have it."""
-        noted = table.attributes.get(AVERAGES)
-        count = _count_of(noted.get(self.average.name), self.decay) if isinstance(noted, dict) else None
-        self.count = self.count if count is None else count
+        names = (f"average_{i}" if i else "average" for i in itertools.count())
+        self.lie_in(table, next(name for name in names if name not in taken))
+        table.reset_columns([each for each in self.columns if each.name in table.columns])  # of former ones
+        return self
 
     @property
     def columns(self) -> tuple[Column, Column]:
@@ -222,8 +237,8 @@ class AveragesStore(WrappedStore):
         if table is None:
             return None
         if (twin := memo.get(id(table))) is not None:
-            return Table(AveragesStore(twin, TableAverages(twin, ours.average.name, ours.decay, ours.count)))
-        found = AveragesStore(table, TableAverages.of(table, ours.decay))
+            return Table(AveragesStore(twin, TableAverages(ours.decay, ours.count).lie_in(twin, ours.average.name)))
+        found = AveragesStore(table, TableAverages(ours.decay).take_up(table))
         found.averages.count = ours.count - 1
         found.update(partial(self.read, "weight"), 1)
         return Table(found)

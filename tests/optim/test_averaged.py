@@ -500,6 +500,29 @@ def test_several_averages_come_back_from_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(averages[0].module[0].read(), rows)
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("loads_first", [False, True])
+def test_averages_of_a_checkpoint_go_on_by_their_decay(tmp_path: Path, *, loads_first: bool, on_disk: bool) -> None:
+    """They may be made before it is loaded or after, and in another order than in the training that saved it."""
+    pair = plain_pair()
+    one, other = averages_of(pair), averages_of(pair, 0.5)
+    train(pair, 4, one, other)
+    speedswap.save_checkpoint(tmp_path / "saved", pair[0], pair[2])
+    fresh = plain_pair(tmp_path / "items" if on_disk else None)
+    if loads_first:
+        speedswap.load_checkpoint(tmp_path / "saved", fresh[0], fresh[2])
+    half, again = Averaged(fresh[0], 0.5), Averaged(fresh[0], DECAY)
+    if not loads_first:
+        speedswap.load_checkpoint(tmp_path / "saved", fresh[0], fresh[2])
+    for averages, found in ((one, again), (other, half)):
+        assert torch.equal(found.module[0].read(), averages[0].module[0].read())
+        dense = {name: each for name, each in averages[0].state_dict().items() if name != "module.0.weight"}
+        found.load_state_dict(dense, strict=False)
+    train((fresh[0], pair[1], fresh[2], pair[3]), 3, (again, one[1]), (half, other[1]))
+    for averages in ((again, one[1]), (half, other[1])):
+        require_same(averages)
+
+
 def test_rows_for_lookup_only_are_shared() -> None:
     items = speedswap.Embedding(6, 2, stored_dtype=torch.int8)
     averaged = Averaged(items)

@@ -49,7 +49,7 @@ from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Block, Column, Table
-from speedswap.tables.averages import averages_of
+from speedswap.tables.averages import averages_of, kept_columns, recall_averages
 from speedswap.tables.files.damage import require
 from speedswap.tables.idle import LAST_STEP, IdleStore
 from speedswap.tables.many import Shard, own_shard, place_rows, take_shards
@@ -488,6 +488,9 @@ class TableToLoad:
                 commits.return_to(first.saved.commit)
                 own.note_change(None)
             else:
+                kept = [] if keeps_state else kept_columns(first.saved.attributes)  # the next Averaged takes them up
+                missing = [self.columns[name] for name in kept if name in self.columns and name not in own.columns]
+                own.add_columns(missing, commit=False)
                 names = [name for name in own.columns if name in self.columns]
                 lack_steps = self._copy_to(own, ["weight"] if keeps_state else names)
             lacking = [column for column in initial if column.name not in own.columns]
@@ -502,8 +505,8 @@ class TableToLoad:
             own.attributes.update(attributes)
             if commits is None and lack_steps:
                 own.store.notes.adopted += 1  # the steps are now those of the attributes
-            for averages in () if keeps_state else averages_of(own):
-                averages.recall(own)
+            if not keeps_state:
+                recall_averages(own)
             if (joint := table.joint) is not None:
                 joint.torn = None
 
