@@ -508,7 +508,9 @@ def RowsCallback() -> Any:
 
     class RowsCallback(TrainerCallback):  # type: ignore[misc]
         def on_save(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            output, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+            trials = output.glob(f"*/{name}") if state.is_hyper_param_search else ()  # the last is this one's
+            folder = max(trials, key=os.path.getmtime, default=output / name)
             training = state.stateful_callbacks.get(_TRAINING)
             save_beside(model, folder, state=not args.save_only_model, training=training)
 

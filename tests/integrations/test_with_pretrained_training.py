@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,21 @@ def test_a_checkpoint_without_an_optimizer_has_no_state_of_rows(base: Path) -> N
     trained(gemma(base), "run", 3)
     fresh = trained(loaded(Path("run/checkpoint-3")), "fresh", 1)
     assert torch.equal(trained(gemma(base), "run", 4, "run/checkpoint-3"), fresh)
+
+
+def test_the_trials_of_a_search_save_their_own_rows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folders of their checkpoints, which the trainer names by the trial."""
+    given = arguments("run", max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = transformers.Trainer(
+        None, given, model_init=lambda _: gemma(base), train_dataset=DATA, callbacks=[speedswap.RowsCallback()]
+    )
+    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA  # as hyperparameter_search sets it
+    trainer.hp_name, trainer.hp_space = None, lambda trial: trial.params
+    monkeypatch.setattr("transformers.integrations.hp_params", trainer.hp_space)
+    for number, rate in enumerate((0.1, 0.5)):
+        trainer.train(trial=SimpleNamespace(number=number, params={"learning_rate": rate}))
+        saved = loaded(Path(f"run/run-{number}/checkpoint-2"))
+        assert torch.equal(table_of(saved).read(), table_of(trainer.model).read())
 
 
 def test_a_bfloat16_model_resumes_to_the_same_bits(base: Path) -> None:
