@@ -107,6 +107,7 @@ class TwoPasses:
             around: surrounds each part.
             changes: notes the leaves that are about to get gradients.
         """
+        changes.find(self._before.modules)  # before they go back to what the first pass saw
         random, buffers = RandomState(), self._before.again()
         self._before.restore()
         states = self._random if parts is self.parts else [self._random[0]] * len(parts.each)

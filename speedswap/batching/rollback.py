@@ -408,6 +408,11 @@ class Changes:
         with register_module_forward_pre_hook(self._note_found):
             yield
 
+    def find(self, modules: Iterable[nn.Module]) -> None:
+        """Note modules that will run, as they are now, where modules were not given."""
+        for module in () if self._known else modules:
+            self._note_found(module, ())
+
     def _note_found(self, module: nn.Module, args: Any) -> None:
         if module in self.found:
             return

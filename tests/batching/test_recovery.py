@@ -478,3 +478,21 @@ def test_a_buffer_that_a_module_replaces_is_rolled_back(known):
         lambda x, y: functional.cross_entropy(clean(x), y), x, y
     )
     assert same_bits(state(model), state(clean))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_second_pass_that_runs_out_of_memory_leaves_buffers_as_the_first_one_did(known):
+    model, inputs = nn.BatchNorm1d(3).double(), torch.randn(8, 3, dtype=torch.float64)
+    calls = iter([False, True, False, False])  # of the second call, in the backward pass
+
+    def function(x):
+        result = model(x)
+        if next(calls):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return result
+
+    result = speedswap.BatchSplitter(model if known else None).forward(function, inputs)
+    after = [buffer.clone() for buffer in model.buffers()]
+    result.square().sum().backward()
+    assert next(calls, None) is None
+    assert same_bits([*model.buffers()], after)
