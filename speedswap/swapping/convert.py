@@ -281,7 +281,7 @@ def convert(
             nothing was changed.
         ValueError: ``skip`` names no embedding; the storage or one of its settings is invalid, or it has no place for
             an embedding; or ``checkpoint`` is given, but nothing is on meta. Nothing was changed.
-        TypeError: ``model`` is of another type.
+        TypeError: ``model`` is of another type, or ``skip`` one name instead of a list.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table, or for a weight that was a table; its
             embedding and the following ones are unchanged, or still on meta.
@@ -373,6 +373,8 @@ def _within(place: Storage, name: str) -> Storage:
 
 def embeddings(model: nn.Module, over_tables: bool, skip: Collection[str]) -> list[tuple[Any, list[str]]]:
     """Return a model's embeddings over tables, or all others, each with all of its dotted names."""
+    if isinstance(skip, str):
+        raise TypeError(f"skip is {skip!r}; give a list of names, such as [{skip!r}]")
     names = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)

@@ -419,6 +419,9 @@ def _save_rows(model: nn.Module, folder: Path, *, state: bool = False) -> None:
         stores = {name: each.table.store for name, each in tables.items()}
         save_rows(stores, folder / ROWS_FILE, state=state, overwrite=True)
         _note_saved(tables)
+    else:
+        for name in (BASES_FILE, ROWS_FILE):  # of another model, whose files are about to be replaced
+            (folder / name).unlink(missing_ok=True)
 
 
 def _describe(model: nn.Module, folder: Path, training: object = None) -> None:

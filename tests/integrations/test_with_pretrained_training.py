@@ -299,6 +299,15 @@ def test_a_damaged_description_is_refused(base: Path, tmp_path: Path) -> None:
         loaded(tmp_path / "out")
 
 
+def test_a_model_without_tables_leaves_no_rows_of_another(base: Path, tmp_path: Path) -> None:
+    speedswap.save_pretrained(gemma(base), tmp_path / "out")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    speedswap.save_pretrained(plain, tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("speedswap*")]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(again(IDS).logits, plain(IDS).logits)
+
+
 def test_new_rows_are_not_loaded_with_the_layers_of_an_older_save(base: Path, tmp_path: Path) -> None:
     """As after a kill between the two: the older model is whole, and the rows are not its."""
     model, out = gemma(base), tmp_path / "out"

@@ -256,6 +256,10 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: speedswap.convert(nn.Embedding(9, 4), min_rows="8"),  # type: ignore[arg-type]
         "min_rows is a str; give a number of rows",
     ),
+    "one name": (
+        lambda: speedswap.convert(nn.Sequential(nn.Embedding(9, 4)), min_rows=1, skip="0"),
+        r"skip is '0'; give a list of names, such as ['0']",
+    ),
     "convert a path": (lambda: speedswap.convert("model"), "model is a str; give a torch.nn.Module"),  # type: ignore[type-var]
     "pretrained rows of NumPy": (
         lambda: Embedding.from_pretrained(torch.ones(3, 4).numpy()),  # type: ignore[arg-type]
