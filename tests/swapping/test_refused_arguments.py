@@ -258,7 +258,7 @@ AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one name": (
         lambda: speedswap.convert(nn.Sequential(nn.Embedding(9, 4)), min_rows=1, skip="0"),
-        r"skip is '0'; give a list of names, such as ['0']",
+        "skip is '0'; give a list of names",
     ),
     "convert a path": (lambda: speedswap.convert("model"), "model is a str; give a torch.nn.Module"),  # type: ignore[type-var]
     "pretrained rows of NumPy": (
