@@ -89,6 +89,15 @@ def test_compiled_part_of_other_cpp_sources_is_refused(checkout):
         with_compiled_part(path)
 
 
+def test_a_project_that_has_the_package_in_it_is_no_checkout(tmp_path):
+    """As pip install --target leaves it there."""
+    (tmp_path / "csrc").mkdir()
+    for file in (tmp_path / "pyproject.toml", tmp_path / "csrc" / "bindings.cpp"):
+        file.touch()
+    path = [str(tmp_path / "speedswap" / "kernels")]
+    assert with_compiled_part(path) == path
+
+
 @pytest.mark.release
 def test_install_of_other_cpp_sources_is_refused(checkout, site):
     with open(checkout / "csrc" / "loops.cpp", "a") as file:

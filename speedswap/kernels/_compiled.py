@@ -93,7 +93,7 @@ def _remedy(package: Path, installed: Path | None) -> str:
 
 
 def _is_in_checkout(package: Path) -> bool:
-    return (package.parent / "pyproject.toml").is_file()
+    return (package.parent / "csrc" / "row_log.cpp").is_file()  # another project may have the package in it, and a csrc
 
 
 def _build(package: Path) -> str:
