@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -204,9 +204,11 @@ class Lookahead(Generic[Batch]):
             batch = next(source)
             turn = _Turn(batch)
             announced: list[tuple[TableModule, Announced]] = []
-            with suppress(IdMapFullError):  # the lookup in its turn raises, if there is no room then either
-                for module, given_of in self._ids.items():
+            for module, given_of in self._ids.items():
+                try:
                     announced += module.lookups_of(given_of(batch))
+                except IdMapFullError:
+                    continue  # its lookup in the batch's turn raises, if there is no room then either
             # Together, so one round trip to a GPU finds the rows of all tables.
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):
