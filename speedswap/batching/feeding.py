@@ -147,8 +147,10 @@ class Feed(Generic[Identity]):
     collate: Callable[[list[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "budget_bytes", "variants")[: 2 if self.variants is None else 3]:
-            require_integer(name, getattr(self, name))
+        require_integer("batch_size", self.batch_size)
+        require_integer("budget_bytes", self.budget_bytes)
+        if self.variants is not None:
+            require_integer("variants", self.variants)
         if len(self.identities) == 0:
             raise BatchError("identities is empty; give one for each sample")
         if self.targets is not None and len(self.targets) != len(self.identities):
