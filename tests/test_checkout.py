@@ -87,6 +87,8 @@ def test_compiled_part_of_other_cpp_sources_is_refused(checkout):
         ImportError, match=rf"was built from other sources than {checkout}: run pip install -e {checkout}$"
     ):
         with_compiled_part(path)
+    with pytest.raises(ImportError, match="was built from other sources"):
+        with_compiled_part([str(Path(_C.__file__).parent), *path])  # as an editable install's finder names them
 
 
 def test_a_project_that_has_the_package_in_it_is_no_checkout(tmp_path):

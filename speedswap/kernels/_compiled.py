@@ -22,7 +22,7 @@ def with_compiled_part(search_path: Sequence[str]) -> list[str]:
     installed with ``pip install -e``.
 
     Args:
-        search_path: ``__path__`` of ``speedswap.kernels``, its own folder first.
+        search_path: ``__path__`` of ``speedswap.kernels``.
 
     Returns:
         The same path; with the installed package's folder at its end if ``_C`` comes from there.
@@ -30,7 +30,9 @@ def with_compiled_part(search_path: Sequence[str]) -> list[str]:
     Raises:
         ImportError: there is no ``_C`` for these sources and this Python; one line names the remedy.
     """
-    package = Path(search_path[0]).resolve().parent
+    # An editable install may name the folder of its compiled part first.
+    folders = [Path(entry).resolve() for entry in search_path]
+    package = next((each for each in folders if (each / "__init__.py").is_file()), folders[0]).parent
     spec = find_spec("speedswap.kernels._C")
     if spec is not None:  # in place, installed, or found by an editable install's finder
         if spec.origin is None or _built_from(package, Path(spec.origin).parent):  # None: documentation tools' stand-in
